@@ -241,7 +241,7 @@ def setup(args):
     rank, world_size, local_rank, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     torch.set_num_threads(args.threads or max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    device, place = torch.device("cpu"), f"process {local_rank}"
+    device, place = torch.device("cpu"), f"process {os.getpid()}"
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Slurm may show a task its own GPU only
         torch.cuda.set_device(device)
@@ -378,17 +378,19 @@ def train(ddp_model, loader, steps, parts, state, watch, comm_timer, stop_signal
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward", at=None if to_come else comm_timer.backward_end)
         watch.mark("comm")
+        state["step"] += 1
+        save = args.snapshot_every and state["step"] % args.snapshot_every == 0
+        check = save or state["step"] % CHECK_EVERY == 0 or state["step"] == steps
+        if check:  # on its way while the optimizer works
+            totals = torch.cat((sums, sums.new_tensor([len(stop_signals)])))
+            reduction = dist.all_reduce(totals, async_op=True)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         watch.mark("optimizer")
-        state["step"] += 1
-        save = args.snapshot_every and state["step"] % args.snapshot_every == 0
-        if save or state["step"] % CHECK_EVERY == 0 or state["step"] == steps:
-            totals = torch.cat((sums, sums.new_tensor([len(stop_signals)])))
-            dist.all_reduce(totals)
+        if check:
+            reduction.wait()
             *state["sums"], stop = totals.tolist()
-            watch.mark("comm")
             watch.read()
             comm_timer.read()
             if not np.isfinite(state["sums"]).all():
@@ -506,6 +508,10 @@ def launch(args):
         if error.exit_code < 0:
             print(f"{sys.argv[0]}: error: rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
         sys.exit(max(1, error.exit_code))
+    except mp.ProcessRaisedException as error:
+        hung = [rank for rank, process in enumerate(context.processes) if process.exitcode == -signal.SIGKILL]
+        silent = f"; no answer of ranks {hung}" if hung else ""
+        sys.exit(f"{error}{sys.argv[0]}: error: rank {error.error_index} failed{silent}")
     del store
 
 

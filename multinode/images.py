@@ -1,12 +1,12 @@
-"""Train an image classifier on the GPUs of many nodes or, on machines that have none, on CPU processes.
+r"""Train an image classifier on the GPUs of many nodes or, on machines that have none, on CPU processes.
 
-    torchrun --standalone --nproc_per_node=2 multinode/images.py         # one node, to try it
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 multinode/images.py \
+    torchrun --standalone --nproc_per_node=2 -- multinode/images.py      # one node, to try it
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- multinode/images.py \
         --model mlp --dataset mnist --data_dir data --snapshot mlp.pt    # the same on each of the two nodes
     sbatch --nodes=4 --gpus-per-node=4 slurm/multinode_images.slurm --model vgg11 --learning_rate 1e-4
 
-torchrun starts a process for each GPU and, with --max_restarts and --snapshot, starts them again after a failure. It is
-multigpu/images.py but for the start: see `diff`.
+torchrun starts a process for each GPU and, with --max_restarts and --snapshot, starts them again after a failure; the
+bare -- keeps it from taking --log for an option of its own. It is multigpu/images.py but for the start: see `diff`.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 import argparse
@@ -78,7 +78,7 @@ def parse_args():
     add("--timeout", type=int, default=600, help="seconds without a word from a process that end the job")
     args = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        fail(f"start it with torchrun, for example: torchrun --standalone --nproc_per_node=2 {sys.argv[0]}")
+        fail(f"start it with torchrun, for example: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
     check_args(args, parts=args.grad_accum_steps * int(os.environ["WORLD_SIZE"]))
     return args
 
@@ -240,7 +240,7 @@ def setup(args):
     rank, world_size, local_rank, local_world_size = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     torch.set_num_threads(args.threads or max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    device, place = torch.device("cpu"), f"process {local_rank}"
+    device, place = torch.device("cpu"), f"process {os.getpid()}"
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Slurm may show a task its own GPU only
         torch.cuda.set_device(device)
@@ -377,17 +377,19 @@ def train(ddp_model, loader, steps, parts, state, watch, comm_timer, stop_signal
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward", at=None if to_come else comm_timer.backward_end)
         watch.mark("comm")
+        state["step"] += 1
+        save = args.snapshot_every and state["step"] % args.snapshot_every == 0
+        check = save or state["step"] % CHECK_EVERY == 0 or state["step"] == steps
+        if check:  # on its way while the optimizer works
+            totals = torch.cat((sums, sums.new_tensor([len(stop_signals)])))
+            reduction = dist.all_reduce(totals, async_op=True)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         watch.mark("optimizer")
-        state["step"] += 1
-        save = args.snapshot_every and state["step"] % args.snapshot_every == 0
-        if save or state["step"] % CHECK_EVERY == 0 or state["step"] == steps:
-            totals = torch.cat((sums, sums.new_tensor([len(stop_signals)])))
-            dist.all_reduce(totals)
+        if check:
+            reduction.wait()
             *state["sums"], stop = totals.tolist()
-            watch.mark("comm")
             watch.read()
             comm_timer.read()
             if not np.isfinite(state["sums"]).all():

@@ -294,13 +294,14 @@ def train(model, loader, steps, parts, state, watch, stop_signals, args, device)
             watch.mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             watch.mark("backward")
+        state["step"] += 1
+        save = args.snapshot_every and state["step"] % args.snapshot_every == 0
+        check = save or state["step"] % CHECK_EVERY == 0 or state["step"] == steps
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         watch.mark("optimizer")
-        state["step"] += 1
-        save = args.snapshot_every and state["step"] % args.snapshot_every == 0
-        if save or state["step"] % CHECK_EVERY == 0 or state["step"] == steps:
+        if check:
             state["sums"] = sums.tolist()
             watch.read()
             if not np.isfinite(state["sums"]).all():

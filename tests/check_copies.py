@@ -5,6 +5,7 @@
 
 With --fix the text that the last commit does not have wins; where two files were edited differently, none does.
 """
+
 import argparse
 import ast
 import difflib
@@ -20,7 +21,9 @@ MAY_DIFFER = {"main", "parse_args", "create_model", "create_dataloader", "train"
 # Constants describe one task each; they must agree between the folders of a task, not between tasks.
 DISTRIBUTION = re.compile(
     r"rank|world_size|dist\.|distributed|ddp|comm_|comm\b|all_reduce|no_sync|nullcontext|process|spawn|torchrun|node|"
-    r"num_gpus|launch|cleanup|socket|timedelta|timeout|multiprocessing|singlegpu|multigpu|GPUs?\b|to_come|stop\b", re.I)
+    r"num_gpus|launch|cleanup|socket|timedelta|timeout|multiprocessing|singlegpu|multigpu|GPUs?\b|to_come|stop\b",
+    re.I,
+)
 
 
 def blocks(source):
@@ -38,7 +41,7 @@ def blocks(source):
             continue
         while first and lines[first - 1].startswith("#"):
             first -= 1
-        found[name] = first, node.end_lineno, "".join(lines[first:node.end_lineno])
+        found[name] = first, node.end_lineno, "".join(lines[first : node.end_lineno])
     return found
 
 
@@ -95,8 +98,12 @@ def main():
             print(f"{name}: carried to {where}")
             continue
         variants = sorted(set(copies.values()))
-        problems.append(f"{name} differs between {where}\n" + "".join(difflib.unified_diff(
-            variants[0].splitlines(keepends=True), variants[1].splitlines(keepends=True))))
+        problems.append(
+            f"{name} differs between {where}\n"
+            + "".join(
+                difflib.unified_diff(variants[0].splitlines(keepends=True), variants[1].splitlines(keepends=True))
+            )
+        )
     for first, second in itertools.pairwise(FOLDERS[:3]):
         for path in sorted((ROOT / first).glob("*.py")):
             if (other := ROOT / second / path.name).exists():

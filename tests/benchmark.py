@@ -1,0 +1,307 @@
+"""Speed of images.py against what it replaces; no test, since times vary. Prints medians and ratios, sides alternated.
+
+    python tests/benchmark.py feed --data_dir DATA         # batches alone: torchvision's DataLoader against ours
+    python tests/benchmark.py epoch --data_dir DATA        # training: the classic MNIST example against ours
+    python tests/benchmark.py variants                     # --compile, channels_last and bf16, cnn
+    python tests/benchmark.py stopwatch                    # the step with and without stopwatch and hook, 2 processes
+    python tests/benchmark.py scaling                      # 2 processes of 1 thread against 1 of 1 thread
+    python tests/benchmark.py start                        # from the end of the imports to the first step
+
+`--steps` shortens what is timed; DATA holds MNIST/raw.
+"""
+
+import argparse
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(folder):
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("images", ROOT / folder / "images.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def alternate(sides, rounds):
+    """Run each side in turn, `rounds` times: {name: [seconds]}; the first round warms up and is not counted."""
+    times = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def show(times, unit="s", per=1):
+    """Medians, and the median over rounds of the ratio to the first side."""
+    first = next(iter(times.values()))
+    for name, values in times.items():
+        ratio = statistics.median(value / base for value, base in zip(values, first))
+        print(f"| {name} | {statistics.median(values) / per:.4g} {unit} | {ratio:.3f} |")
+
+
+def arguments(**changes):
+    """images.py's own defaults, changed."""
+    images = load("singlegpu")
+    argv, sys.argv = sys.argv, ["images.py"]
+    args = images.parse_args()
+    sys.argv = argv
+    vars(args).update(changes)
+    return args
+
+
+def classic_loader(data_dir):
+    """What the MNIST example of pytorch/examples feeds from, with its defaults."""
+    from torch.utils.data import DataLoader
+    from torchvision import datasets, transforms
+
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    return DataLoader(datasets.MNIST(data_dir, train=True, transform=transform), batch_size=64, shuffle=True)
+
+
+def feed(options):
+    import torch
+
+    torch.set_num_threads(2)
+    images, device = load("singlegpu"), torch.device("cpu")
+    args = arguments(dataset="mnist", data_dir=options.data_dir)
+    split = images.read_data(args)[0]
+    loader, epoch = classic_loader(options.data_dir), iter(range(1000))
+
+    def classic():
+        for _ in loader:
+            pass
+
+    def ours():
+        for _ in images.create_dataloader(split, images.global_batches(60_000, args, next(epoch)), args, device):
+            pass
+
+    show(alternate({"classic": classic, "ours": ours}, options.rounds))
+
+
+def epoch(options):
+    import torch
+    import torch.nn.functional as F
+
+    torch.set_num_threads(2)
+    images, device = load("singlegpu"), torch.device("cpu")
+    for name in options.models:
+        sides, accuracy = {}, {}
+        for label, precision in (("classic", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")):
+            args = arguments(
+                dataset="mnist", data_dir=options.data_dir, model=name, precision=precision, max_steps=options.steps
+            )
+            splits = images.read_data(args)
+            torch.manual_seed(1)
+            model = images.create_model(args, 1, 28)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+            parts = {"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+            if label == "classic":
+
+                def side(model=model, optimizer=optimizer, loader=classic_loader(options.data_dir)):
+                    model.train()
+                    for step, (x, y) in enumerate(loader):
+                        if step == options.steps:
+                            break
+                        optimizer.zero_grad()
+                        F.cross_entropy(model(x), y).backward()
+                        optimizer.step()
+            else:
+                counter = iter(range(1000))
+
+                def side(args=args, parts=parts, splits=splits, counter=counter):
+                    number = next(counter)
+                    batches = images.global_batches(60_000, args, number)
+                    state = {"epoch": number, "step": 0, "sums": [0.0, 0.0]}
+                    images.train(
+                        parts["model"],
+                        images.create_dataloader(splits[0], batches, args, device),
+                        len(batches),
+                        parts,
+                        state,
+                        images.Stopwatch(device),
+                        [],
+                        args,
+                        device,
+                    )
+
+            sides[label], accuracy[label] = side, (model, args, splits[1])
+        print(f"\n{name}, {options.steps or 937} steps of 64, 2 threads")
+        show(alternate(sides, options.rounds))
+        for label, (model, args, split) in accuracy.items():
+            import numpy as np
+
+            loader = images.create_dataloader(split, np.array_split(np.arange(10_000), 79), args, device)
+            print(f"{label}: validation accuracy {images.evaluate(model, loader, args, device)[1] / 10_000:.4f}")
+
+
+def variants(options):
+    import torch
+
+    torch.set_num_threads(2)
+    images, sides = load("singlegpu"), {}
+    x, y = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+    for precision in ("fp32", "bf16"):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            for compiled in (False, True):
+                args = arguments(precision=precision)
+                torch.manual_seed(1)
+                model = images.create_model(args, 1, 28).to(memory_format=layout)
+                optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+                if compiled:
+                    model.compile()
+
+                def side(model=model, optimizer=optimizer, args=args, x=x.to(memory_format=layout)):
+                    for _ in range(10):
+                        images.forward(model, x, y, args)[0].backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+                name = precision + (" channels_last" if layout == torch.channels_last else "") + " compile" * compiled
+                sides[name] = side
+    show(alternate(sides, options.rounds), "ms a step", 10 / 1000)
+
+
+def stopwatch_worker(rank, options, port):
+    import torch
+    import torch.distributed as dist
+
+    images = load("multigpu")
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    device = torch.device("cpu")
+
+    class NoWatch(images.Stopwatch):
+        def mark(self, phase, at=None):
+            pass
+
+    for model_name, batch, steps in (("mlp", 64, 200), ("cnn", 64, 20)):
+        sides = {}
+        for label, timed in (("without", False), ("with", True)):
+            args = arguments(model=model_name, num_gpus=2, comm_hook="none", batch_size=batch)
+            torch.manual_seed(1)
+            model = images.create_model(args, 1, 28)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+            parts = {"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+            watch = (images.Stopwatch if timed else NoWatch)(device)
+            timer = images.CommTimer(watch, images.COMM_HOOKS["none"], None)
+            ddp_model = images.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            if timed:
+                ddp_model.register_comm_hook(None, timer.hook)
+            else:
+                timer.backward_end = None
+            data = [(torch.randn(batch // 2, 1, 28, 28), torch.randint(10, (batch // 2,)))] * steps
+
+            def side(ddp_model=ddp_model, parts=parts, watch=watch, timer=timer, args=args, data=data):
+                state = {"epoch": 0, "step": 0, "sums": [0.0, 0.0]}
+                images.train(ddp_model, data, len(data), parts, state, watch, timer, [], args, device)
+
+            sides[label] = side
+        times = alternate(sides, options.rounds)
+        if rank == 0:
+            print(f"\n{model_name}, global batch {batch}, 2 processes of 1 thread")
+            show(times, "ms a step", steps / 1000)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def stopwatch(options):
+    import socket
+
+    import torch.multiprocessing as mp
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mp.spawn(stopwatch_worker, (options, port), 2)
+
+
+def scaling(options):
+    """Also with the single process's batch cut in two, so that both sides work on parts of the same size."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    sides = {
+        "1 process": ["singlegpu/images.py"],
+        "1 process, 2 parts": ["singlegpu/images.py", "--grad_accum_steps", "2"],
+        "2 processes": ["multigpu/images.py", "--num_gpus", "2"],
+    }
+    rates = {name: [] for name in sides}
+    for _ in range(options.rounds):
+        for name, command in sides.items():
+            with tempfile.TemporaryDirectory() as folder:
+                log = f"{folder}/log.csv"
+                subprocess.run(
+                    [
+                        sys.executable,
+                        *command,
+                        "--model",
+                        options.models[0],
+                        "--batch_size",
+                        "256",
+                        "--threads",
+                        "1",
+                        "--epochs",
+                        "2",
+                        "--max_steps",
+                        str(options.steps or 40),
+                        "--log",
+                        log,
+                    ],
+                    cwd=ROOT,
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                )
+                import csv
+
+                with open(log) as file:
+                    rates[name].append(
+                        float([row for row in csv.DictReader(file) if row["epoch"] == "1"][0]["samples/s"])
+                    )
+    for name, values in rates.items():
+        efficiency = [
+            value / base / (2 if "processes" in name else 1) for value, base in zip(values, rates["1 process"])
+        ]
+        print(f"| {name} | {statistics.median(values):.0f} samples/s | {statistics.median(efficiency):.3f} |")
+    print(
+        f"2 processes against 1 process in 2 parts: efficiency "
+        f"{statistics.median(a / b / 2 for a, b in zip(rates['2 processes'], rates['1 process, 2 parts'])):.3f}"
+    )
+
+
+def start(options):
+    code = (
+        "import time, sys; import torch, torchvision; t = time.perf_counter(); step = torch.optim.AdamW.step\n"
+        "def first(self, *a, **k):\n    print(time.perf_counter() - t); import os; os._exit(0)\n"
+        "torch.optim.AdamW.step = first; import runpy; sys.argv = ['images.py', *sys.argv[1:]]\n"
+        f"runpy.run_path({str(ROOT / 'singlegpu/images.py')!r}, run_name='__main__')"
+    )
+    seconds = [
+        float(subprocess.run([sys.executable, "-u", "-c", code], capture_output=True, text=True).stdout.split()[-1])
+        for _ in range(options.rounds)
+    ]
+    print(f"imports done to first step taken, cnn on synthetic: {statistics.median(seconds):.2f} s")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start"))
+    parser.add_argument("--data_dir", default="data")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--models", nargs="+", default=["cnn"])
+    options = parser.parse_args()
+    globals()[options.what](options)
+
+
+if __name__ == "__main__":
+    main()
