@@ -248,6 +248,9 @@ def setup(args):
         place = f"{device} {torch.cuda.get_device_properties(device).uuid}"
     if local_world_size == world_size:  # one node: nothing needs to listen to the network
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and socket.gethostbyname(socket.gethostname()).startswith("127."):
+        fail(f"the name {socket.gethostname()} means this machine only (127...), which no other node can reach: set "
+             "GLOO_SOCKET_IFNAME to the network interface that the nodes share, such as eth0")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                             timeout=timedelta(seconds=args.timeout))
     places = [None] * world_size
@@ -422,7 +425,8 @@ def main(args):
     train_split, val_split = read_data(args, download=rank == 0)
     num_train, num_val = len(train_split[1]), len(val_split[1])
     torch.manual_seed(args.seed)
-    model = create_model(args, *train_split[0].shape[1:3]).to(device)
+    layout = torch.contiguous_format if args.precision == "fp32" else torch.channels_last  # faster for half precision
+    model = create_model(args, *train_split[0].shape[1:3]).to(device, memory_format=layout)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     parts = {"model": model, "optimizer": optimizer,
              "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
@@ -455,7 +459,7 @@ def main(args):
                 save_snapshot(args, parts, state)
                 print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")
             cleanup()
-            sys.exit(128 + (stop_signals or [signal.SIGTERM])[0])
+            sys.exit(128 + signal.SIGTERM)  # unfinished; the parent knows the signal
         parts["scheduler"].step()
         val_batches = np.array_split(np.arange(rank, num_val, world_size), math.ceil(num_val / world_size / 128))
         val_sums = evaluate(model, create_dataloader(val_split, val_batches, args, device), args, device)
@@ -499,15 +503,23 @@ def launch(args):
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     context = mp.spawn(run, (args, port), nprocs=args.num_gpus, join=False)
+    received = []
+
+    def forward_signal(signum, frame):
+        received.append(signum)
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, signum)
+
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: [os.kill(p.pid, signum) for p in context.processes if p.is_alive()])
+        signal.signal(signum, forward_signal)
     try:
         while not context.join(grace_period=5):
             pass
     except mp.ProcessExitedException as error:
         if error.exit_code < 0:
             print(f"{sys.argv[0]}: error: rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-        sys.exit(max(1, error.exit_code))
+        sys.exit(128 + received[0] if received and error.exit_code > 128 else max(1, error.exit_code))
     except mp.ProcessRaisedException as error:
         hung = [rank for rank, process in enumerate(context.processes) if process.exitcode == -signal.SIGKILL]
         silent = f"; no answer of ranks {hung}" if hung else ""

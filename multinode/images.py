@@ -247,6 +247,9 @@ def setup(args):
         place = f"{device} {torch.cuda.get_device_properties(device).uuid}"
     if local_world_size == world_size:  # one node: nothing needs to listen to the network
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    elif "GLOO_SOCKET_IFNAME" not in os.environ and socket.gethostbyname(socket.gethostname()).startswith("127."):
+        fail(f"the name {socket.gethostname()} means this machine only (127...), which no other node can reach: set "
+             "GLOO_SOCKET_IFNAME to the network interface that the nodes share, such as eth0")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                             timeout=timedelta(seconds=args.timeout))
     places = [None] * world_size
@@ -421,7 +424,8 @@ def main(args):
     train_split, val_split = read_data(args, download=rank == 0)
     num_train, num_val = len(train_split[1]), len(val_split[1])
     torch.manual_seed(args.seed)
-    model = create_model(args, *train_split[0].shape[1:3]).to(device)
+    layout = torch.contiguous_format if args.precision == "fp32" else torch.channels_last  # faster for half precision
+    model = create_model(args, *train_split[0].shape[1:3]).to(device, memory_format=layout)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     parts = {"model": model, "optimizer": optimizer,
              "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9),

@@ -103,6 +103,8 @@ def start(tmp_path):
             commands = [[sys.executable, path, "--num_gpus", processes, *arguments]]
         else:
             commands = [[sys.executable, path, *arguments]]
+        if len(commands) > 1:
+            env = {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}  # two "nodes" on one machine
         started = [Job(command, cwd, env) for command in commands]
         jobs.extend(started)
         return started[0] if len(started) == 1 else started

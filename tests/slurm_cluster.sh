@@ -5,176 +5,161 @@
 #   sbatch ...; squeue; scontrol show job ...
 #   bash tests/slurm_cluster.sh down "$CLUSTER"
 #
-# Each node is a network namespace with its own address, hostname and /etc/hosts, so that n1 and n2 are two hosts
-# to torchrun and gloo. The GPUs are fake: Slurm counts them and sets CUDA_VISIBLE_DEVICES, nothing more.
-# GPUS=8 gives each node 8 instead of 4. LOOPBACK=1 does without namespaces, as happens by itself where they
-# cannot be made: n1 and n2 are then two names of this machine, put into /etc/hosts.
+# Each node is a network namespace with its own address, hostname and /etc/hosts, so that n1 and n2 are two hosts to
+# torchrun and gloo. The GPUs are fake: Slurm counts them and sets CUDA_VISIBLE_DEVICES, nothing more; GPUS=8 gives a
+# node 8 instead of 4. LOOPBACK=1 does without namespaces, as happens by itself where none can be made: n1 and n2 are
+# then two names of this machine, kept in /etc/hosts until `down`.
 set -euo pipefail
 
-say() { echo "slurm_cluster: $*" >&2; }
+die() { echo "slurm_cluster: $2" >&2; exit "$1"; }
 
-start() { # NAME COMMAND...: the child notes its pid itself, so no daemon is lost if this script is killed meanwhile
+start() { # HOST PROGRAM ARGUMENT...
+    local enter=()
+    # Not `ip netns exec`: it mounts a new /sys, without the cgroups that slurmd looks for.
     # shellcheck disable=SC2016
-    setsid sh -c 'echo $$ >"$0"; exec "$@"' "$dir/pid/$1" "${@:2}" >"$dir/log/$1.out" 2>&1 </dev/null &
+    [ "$net" = loopback ] || enter=(nsenter --net="/run/netns/$net-$1" unshare --uts --mount sh -c
+        'hostname "$0" && mount --bind "$1/hosts" /etc/hosts && shift && exec "$@"' "$1" "$dir")
+    # The child notes its pid itself: none goes unnoted if this script is killed meanwhile.
+    # shellcheck disable=SC2016
+    setsid sh -c 'echo $$ >"$0" && exec "$@"' "$dir/pid/$1.$2" "${enter[@]}" "${@:2}" >"$dir/log/$1.$2" 2>&1 </dev/null &
+    disown
 }
 
-pids() { # what still runs of this cluster: its daemons, and everything in its namespaces
-    local pid n
+pids() { # of what still runs of this cluster: its daemons, and everything in its namespaces
+    local pid host
     for pid in $({ cat "$dir"/pid/* || true; } 2>/dev/null); do
-        # The number may be another program's by now; all of ours name a file of this folder.
+        # By now the number may be another program's; the command line of ours names a file of this folder.
         if grep -qsF "$dir/" "/proc/$pid/cmdline"; then echo "$pid"; fi
     done
-    for n in n1 n2; do ip netns pids "$net-$n" 2>/dev/null || true; done
+    for host in ctl n1 n2; do ip netns pids "$net-$host" 2>/dev/null || true; done
 }
 
 down() {
     [ -e "$dir/net" ] || return 0
-    local n net
+    local host net
     net=$(cat "$dir/net")
     export SLURM_CONF=$dir/slurm.conf
-    if [ "$net" = loopback ]; then # only Slurm knows the jobs' processes
-        for n in n1 n2; do scontrol listpids '*' $n 2>/dev/null | awk 'NR > 1 && $1 > 1 { print $1 }'; done |
-            xargs -r kill -KILL 2>/dev/null || true
+    if [ "$net" = loopback ]; then # only Slurm knows the processes of the jobs
         timeout 5 scancel --quiet --user=root 2>/dev/null || true
-        for n in {1..20}; do [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break; sleep 0.5; done
-        sed -i "\|# $dir\$|d" /etc/hosts
+        { for host in n1 n2; do timeout 5 scontrol listpids '*' $host; done |
+            awk '$1 + 0 > 1 { print $1 }' | xargs -r kill -KILL; } 2>/dev/null || true
+        for _ in {1..40}; do [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break; sleep 0.5; done
+        # Written in place: a new file under the old name would undo what is mounted on it, as other clusters' nodes do.
+        host=$(grep -v "# $dir\$" /etc/hosts) && echo "$host" >/etc/hosts
     fi
-    for n in TERM KILL KILL; do
-        pids | xargs -r kill -$n 2>/dev/null || true
-        for _ in {1..20}; do [ -n "$(pids)" ] || break 2; sleep 0.1; done
+    for _ in {1..50}; do
+        [ -n "$(pids)" ] || break
+        pids | xargs -r kill -KILL 2>/dev/null || true
+        sleep 0.1
     done
-    for n in n1 n2; do ip netns del "$net-$n" 2>/dev/null || true; done
+    for host in ctl n1 n2; do ip netns del "$net-$host" 2>/dev/null || true; done
     ip link del "$net" 2>/dev/null || true
     rm -rf "$dir"
 }
 
-networks() { # a bridge with this machine at .254, n1 at .1 and n2 at .2 of a range kept for network tests (RFC 2544)
-    local i n
-    for i in {1..253}; do
-        ip link add "slurm$i" type bridge 2>/dev/null || continue # taking the name takes the number
-        echo "slurm$i" >"$dir/net"
-        break
-    done
-    net=$(cat "$dir/net") addr=(198.18."$i".{254,1,2}) port=(6817 6818 6818)
-    ip addr add "${addr[0]}/24" dev "$net"
+namespaces() { # joined by a bridge, where this machine is .254, in a range set aside for testing networks (RFC 2544)
+    local i=1 n=0 host dev
+    # Having the name of the bridge is having the number: clusters that start together do not clash.
+    until ip link add "slurm$i" type bridge 2>/dev/null; do [ $((++i)) -lt 255 ]; done
+    echo "slurm$i" >"$dir/net"
+    net=slurm$i address=("198.18.$i".{1,2,3}) port=(6818 6818 6817) controller=ctl
+    echo 127.0.0.1 localhost >"$dir/hosts"
+    ip addr add "198.18.$i.254/24" dev "$net"
     ip link set "$net" up
-    for n in 1 2; do
-        ip netns add "$net-n$n"
-        ip link add "$net-n$n" type veth peer name eth0 netns "$net-n$n"
-        ip link set "$net-n$n" master "$net" up
-        ip -n "$net-n$n" addr add "${addr[n]}/24" dev eth0
-        ip -n "$net-n$n" link set eth0 up
-        ip -n "$net-n$n" link set lo up
+    for host in n1 n2 ctl; do
+        echo "${address[n]} $host" >>"$dir/hosts"
+        ip netns add "$net-$host"
+        ip link add "$net-$host" type veth peer name eth0 netns "$net-$host"
+        ip link set "$net-$host" master "$net" up
+        ip -n "$net-$host" addr add "${address[n++]}/24" dev eth0
+        for dev in lo eth0; do ip -n "$net-$host" link set $dev up; done
     done
-    printf '%s\n' '127.0.0.1 localhost' "${addr[1]} n1" "${addr[2]} n2" >"$dir/hosts"
 }
 
 loopback() {
-    say 'no network namespaces here: n1 and n2 are names of this machine in /etc/hosts'
+    echo 'slurm_cluster: no network namespaces, n1 and n2 are names of this machine' >&2
     echo loopback >"$dir/net"
-    net=loopback addr=(127.0.0.1 127.0.0.1 127.0.0.1)
-    local p=$((20000 + RANDOM % 10000)) own
+    local own p=$((20000 + RANDOM % 10000))
+    net=loopback controller=$(uname -n)
+    bind=CommunicationParameters=NoCtldInAddrAny,NoInAddrAny hostname=NodeHostname=$controller
+    # The machine's own address, since torchrun holds its rendezvous on the node whose name has the endpoint's.
+    own=$(getent ahostsv4 "$controller" | awk '{ print $1; exit }')
     while ss -Hltn "sport >= :$p and sport <= :$((p + 2))" | grep -q .; do p=$((p + 3)); done
-    port=("$p" $((p + 1)) $((p + 2)))
-    # torchrun starts its rendezvous store on the node whose own name and the endpoint's name have one address.
-    own=$(getent ahostsv4 "$(uname -n)" | awk '{ print $1; exit }')
-    printf '%s n%d # %s\n' "${own:-127.0.0.1}" 1 "$dir" "${own:-127.0.0.1}" 2 "$dir" >>/etc/hosts
+    address=("$own" "$own" "$own") port=("$p" $((p + 1)) $((p + 2)))
+    printf "%s n%d # $dir\n" "$own" 1 "$own" 2 >>/etc/hosts
 }
 
-configure() { # one line of slurm.conf per reason; the rest is Slurm's own default
-    local host
-    host=$(uname -n)
-    mkdir -p "$dir"/{dev,spool,state}
-    for n in $(seq 0 $((gpus - 1))); do mknod "$dir/dev/gpu$n" c 1 3; done
+up() {
+    local bind='' hostname='' gpus=${GPUS:-4} address port controller net=none n
+    dir=$(realpath -m "${1:-$(mktemp -d -t slurm_cluster.XXXXXX)}")
+    [[ $dir =~ ^[A-Za-z0-9/._-]{1,60}$ ]] || die 2 "Slurm cannot keep its files and sockets in $dir"
+    mkdir -p "$dir"
+    [ -z "$(ls -A "$dir")" ] || die 1 "$dir is not empty"
+    echo "slurm_cluster: starting in $dir" >&2
+    echo none >"$dir/net"
+    trap 'tail -n 20 "$dir"/log/* >&2 || true; down; exit 1' EXIT
+    chmod 755 "$dir"
+    mkdir -p "$dir"/{dev,log,pid,state,spool/n1,spool/n2}
+    for ((n = 0; n < gpus; n++)); do mknod "$dir/dev/gpu$n" c 1 3; done
+    (umask 077 && head -c 128 /dev/urandom >"$dir/munge.key")
+    if [ -z "${LOOPBACK:-}" ] && unshare --net --uts --mount ip link add try type bridge 2>/dev/null; then
+        namespaces
+    else
+        loopback
+    fi
     echo "NodeName=n[1-2] Name=gpu File=$dir/dev/gpu[0-$((gpus - 1))]" >"$dir/gres.conf"
     cat >"$dir/slurm.conf" <<CONF
 ClusterName=test
-SlurmctldHost=${host%%.*}(${addr[0]})
-SlurmctldPort=${port[0]}
-SlurmUser=root
-AuthType=auth/munge
-CredType=cred/munge
-# cred_expire is also how long a requeued job waits before it may start again (120 s by default)
+SlurmctldHost=${controller%%.*}(${address[2]})
+SlurmctldPort=${port[2]}
+$bind
+# cred_expire is also how long a requeued job waits before it starts again: 120 s by default, and no less than 5
 AuthInfo=socket=$dir/munge.socket,cred_expire=5
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n
 SlurmctldPidFile=$dir/state/pid
-SlurmdPidFile=$dir/spool/%n.pid
-SlurmctldLogFile=$dir/log/slurmctld
-SlurmdLogFile=$dir/log/%n
-CommunicationParameters=NoCtldInAddrAny$bind
-ReturnToService=2
+SlurmdPidFile=$dir/spool/%n/pid
+SlurmdLogFile=$dir/log/slurmd.%n
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-# CPUs and memory that the machine need not have
-SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-GresTypes=gpu
-SchedulerParameters=sched_interval=2,sched_min_interval=0,batch_sched_delay=0,bf_interval=2
-JobRequeue=1
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-InactiveLimit=0
-OverTimeLimit=0
-KillWait=30
+ReturnToService=2
 MinJobAge=600
-NodeName=n1 NodeAddr=${addr[1]} Port=${port[1]} CPUs=64 RealMemory=500000 Gres=gpu:$gpus $names
-NodeName=n2 NodeAddr=${addr[2]} Port=${port[2]} CPUs=64 RealMemory=500000 Gres=gpu:$gpus $names
-PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=30
-# a job here takes the GPUs of those in main, which are requeued
+GresTypes=gpu
+# the machine need not have what its nodes are said to have
+SlurmdParameters=config_overrides
+NodeName=DEFAULT CPUs=64 RealMemory=500000 Gres=gpu:$gpus
+NodeName=n1 NodeAddr=${address[0]} Port=${port[0]} $hostname
+NodeName=n2 NodeAddr=${address[1]} Port=${port[1]} $hostname
+PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1
+# its jobs requeue those in main when they need their place
 PartitionName=urgent Nodes=n1,n2 PriorityTier=2
 CONF
-}
-
-up() {
-    local n gpus=${GPUS:-4} addr port net names= bind=
-    dir=$(realpath -m "${1:-$(mktemp -d -t slurm_cluster.XXXXXX)}")
-    say "folder $dir"
-    mkdir -p "$dir"
-    [ -z "$(ls -A "$dir")" ] || { say "$dir is not empty"; exit 1; }
-    echo none >"$dir/net"
-    trap 'n=$?; tail -n 20 "$dir"/log/* >&2 || true; down; exit $((n ? n : 1))' EXIT
-    chmod 755 "$dir"
-    mkdir "$dir"/{log,pid}
-    if [ -z "${LOOPBACK:-}" ] && unshare --net --uts --mount ip link add try type bridge 2>/dev/null; then
-        networks
-    else
-        loopback
-        names=NodeHostname=$(uname -n) bind=,NoInAddrAny
-    fi
-    configure
-    (umask 077 && head -c 128 /dev/urandom >"$dir/munge.key")
-    start munged munged --foreground --force --num-threads=2 --key-file="$dir/munge.key" --socket="$dir/munge.socket" \
+    start ctl munged --foreground --force --num-threads=2 --key-file="$dir/munge.key" --socket="$dir/munge.socket" \
         --pid-file="$dir/munge.pid" --seed-file="$dir/munge.seed" --log-file="$dir/log/munge"
-    for n in {1..50}; do [ ! -S "$dir/munge.socket" ] || break; sleep 0.1; done
-    start slurmctld slurmctld -D -f "$dir/slurm.conf"
-    for n in n1 n2; do
-        if [ "$net" = loopback ]; then
-            start $n slurmd -D -f "$dir/slurm.conf" -N $n
-        else
-            # shellcheck disable=SC2016
-            start $n ip netns exec "$net-$n" unshare --uts sh -c \
-                'hostname "$1" && mount --bind "$0/hosts" /etc/hosts && exec slurmd -D -f "$0/slurm.conf" -N "$1"' "$dir" $n
-        fi
-    done
+    until [ -S "$dir/munge.socket" ] || [ "$SECONDS" -gt 10 ]; do sleep 0.1; done
+    start ctl slurmctld -D -f "$dir/slurm.conf"
+    for n in n1 n2; do start $n slurmd -D -f "$dir/slurm.conf" -N $n; done
     export SLURM_CONF=$dir/slurm.conf
-    for n in {1..120}; do
-        [ "$(timeout 5 sinfo -h -N -p main -t idle -o %T 2>/dev/null | grep -cx idle)" != 2 ] || break
-        [ "$n" != 120 ] || { say 'the nodes did not become idle within a minute'; exit 1; }
-        sleep 0.5
+    until [ "$(timeout 5 sinfo -h -N -p main -o %T 2>/dev/null | grep -cx idle)" = 2 ]; do
+        [ "$SECONDS" -lt 60 ] || die 1 'the nodes were not idle within a minute'
+        sleep 0.2
     done
     trap - EXIT
     printf 'export SLURM_CONF=%q CLUSTER=%q\n' "$SLURM_CONF" "$dir"
 }
 
-[ "$(id -u)" = 0 ] || { say 'needs root'; exit 3; }
-for need in munged:munge slurmctld:slurm-wlm slurmd:slurm-wlm srun:slurm-wlm ip:iproute2; do
-    command -v "${need%:*}" >/dev/null || { say "${need%:*} is missing: install the package ${need#*:}"; exit 3; }
+[ "$(id -u)" = 0 ] || die 3 'needs root'
+for need in munged:munge slurmctld:slurmctld slurmd:slurmd scontrol:slurm-client ip:iproute2; do
+    type "${need%:*}" >/dev/null 2>&1 || die 3 "${need%:*} is missing: install ${need#*:}"
 done
-case ${1:-} in
-up) up "${2:-}" ;;
-down) dir=$(realpath -m "${2:?which folder?}"); down ;;
-*) say 'usage: slurm_cluster.sh up [FOLDER] | down FOLDER'; exit 2 ;;
+case "${1:-} $#" in
+'up 1' | 'up 2') up "${2:-}" ;;
+'down 2') dir=$(realpath -m "$2") && down ;;
+*) die 2 'usage: slurm_cluster.sh up [FOLDER] | down FOLDER' ;;
 esac

@@ -1,0 +1,64 @@
+#!/bin/bash
+# Submit a scaling study of one script, each run with a log of its own, and a report when all have ended.
+#     bash slurm/sweep.sh --gpus "1 2 4 2x4" --batch_sizes "64 128" images --model cnn --epochs 3
+#     bash slurm/sweep.sh --weak --gpus "1 2 4" --batch_sizes 64 --dry_run images
+# --gpus: a number of GPUs of one node, or NODESxGPUS; --batch_sizes: global, with --weak for each GPU; --out: folder,
+# runs/<script>-<time> if not given; --sbatch: options for every job, such as "--partition=gpu --account=me"; --dry_run:
+# print the lines instead. What follows the script's name is passed on to it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+fail() { echo "sweep.sh: error: $1" >&2; exit 2; }
+
+gpus="1 2 4" batch_sizes=64 scaling=strong out="" sbatch="" dry_run=""
+while [[ ${1:-} == --* ]]; do
+    case $1 in
+    --weak) scaling=weak; shift; continue ;;
+    --dry_run) dry_run=yes; shift; continue ;;
+    --gpus | --batch_sizes | --out | --sbatch) [ $# -ge 2 ] || fail "$1 needs a value" ;;
+    *) fail "unknown option $1" ;;
+    esac
+    declare "${1#--}=$2"
+    shift 2
+done
+[ $# -ge 1 ] || fail "which script? For example: bash slurm/sweep.sh images --model cnn"
+script=$1
+shift
+out=${out:-runs/$script-$(date +%Y%m%d-%H%M%S)}
+[ -f "slurm/multigpu_$script.slurm" ] || fail "there is no slurm/multigpu_$script.slurm"
+[ ! -e "$out" ] || [ -z "$(ls -A "$out")" ] || fail "$out is not empty: choose another --out"
+read -ra options <<<"$sbatch"
+
+for count in $gpus; do
+    [[ $count =~ ^([1-9][0-9]*x)?[1-9][0-9]*$ ]] || fail "--gpus $count is neither a number nor NODESxGPUS"
+done
+for size in $batch_sizes; do
+    [[ $size =~ ^[1-9][0-9]*$ ]] || fail "--batch_sizes $size is not a number"
+done
+
+exec 3>&1
+submit() { # ARGUMENT... of sbatch: prints the job's id
+    if [ -n "$dry_run" ]; then
+        { printf '%q ' sbatch --parsable "$@"; echo; } >&3
+        echo ID
+    else
+        sbatch --parsable "$@" | cut -d';' -f1
+    fi
+}
+
+[ -n "$dry_run" ] || mkdir -p "$out"
+jobs=()
+for count in $gpus; do
+    nodes=1 each=${count#*x}
+    [[ $count != *x* ]] || nodes=${count%x*}
+    case $count in 1) folder=singlegpu ;; *x*) folder=multinode ;; *) folder=multigpu ;; esac
+    for size in $batch_sizes; do
+        batch=$size
+        [ "$scaling" = strong ] || batch=$((size * nodes * each))
+        run=$out/${folder}_${count}_$batch
+        jobs+=("$(submit ${options[@]+"${options[@]}"} --nodes="$nodes" --gpus-per-node="$each" --output="$run-%j.out" \
+            "slurm/${folder}_$script.slurm" "$@" --batch_size "$batch" --log "$run.csv" --snapshot "$run.pt")")
+    done
+done
+report=$(submit ${options[@]+"${options[@]}"} --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" --job-name=report \
+    --output="$out/report.md" --wrap "python report.py '$out'")
+echo "${#jobs[@]} runs ($scaling scaling); job $report writes $out/report.md when they have ended"

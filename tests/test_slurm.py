@@ -1,0 +1,276 @@
+"""The job files, submitted to a real Slurm of two nodes that tests/slurm_cluster.sh starts on this machine."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ENVIRONMENT, ROOT, SCRIPTS, assert_same_weights, rows, wait_for
+
+JOB_FILES = sorted(path.stem for path in (ROOT / "slurm").glob("*.slurm"))
+# Flags that make a job of each script small, and how many processes it has with --gpus-per-node=2.
+TINY = {"images": ["--model", "mlp", "--epochs", "2", "--batch_size", "64", "--max_steps", "5", "--threads", "1"]}
+PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 4}
+
+
+def test_every_script_has_its_job_file():
+    assert JOB_FILES == sorted(script.removesuffix(".py").replace("/", "_") for script in SCRIPTS)
+
+
+@pytest.mark.parametrize("name", [*(f"{name}.slurm" for name in JOB_FILES), "sweep.sh"])
+def test_static(name):
+    path = ROOT / "slurm" / name
+    text = path.read_text()
+    assert subprocess.run(["bash", "-n", path]).returncode == 0
+    assert not re.search(r"^#\s+SBATCH", text, re.M), "Slurm does not read '# SBATCH'"
+    assert not re.search(r"SLURM_(NODEID|PROCID|LOCALID)", text), "the batch shell knows no task's number"
+    for script in re.findall(r"\b((?:singlegpu|multigpu|multinode|hybrid|quantize)/\w+\.py|report\.py)", text):
+        assert (ROOT / script).exists(), script
+    if name.endswith(".slurm"):
+        assert path.stem.replace("_", "/", 1) + ".py" in text
+        assert len(text.splitlines()) <= 30
+        assert "EDIT" in text and "set -euo pipefail" in text and '"$@"' in text
+        assert not re.search(r"--(partition|account)|module load|localhost|127\.0", text), "of one site, or a fall-back"
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """The environment for Slurm's commands."""
+    folder = tmp_path_factory.mktemp("c")
+    script = ["bash", ROOT / "tests" / "slurm_cluster.sh"]
+    started = subprocess.run([*script, "up", folder], capture_output=True, text=True)
+    if started.returncode == 3 and not os.environ.get("REQUIRE_SLURM"):
+        pytest.skip(started.stderr.strip())
+    assert started.returncode == 0, started.stderr
+    variables = dict(re.findall(r"(\w+)=(\S+)", started.stdout))
+    # `python` and `torchrun` are those of this test; a job gets its GPUs from Slurm alone.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    yield (
+        {name: value for name, value in ENVIRONMENT.items() if name != "CUDA_VISIBLE_DEVICES"}
+        | variables
+        | {"PATH": path}
+    )
+    subprocess.run([*script, "down", folder], check=True)
+    assert not folder.exists()
+
+
+class Site:
+    """A copy of the project, from which jobs are submitted."""
+
+    def __init__(self, folder, environment):
+        self.folder, self.environment = folder, environment
+        for name in ("singlegpu", "multigpu", "multinode", "slurm"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "report.py", folder)
+
+    def command(self, *words):
+        done = subprocess.run(
+            list(map(str, words)), cwd=self.folder, env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (words, done.stderr)
+        return done.stdout.strip()
+
+    def submit(self, name, *arguments, options=()):
+        return self.command("sbatch", "--parsable", *options, f"slurm/{name}.slurm", *arguments)
+
+    def show(self, job):
+        """What Slurm knows of a job: {name: value}."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.command("scontrol", "show", "job", "-o", job)))
+
+    def output(self, job):
+        return "".join(path.read_text() for path in self.folder.rglob(f"*-{job}.out"))
+
+    def wait(self, job, seconds=240):
+        """The state in which the job ended."""
+        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        wait_for(lambda: self.show(job)["JobState"] in ended, seconds)
+        return self.show(job)["JobState"]
+
+
+@pytest.fixture
+def site(tmp_path, cluster):
+    site = Site(tmp_path, cluster)
+    yield site
+    subprocess.run(["scancel", "--user=root", "--quiet"], env=cluster)
+    wait_for(lambda: not site.command("squeue", "--noheader"), 60)
+
+
+pytestmark = pytest.mark.xdist_group("slurm")
+
+
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_job_completes(site, name):
+    folder, script = name.split("_", 1)
+    options = [] if folder == "singlegpu" else ["--gpus-per-node=2"]
+    job = site.submit(name, *TINY[script], options=options)
+    state, out = site.wait(job), site.output(job)
+    assert state == "COMPLETED", out
+    assert f"x {PROCESSES[folder]} process" in out and len(re.findall(r"^\| +[01] \|", out, re.M)) == 2, out
+    assert re.search(rf"^\| {folder}/{script}.py \|", out, re.M), "the row for results.md"
+    nodes = "n[1-2], head n1" if folder == "multinode" else "n1, head n1"
+    gpus = 1 if folder == "singlegpu" else 2
+    assert f"job {job}, start 1" in out and nodes in out and f"of {gpus} GPUs and " in out
+    assert f"{folder}/{script}.py" in out.splitlines()[0] and "--max_steps 5" in out.splitlines()[0]
+    assert (site.folder / f"{name}-{job}.pt").exists()
+
+
+def test_default_counts(site):
+    """Without any option a job takes what its file says: four processes on the GPUs of a node."""
+    job = site.submit("multigpu_images", *TINY["images"])
+    assert site.wait(job) == "COMPLETED"
+    assert "x 4 process" in site.output(job)
+
+
+def test_two_jobs_at_once_on_the_same_nodes(site):
+    jobs = [site.submit("multinode_images", *TINY["images"], options=["--gpus-per-node=1"]) for _ in range(2)]
+    assert [site.wait(job) for job in jobs] == ["COMPLETED", "COMPLETED"], [site.output(job) for job in jobs]
+    losses = [re.findall(r"^\| +1 \| +(\S+)", site.output(job), re.M) for job in jobs]
+    assert losses[0] == losses[1] != []
+
+
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_wrong_argument(site, name):
+    job = site.submit(name, "--batch_size", "many", options=[] if name.startswith("single") else ["--gpus-per-node=2"])
+    assert site.wait(job) == "FAILED"
+    out = site.output(job)
+    assert "error: argument --batch_size: invalid int value: 'many'" in out
+    assert site.show(job)["Restarts"] == "0"
+
+
+LONG = ["--model", "cnn", "--dropout", "0.5", "--epochs", "3", "--batch_size", "24", "--threads", "1"]
+
+
+def long_arguments(tiny, steps=50):
+    return [*LONG, "--dataset", "bigmnist", "--data_dir", tiny, "--max_steps", steps]
+
+
+def undisturbed(run, tiny, folder, tmp_path, epochs="3"):
+    """The snapshot of the same training without Slurm, on the same number of processes."""
+    file = tmp_path / "undisturbed.pt"
+    processes = {"singlegpu": 1, "multigpu": 2, "multinode": (2, 1)}[folder]
+    status, _, err = run(folder, *long_arguments(tiny), "--epochs", epochs, "--snapshot", file, processes=processes)
+    assert status == 0, err
+    return file
+
+
+def options(folder):
+    return {"singlegpu": [], "multigpu": ["--gpus-per-node=2"], "multinode": ["--gpus-per-node=1"]}[folder]
+
+
+def wait_for_step(site, snapshot):
+    wait_for(snapshot.exists, 120)
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("how", ["requeue", "signal"])
+@pytest.mark.parametrize("folder", list(PROCESSES))
+def test_preempted_jobs_go_on(site, run, tiny, tmp_path, folder, how):
+    """`scontrol requeue`, and the signal ahead of the time limit: the job starts again and ends with the same weights."""
+    snapshot = tmp_path / "job.pt"
+    job = site.submit(f"{folder}_images", *long_arguments(tiny), "--epochs", "8", "--snapshot", snapshot,
+                      "--snapshot_every", "5", options=options(folder))  # fmt: skip
+    wait_for_step(site, snapshot)
+    if how == "requeue":
+        site.command("scontrol", "requeue", job)
+    else:
+        site.command("scancel", "--signal=USR2", job)
+    wait_for(lambda: site.show(job)["Restarts"] == "1", 60)
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    out = site.output(job)
+    stopped = re.findall(r"stopped by a signal: epoch (\d+), step (\d+)", out)
+    assert len(stopped) == 1 and f"epoch {stopped[0][0]}, step {stopped[0][1]}\n" in out, out
+    assert f"job {job}, start 2" in out
+    assert_same_weights(undisturbed(run, tiny, folder, tmp_path, "8"), snapshot)
+
+
+def test_time_limit(site, run, tiny, tmp_path):
+    """The real limit: Slurm itself sends the signal, the job file requeues, and so on until the training is done."""
+    snapshot = tmp_path / "job.pt"
+    job = site.submit("singlegpu_images", *long_arguments(tiny), "--epochs", "100000", "--snapshot", snapshot,
+                      options=["--time=1", "--signal=USR2@50"])  # fmt: skip
+    wait_for(lambda: site.show(job)["Restarts"] == "1", 150)
+    wait_for(lambda: site.output(job).count("singlegpu/images.py: cnn") == 2, 60)
+    site.command("scancel", job)
+    wait_for(lambda: site.show(job)["JobState"] == "CANCELLED", 60)
+    out = site.output(job)
+    epoch, step = map(int, re.findall(r"stopped by a signal: epoch (\d+), step (\d+)", out)[0])
+    assert f"epoch {epoch}, step {step}\n" in out
+    assert site.show(job)["Restarts"] == "1", "a cancelled job stays cancelled"
+
+
+def test_killed_worker_is_restarted(site, run, tiny, tmp_path):
+    """torchrun starts all workers again after one was killed; the weights are those of an undisturbed run."""
+    snapshot = tmp_path / "job.pt"
+    job = site.submit("multinode_images", *long_arguments(tiny), "--snapshot", snapshot, "--snapshot_every", "5",
+                      options=options("multinode"))  # fmt: skip
+    wait_for_step(site, snapshot)
+    workers = [
+        int(entry.name) for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and is_worker(entry, snapshot)
+    ]  # fmt: skip
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert site.output(job).count("multinode/images.py: cnn") == 2
+    assert site.show(job)["Restarts"] == "0", "of the job: torchrun restarted the workers"
+    assert_same_weights(undisturbed(run, tiny, "multinode", tmp_path), snapshot)
+
+
+def is_worker(entry, snapshot):
+    try:
+        words = (entry / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return str(snapshot).encode() in words and b"multinode/images.py" in words and b"--" not in words
+
+
+@pytest.mark.parametrize("scaling", [[], ["--weak"]])
+def test_sweep(site, scaling):
+    out = site.folder / "sweep"
+    text = site.command("bash", "slurm/sweep.sh", *scaling, "--gpus", "1 2 2x1", "--batch_sizes", "32", "--out", "sweep",
+                        "images", *TINY["images"])  # fmt: skip
+    job = re.search(r"job (\d+) writes", text)[1]
+    assert site.wait(job) == "COMPLETED"
+    batches = [32, 32, 32] if not scaling else [32, 64, 64]
+    names = [f"{folder}_{count}_{batch}.csv" for (folder, count), batch in zip(
+        [("singlegpu", "1"), ("multigpu", "2"), ("multinode", "2x1")], batches)]  # fmt: skip
+    assert sorted(path.name for path in out.glob("*.csv")) == sorted(names)
+    for name, batch, processes in zip(names, batches, (1, 2, 2)):
+        logged = rows(out / name)
+        assert len(logged) == 2 * processes and {row["batch_size"] for row in logged} == {batch}
+    assert [row["nodes"] for row in rows(out / names[2])] == [2] * 4
+    report = (out / "report.md").read_text()
+    assert report.count("weak" if scaling else "strong") == 3, report
+
+
+def test_sweep_refuses(tmp_path):
+    """Mistakes are found before anything is submitted; --dry_run submits nothing."""
+    script = ["bash", ROOT / "slurm" / "sweep.sh"]
+    for arguments, message in (
+        (["--gpus", "1 many", "images"], "--gpus many"),
+        (["--batch_sizes", "64 -1", "images"], "--batch_sizes -1"),
+        (["nothing"], "slurm/multigpu_nothing.slurm"),
+        ([], "which script"),
+        (["--cheap", "images"], "unknown option --cheap"),
+    ):
+        done = subprocess.run([*script, "--dry_run", *arguments], capture_output=True, text=True)
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    done = subprocess.run([*script, "--dry_run", "--gpus", "1 2x4", "--weak", "images"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--batch_size 512" in done.stdout and done.stdout.count("sbatch --parsable") == 3
+
+
+def test_cluster_leaves_nothing_behind(cluster):
+    """A cluster beside the running one comes and goes without a trace."""
+    script = ["bash", ROOT / "tests" / "slurm_cluster.sh"]
+    started = subprocess.run([*script, "up"], capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
+    folder = dict(re.findall(r"(\w+)=(\S+)", started.stdout))["CLUSTER"]
+    subprocess.run([*script, "down", folder], check=True)
+    assert not Path(folder).exists()
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert folder not in left
