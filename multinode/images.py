@@ -5,8 +5,8 @@ r"""Train an image classifier on the GPUs of many nodes or, on machines that hav
         --model mlp --dataset mnist --data_dir data --snapshot mlp.pt    # the same on each of the two nodes
     sbatch --nodes=4 --gpus-per-node=4 slurm/multinode_images.slurm --model vgg11 --learning_rate 1e-4
 
-torchrun starts a process for each GPU and, with --max_restarts and --snapshot, starts them again after a failure; the
-bare -- keeps it from taking --log for an option of its own. It is multigpu/images.py but for the start: see `diff`.
+torchrun starts a process for each GPU; given TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, --max_restarts and --snapshot it starts
+them again after a failure. The bare -- keeps it from taking --log for its own. All but the start is multigpu/images.py.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 import argparse
@@ -79,6 +79,9 @@ def parse_args():
     args = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         fail(f"start it with torchrun, for example: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
+    if os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        fail("with --max_restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, lest restarted processes look for the old "
+             "ones: pytorch/pytorch#135712")
     check_args(args, parts=args.grad_accum_steps * int(os.environ["WORLD_SIZE"]))
     return args
 
@@ -461,7 +464,8 @@ def main(args):
             if rank == 0:
                 save_snapshot(args, parts, state)
                 print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")
-            break
+            cleanup()
+            return  # status 0: for any other torchrun would start it again
         parts["scheduler"].step()
         val_batches = np.array_split(np.arange(rank, num_val, world_size), math.ceil(num_val / world_size / 128))
         val_sums = evaluate(model, create_dataloader(val_split, val_batches, args, device), args, device)

@@ -44,15 +44,19 @@ down() {
         { for host in n1 n2; do timeout 5 scontrol listpids '*' $host; done |
             awk '$1 + 0 > 1 { print $1 }' | xargs -r kill -KILL; } 2>/dev/null || true
         for _ in {1..40}; do [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break; sleep 0.5; done
-        # Written in place: a new file under the old name would undo what is mounted on it, as other clusters' nodes do.
-        host=$(grep -v "# $dir\$" /etc/hosts) && echo "$host" >/etc/hosts
+        # Written in place: a new file under the name, as by `sed -i`, would unmount what other clusters mounted on it.
+        # shellcheck disable=SC2016
+        flock /etc/hosts bash -c 'rest=$(grep -v "# $0\$" /etc/hosts) && echo "$rest" >/etc/hosts' "$dir" || true
     fi
     for _ in {1..50}; do
         [ -n "$(pids)" ] || break
         pids | xargs -r kill -KILL 2>/dev/null || true
         sleep 0.1
     done
-    for host in ctl n1 n2; do ip netns del "$net-$host" 2>/dev/null || true; done
+    for host in ctl n1 n2; do
+        ip link del "$net-$host" 2>/dev/null || true # with the namespace it would go too, but some time later
+        ip netns del "$net-$host" 2>/dev/null || true
+    done
     ip link del "$net" 2>/dev/null || true
     rm -rf "$dir"
 }
@@ -86,7 +90,7 @@ loopback() {
     own=$(getent ahostsv4 "$controller" | awk '{ print $1; exit }')
     while ss -Hltn "sport >= :$p and sport <= :$((p + 2))" | grep -q .; do p=$((p + 3)); done
     address=("$own" "$own" "$own") port=("$p" $((p + 1)) $((p + 2)))
-    printf "%s n%d # $dir\n" "$own" 1 "$own" 2 >>/etc/hosts
+    printf "%s n%d # $dir\n" "$own" 1 "$own" 2 | flock /etc/hosts tee -a /etc/hosts >/dev/null
 }
 
 up() {
