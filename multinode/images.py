@@ -5,7 +5,7 @@ r"""Train an image classifier on the GPUs of many nodes or, on machines that hav
         --model mlp --dataset mnist --data_dir data --snapshot mlp.pt    # the same on each of the two nodes
     sbatch --nodes=4 --gpus-per-node=4 slurm/multinode_images.slurm --model vgg11 --learning_rate 1e-4
 
-torchrun starts a process for each GPU; given TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, --max_restarts and --snapshot it starts
+torchrun starts a process for each GPU; given TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, --max_restarts, --snapshot it starts
 them again after a failure. The bare -- keeps it from taking --log for its own. All but the start is multigpu/images.py.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """

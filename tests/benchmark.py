@@ -187,7 +187,7 @@ def stopwatch_worker(rank, options, port):
         def mark(self, phase, at=None):
             pass
 
-    for model_name, batch, steps in (("mlp", 64, 200), ("cnn", 64, 20)):
+    for model_name, batch, steps in (("mlp", 64, 48), ("cnn", 64, 8)):
         sides = {}
         for label, timed in (("without", False), ("with", True)):
             args = arguments(model=model_name, num_gpus=2, comm_hook="none", batch_size=batch)

@@ -135,7 +135,7 @@ def test_two_jobs_at_once_on_the_same_nodes(site):
 
 @pytest.mark.parametrize("name", JOB_FILES)
 def test_wrong_argument(site, name):
-    job = site.submit(name, "--batch_size", "many", options=[] if name.startswith("single") else ["--gpus-per-node=2"])
+    job = site.submit(name, "--batch_size", "many", options=options(name.split("_")[0]))
     assert site.wait(job) == "FAILED"
     out = site.output(job)
     assert "error: argument --batch_size: invalid int value: 'many'" in out
@@ -170,7 +170,7 @@ def wait_for_step(site, snapshot):
 @pytest.mark.parametrize("how", ["requeue", "signal"])
 @pytest.mark.parametrize("folder", list(PROCESSES))
 def test_preempted_jobs_go_on(site, run, tiny, tmp_path, folder, how):
-    """`scontrol requeue`, and the signal ahead of the time limit: the job starts again and ends with the same weights."""
+    """After `scontrol requeue` or a limit's signal the job goes on, and ends with the same weights."""
     snapshot = tmp_path / "job.pt"
     job = site.submit(f"{folder}_images", *long_arguments(tiny), "--epochs", "8", "--snapshot", snapshot,
                       "--snapshot_every", "5", options=options(folder))  # fmt: skip
@@ -232,7 +232,7 @@ def is_worker(entry, snapshot):
 @pytest.mark.parametrize("scaling", [[], ["--weak"]])
 def test_sweep(site, scaling):
     out = site.folder / "sweep"
-    text = site.command("bash", "slurm/sweep.sh", *scaling, "--gpus", "1 2 2x1", "--batch_sizes", "32", "--out", "sweep",
+    text = site.command("bash", "slurm/sweep.sh", *scaling, "--gpus", "1 2 2x1", "--batch_sizes", 32, "--out", "sweep",
                         "images", *TINY["images"])  # fmt: skip
     job = re.search(r"job (\d+) writes", text)[1]
     assert site.wait(job) == "COMPLETED"
