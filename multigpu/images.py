@@ -485,7 +485,8 @@ def main(args):
         summary = average([row for rows in epochs[1:] or epochs for row in rows])
         print_row(SUMMARY)
         print_row(SUMMARY, summary)
-        print_verdict(summary)
+        if summary["comm_total"]:
+            print_verdict(summary)
     cleanup()
 
 
@@ -517,14 +518,16 @@ def launch(args):
         while not context.join(grace_period=5):
             pass
     except mp.ProcessExitedException as error:
+        if received:
+            sys.exit(128 + received[0])
         if error.exit_code < 0:
             print(f"{sys.argv[0]}: error: rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-        sys.exit(128 + received[0] if received and error.exit_code > 128 else max(1, error.exit_code))
+        sys.exit(max(1, error.exit_code))
     except mp.ProcessRaisedException as error:
         hung = [rank for rank, process in enumerate(context.processes) if process.exitcode == -signal.SIGKILL]
         silent = f"; no answer of ranks {hung}" if hung else ""
         sys.exit(f"{error}{sys.argv[0]}: error: rank {error.error_index} failed{silent}")
-    del store
+    del store  # it had to serve until here
 
 
 if __name__ == "__main__":

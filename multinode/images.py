@@ -491,7 +491,8 @@ def main(args):
         summary = average([row for rows in epochs[1:] or epochs for row in rows])
         print_row(SUMMARY)
         print_row(SUMMARY, summary)
-        print_verdict(summary)
+        if summary["comm_total"]:
+            print_verdict(summary)
     cleanup()
 
 
