@@ -346,8 +346,9 @@ def print_row(columns, row=None):
 
 def print_verdict(summary):
     """How much of the communication the backward pass hides, and whether more processes would pay."""
-    print(f"{1 - summary['comm'] / summary['comm_total']:.0%} of the communication is hidden behind the backward pass; "
-          f"R = compute / communication = {summary['R']:.2f}")
+    hidden = max(0, 1 - summary["comm"] / summary["comm_total"])
+    print(f"{hidden:.0%} of the communication is hidden behind the backward pass; R = compute / communication = "
+          f"{summary['R']:.2f}")
     if summary["R"] < 3:
         print("R is below 3: more processes will hardly pay, for they wait for gradients more than they compute; "
               "a larger --batch_size, or --comm_hook, raises R")
@@ -434,7 +435,8 @@ def main(args):
     state = load_snapshot(args, parts)
     if rank == 0:
         dist.all_reduce(torch.zeros(1))
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    bucket_mb = 1e6 if args.comm_hook == "powersgd" and device.type == "cpu" else None  # gloo would mix its buckets up
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     if args.compile:
         ddp_model.compile()
     settings = vars(args) | {

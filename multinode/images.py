@@ -348,8 +348,9 @@ def print_row(columns, row=None):
 
 def print_verdict(summary):
     """How much of the communication the backward pass hides, and whether more processes would pay."""
-    print(f"{1 - summary['comm'] / summary['comm_total']:.0%} of the communication is hidden behind the backward pass; "
-          f"R = compute / communication = {summary['R']:.2f}")
+    hidden = max(0, 1 - summary["comm"] / summary["comm_total"])
+    print(f"{hidden:.0%} of the communication is hidden behind the backward pass; R = compute / communication = "
+          f"{summary['R']:.2f}")
     if summary["R"] < 3:
         print("R is below 3: more processes will hardly pay, for they wait for gradients more than they compute; "
               "a larger --batch_size, or --comm_hook, raises R")
@@ -440,7 +441,8 @@ def main(args):
     dist.all_gather_object(places, (state["epoch"], state["step"]))
     if len(set(places)) > 1:
         fail(f"not all nodes see the same {args.snapshot}: it must lie on a file system that they share")
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    bucket_mb = 1e6 if args.comm_hook == "powersgd" and device.type == "cpu" else None  # gloo would mix its buckets up
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     if args.compile:
         ddp_model.compile()
     settings = vars(args) | {

@@ -195,7 +195,8 @@ def test_time_limit(site, run, tiny, tmp_path):
                       options=["--time=1", "--signal=USR2@50"])  # fmt: skip
     assert site.wait(job, 400) == "COMPLETED", site.output(job)
     restarts, out = int(site.show(job)["Restarts"]), site.output(job)
-    assert restarts >= 1 and out.count("stopped by a signal") == restarts, out
+    # The signal may also meet a job that has not started to train, or has just finished.
+    assert 1 <= out.count("stopped by a signal") <= restarts, out
     assert_same_weights(undisturbed(run, tiny, "singlegpu", tmp_path, 40), snapshot)
 
 
