@@ -517,7 +517,7 @@ def launch(args):
     for signum in SIGNALS:
         signal.signal(signum, forward_signal)
     try:
-        while not context.join(grace_period=5):
+        while not context.join(grace_period=4):
             pass
     except mp.ProcessExitedException as error:
         if received:
