@@ -229,7 +229,6 @@ def stopwatch(options):
 
 def scaling(options):
     """Also with the single process's batch cut in two, so that both sides work on parts of the same size."""
-    sys.path.insert(0, str(ROOT / "tests"))
     sides = {
         "1 process": ["singlegpu/images.py"],
         "1 process, 2 parts": ["singlegpu/images.py", "--grad_accum_steps", "2"],

@@ -18,7 +18,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 MAY_DIFFER = {"main", "parse_args", "create_model", "create_dataloader", "train", "__doc__"}
-# Constants describe one task each; they must agree between the folders of a task, not between tasks.
 DISTRIBUTION = re.compile(
     r"rank|world_size|dist\.|distributed|ddp|comm_|comm\b|all_reduce|no_sync|nullcontext|process|spawn|torchrun|node|"
     r"num_gpus|launch|cleanup|socket|timedelta|timeout|multiprocessing|singlegpu|multigpu|GPUs?\b|to_come|stop\b",
@@ -57,6 +56,7 @@ def drifted(paths):
     texts = {}
     for path in paths:
         for name, (_, _, text) in blocks(path.read_text()).items():
+            # A constant describes its task: it must agree between folders, not between tasks.
             key = name if not name.isupper() else (path.name, name)
             texts.setdefault(key, {})[path] = text
     for name, copies in texts.items():
