@@ -11,6 +11,7 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width, K clas
 """
 import argparse
 import csv
+import ctypes
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ import socket
 import sys
 import time
 import zipfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 
 import numpy as np
@@ -41,6 +42,7 @@ COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_c
 CHECK_EVERY = 8  # steps between looks at the loss and the stop signals: a look waits for the GPU
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 LOSSES = dict.fromkeys(("train_loss", "train_acc", "val_loss", "val_acc"), ".4f")
+NUM_SUMS = 3  # of the losses, the right answers, the images
 TIMES = {"time": ".2f", "samples/s": ".0f", **dict.fromkeys((*PHASES, "comm_total"), ".3f"), "R": ".2f", "skew": ".3f"}
 EPOCH = {"epoch": "", **LOSSES, **TIMES}  # columns of the table of epochs, and how they are formatted; times in seconds
 SUMMARY = dict.fromkeys(("script", "model", "dataset", "precision", "processes", "batch_size", "epochs"), "")
@@ -178,6 +180,14 @@ def create_model(args, channels, size):
     return model
 
 
+def keep_freed_memory():
+    """Have glibc keep what is freed for the next step: fetching it anew can take a third of a step on a CPU."""
+    with suppress(OSError, AttributeError):  # there is no glibc
+        libc = ctypes.CDLL(None)
+        for option, value in ((-4, 0), (-1, 1 << 30), (-2, 1 << 26)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+            libc.mallopt(option, value)
+
+
 class Stopwatch:
     """mark(phase) gives the time since the previous mark to that phase, so that the phases add up to the whole.
 
@@ -290,7 +300,7 @@ def save_snapshot(args, parts, state):
 
 def load_snapshot(args, parts):
     """Bring `parts` to where the snapshot, if there is one, was made; returns that place in the run."""
-    state = {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0, 0.0]}
+    state = {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0] * NUM_SUMS}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return state
     try:
@@ -324,13 +334,12 @@ def append_log(path, rows):
         writer.writerows(rows)
 
 
-def epoch_rows(settings, state, val_sums, num_val, seconds_of, num_images):
+def epoch_rows(settings, state, val_sums, seconds_of, num_samples):
     """An epoch's rows of the log, one for each process, from the seconds of its phases."""
-    num_train = state["step"] * settings["batch_size"]
-    losses = [total / num_train for total in state["sums"]] + [total / num_val for total in val_sums.tolist()]
+    losses = [total / sums[-1] for sums in (state["sums"], val_sums.tolist()) for total in sums[:-1]]
     compute = [seconds["forward"] + seconds["backward"] + seconds["optimizer"] for seconds in seconds_of]
     return [{**settings, "epoch": state["epoch"], "rank": rank, **dict(zip(LOSSES, losses)), **seconds,
-             "samples/s": num_images / (seconds["time"] - seconds["eval"] - seconds["save"]),
+             "samples/s": num_samples / (seconds["time"] - seconds["eval"] - seconds["save"]),
              "R": compute[rank] / (seconds["comm_total"] or math.nan), "skew": max(compute) - min(compute)}
             for rank, seconds in enumerate(seconds_of)]
 
@@ -356,12 +365,13 @@ def print_verdict(summary):
               "a larger --batch_size, or --comm_hook, raises R")
 
 
-def forward(model, images, labels, args):
-    """The mean loss, and the sums of the losses and of the right answers (2,)."""
+def image_loss(model, images, labels, args):
+    """The mean loss, and the sums of the losses, of the right answers and of the images (3,)."""
     with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
         logits = model(images)  # (B, K)
         loss = F.cross_entropy(logits, labels)
-    return loss, torch.stack((loss.detach() * len(labels), (logits.argmax(1) == labels).sum())).double()
+    count = loss.detach().new_full((), len(labels))
+    return loss, torch.stack((loss.detach() * count, (logits.argmax(1) == labels).sum(), count)).double()
 
 
 def train(ddp_model, loader, steps, parts, state, watch, comm_timer, stop_signals, args, device):
@@ -378,7 +388,7 @@ def train(ddp_model, loader, steps, parts, state, watch, comm_timer, stop_signal
         for part in zip(images.chunk(args.grad_accum_steps), labels.chunk(args.grad_accum_steps)):
             to_come -= 1
             with ddp_model.no_sync() if to_come else nullcontext():  # only the last part sends gradients
-                loss, part_sums = forward(ddp_model, *part, args)
+                loss, part_sums = image_loss(ddp_model, *part, args)
                 sums += part_sums
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
@@ -411,14 +421,16 @@ def train(ddp_model, loader, steps, parts, state, watch, comm_timer, stop_signal
 
 
 @torch.no_grad()
-def evaluate(model, loader, args, device):
-    """Sums over the loader's images of the losses and of the right answers (2,)."""
+def evaluate(batch_loss, model, loader, args, device):
+    """The sums that batch_loss gives, over all of the loader's batches; zeros if there are none."""
     model.eval()
-    return sum((forward(model, *batch, args)[1] for batch in loader), torch.zeros(2, device=device).double())
+    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
+    return sum((batch_loss(model, *batch, args)[1] for batch in loader), sums)
 
 
 def main(args):
     sys.stdout.reconfigure(line_buffering=True)
+    keep_freed_memory()
     stop_signals = []
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: stop_signals.append(signum))
@@ -469,8 +481,9 @@ def main(args):
             cleanup()
             return  # status 0: for any other torchrun would start it again
         parts["scheduler"].step()
-        val_batches = np.array_split(np.arange(rank, num_val, world_size), math.ceil(num_val / world_size / 128))
-        val_sums = evaluate(model, create_dataloader(val_split, val_batches, args, device), args, device)
+        val_share = np.arange(rank, num_val, world_size)
+        val_batches = [val_share[start:start + 128] for start in range(0, len(val_share), 128)]
+        val_sums = evaluate(image_loss, model, create_dataloader(val_split, val_batches, args, device), args, device)
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
@@ -479,13 +492,13 @@ def main(args):
         start, watch.seconds = start + seconds["time"], dict.fromkeys(watch.seconds, 0.0)
         seconds_of = [None] * world_size
         dist.all_gather_object(seconds_of, seconds)
-        num_images = (state["step"] - first_step) * args.batch_size
-        epochs.append(epoch_rows(settings, state, val_sums, num_val, seconds_of, num_images))
+        num_samples = (state["step"] - first_step) * args.batch_size
+        epochs.append(epoch_rows(settings, state, val_sums, seconds_of, num_samples))
         if rank == 0:
             print_row(EPOCH, average(epochs[-1]))
             if args.log:
                 append_log(args.log, epochs[-1])
-        state |= {"epoch": state["epoch"] + 1, "step": 0, "sums": [0.0, 0.0]}
+        state |= {"epoch": state["epoch"] + 1, "step": 0, "sums": [0.0] * NUM_SUMS}
         if rank == 0:
             save_snapshot(args, parts, state)
         watch.mark("save")

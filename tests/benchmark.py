@@ -1,18 +1,23 @@
-"""Speed of images.py against what it replaces; no test, since times vary. Prints medians and ratios, sides alternated.
+"""Speed of the scripts against what they replace: no test, since times vary. Prints medians and ratios of rounds.
 
     python tests/benchmark.py feed --data_dir DATA         # batches alone: torchvision's DataLoader against ours
     python tests/benchmark.py epoch --data_dir DATA        # training: the classic MNIST example against ours
     python tests/benchmark.py variants                     # --compile, channels_last and bf16, cnn
     python tests/benchmark.py stopwatch                    # the step with and without stopwatch and hook, 2 processes
-    python tests/benchmark.py scaling                      # 2 processes of 1 thread against 1 of 1 thread
+    python tests/benchmark.py scaling --models cnn gpt     # 2 processes of 1 thread against 1 of 1 thread
     python tests/benchmark.py start                        # from the end of the imports to the first step
+    python tests/benchmark.py memory --models cnn mlp      # with glibc keeping freed memory, and without
+    python tests/benchmark.py gpt --nanogpt FOLDER         # gpt.py against the train.py of karpathy/nanoGPT
 
-`--steps` shortens what is timed; DATA holds MNIST/raw.
+`--steps` shortens what is timed; DATA holds MNIST/raw; FOLDER is nanoGPT's, its data/shakespeare_char prepared.
 """
 
 import argparse
+import csv
 import importlib.util
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -123,7 +128,7 @@ def epoch(options):
                 def side(args=args, parts=parts, splits=splits, counter=counter):
                     number = next(counter)
                     batches = images.global_batches(60_000, args, number)
-                    state = {"epoch": number, "step": 0, "sums": [0.0, 0.0]}
+                    state = {"epoch": number, "step": 0, "sums": [0.0] * images.NUM_SUMS}
                     images.train(
                         parts["model"],
                         images.create_dataloader(splits[0], batches, args, device),
@@ -143,7 +148,8 @@ def epoch(options):
             import numpy as np
 
             loader = images.create_dataloader(split, np.array_split(np.arange(10_000), 79), args, device)
-            print(f"{label}: validation accuracy {images.evaluate(model, loader, args, device)[1] / 10_000:.4f}")
+            right = images.evaluate(images.image_loss, model, loader, args, device)[1]
+            print(f"{label}: validation accuracy {right / 10_000:.4f}")
 
 
 def variants(options):
@@ -164,7 +170,7 @@ def variants(options):
 
                 def side(model=model, optimizer=optimizer, args=args, x=x.to(memory_format=layout)):
                     for _ in range(10):
-                        images.forward(model, x, y, args)[0].backward()
+                        images.image_loss(model, x, y, args)[0].backward()
                         optimizer.step()
                         optimizer.zero_grad()
 
@@ -205,7 +211,7 @@ def stopwatch_worker(rank, options, port):
             data = [(torch.randn(batch // 2, 1, 28, 28), torch.randint(10, (batch // 2,)))] * steps
 
             def side(ddp_model=ddp_model, parts=parts, watch=watch, timer=timer, args=args, data=data):
-                state = {"epoch": 0, "step": 0, "sums": [0.0, 0.0]}
+                state = {"epoch": 0, "step": 0, "sums": [0.0] * images.NUM_SUMS}
                 images.train(ddp_model, data, len(data), parts, state, watch, timer, [], args, device)
 
             sides[label] = side
@@ -227,54 +233,141 @@ def stopwatch(options):
     mp.spawn(stopwatch_worker, (options, port), 2)
 
 
+def token_folder(folder):
+    """Random token ids, few of them to validate, for gpt.py."""
+    import numpy as np
+
+    for name, count in (("train", 1 << 20), ("val", 1024)):
+        np.random.default_rng(0).integers(256, size=count, dtype=np.uint16).tofile(f"{folder}/{name}.bin")
+    return folder
+
+
 def scaling(options):
     """Also with the single process's batch cut in two, so that both sides work on parts of the same size."""
+    with tempfile.TemporaryDirectory() as folder:
+        for model in options.models:
+            script, arguments, steps = "images", ["--model", model, "--batch_size", "256"], options.steps or 40
+            if model == "gpt":  # 9.9 M parameters
+                sizes = "--d_model 320 --n_heads 5 --num_layers 8 --seq_len 256 --batch_size 16 --vocab_size 256"
+                script, arguments, steps = (
+                    "gpt",
+                    ["--dataset", token_folder(folder), *sizes.split()],
+                    options.steps or 4,
+                )
+            print(f"\n{model}")
+            scale(script, [*arguments, "--threads", "1", "--epochs", "2", "--max_steps", str(steps)], options.rounds)
+
+
+def scale(script, arguments, rounds):
     sides = {
-        "1 process": ["singlegpu/images.py"],
-        "1 process, 2 parts": ["singlegpu/images.py", "--grad_accum_steps", "2"],
-        "2 processes": ["multigpu/images.py", "--num_gpus", "2"],
+        "1 process": [f"singlegpu/{script}.py"],
+        "1 process, 2 parts": [f"singlegpu/{script}.py", "--grad_accum_steps", "2"],
+        "2 processes": [f"multigpu/{script}.py", "--num_gpus", "2"],
     }
     rates = {name: [] for name in sides}
-    for _ in range(options.rounds):
+    for _ in range(rounds):
         for name, command in sides.items():
-            with tempfile.TemporaryDirectory() as folder:
-                log = f"{folder}/log.csv"
-                subprocess.run(
-                    [
-                        sys.executable,
-                        *command,
-                        "--model",
-                        options.models[0],
-                        "--batch_size",
-                        "256",
-                        "--threads",
-                        "1",
-                        "--epochs",
-                        "2",
-                        "--max_steps",
-                        str(options.steps or 40),
-                        "--log",
-                        log,
-                    ],
-                    cwd=ROOT,
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                )
-                import csv
-
-                with open(log) as file:
-                    rates[name].append(
-                        float([row for row in csv.DictReader(file) if row["epoch"] == "1"][0]["samples/s"])
-                    )
+            rates[name].append(rate([*command, *arguments]))
     for name, values in rates.items():
         efficiency = [
             value / base / (2 if "processes" in name else 1) for value, base in zip(values, rates["1 process"])
         ]
-        print(f"| {name} | {statistics.median(values):.0f} samples/s | {statistics.median(efficiency):.3f} |")
+        print(f"| {name} | {statistics.median(values):.4g} samples/s | {statistics.median(efficiency):.3f} |")
     print(
         f"2 processes against 1 process in 2 parts: efficiency "
         f"{statistics.median(a / b / 2 for a, b in zip(rates['2 processes'], rates['1 process, 2 parts'])):.3f}"
     )
+
+
+def rate(command):
+    """The samples/s of the second epoch of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, *command, "--log", f"{folder}/log.csv"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
+        with open(f"{folder}/log.csv") as file:
+            return float([row for row in csv.DictReader(file) if row["epoch"] == "1"][0]["samples/s"])
+
+
+def memory(options):
+    code = "import sys; sys.path.insert(0, 'singlegpu'); import images; {}; images.main(images.parse_args())"
+    sides = {"as glibc does": "images.keep_freed_memory = lambda: None", "keeping it": "pass"}
+    for model in options.models:
+        rates = {name: [] for name in sides}
+        arguments = ["--model", model, "--batch_size", "256", "--threads", "1", "--epochs", "2"]
+        for _ in range(options.rounds):
+            for name, change in sides.items():
+                command = ["-c", code.format(change), *arguments, "--max_steps", str(options.steps or 30)]
+                rates[name].append(rate(command))
+        print(f"\n{model}, batch 256, 1 thread")
+        base, kept = rates.values()
+        for name, values in rates.items():
+            print(f"| {name} | {statistics.median(values):.4g} samples/s |")
+        print(f"| ratio | {statistics.median(b / a for a, b in zip(base, kept)):.3f} |")
+
+
+def gpt(options):
+    """Two living processes, a few steps of each in turn: nanoGPT's train.py is stopped meanwhile, ours waits."""
+    settings = (
+        "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=1 --log_interval=1 --block_size=64 "
+        "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=100000 --lr_decay_iters=2000 --dropout=0.0 "
+        "--dtype=float32 --eval_interval=100000 --out_dir=/dev/null"
+    )
+    code = (
+        "import sys, time; sys.path.insert(0, 'singlegpu'); import gpt; inner = gpt.create_dataloader\n"
+        "def paced(*args):\n"
+        "    for number, batch in enumerate(inner(*args)):\n"
+        "        if number % 10 == 0:\n"
+        "            print('steps', time.perf_counter() - start if number else 0, flush=True)\n"
+        "            sys.stdin.readline()\n"
+        "            start = time.perf_counter()\n"
+        "        yield batch\n"
+        "gpt.create_dataloader = paced; gpt.main(gpt.parse_args())"
+    )
+    text = Path(options.nanogpt) / "data/shakespeare_char/input.txt"
+    sizes = "--vocab_size 128 --seq_len 64 --d_model 128 --n_heads 4 --num_layers 4 --batch_size 12 --epochs 1000"
+    command = [sys.executable, "-c", code, "--dataset", str(text.resolve()), *sizes.split()]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    processes = {
+        "nanoGPT": subprocess.Popen([sys.executable, "-u", "train.py", *settings.split()], cwd=options.nanogpt, **pipes)
+    }
+
+    def steps_of_nanogpt():
+        processes["nanoGPT"].send_signal(signal.SIGCONT)
+        times = []
+        while len(times) < 12:
+            if found := re.match(r"iter \d+: .* time ([\d.]+)ms", processes["nanoGPT"].stdout.readline()):
+                times.append(float(found[1]))
+        processes["nanoGPT"].send_signal(signal.SIGSTOP)
+        return statistics.mean(times[2:])  # the first may hold the stop
+
+    def seconds_of(process):
+        while not (line := process.stdout.readline()).startswith("steps"):
+            pass
+        return float(line.split()[1])
+
+    def steps_of_ours(process):
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return seconds_of(process) * 100
+
+    steps_of_nanogpt()
+    sides = {"nanoGPT": steps_of_nanogpt}
+    for name, more in (("fp32", []), ("compiled", ["--compile"]), ("bf16", ["--precision", "bf16"])):
+        processes[name] = subprocess.Popen([*command, *more], cwd=ROOT, **pipes)
+        seconds_of(processes[name])
+        sides[name] = lambda process=processes[name]: steps_of_ours(process)
+    times = {name: [] for name in sides}
+    try:
+        for number in range(options.rounds + 3):
+            for name, side in sides.items():
+                milliseconds = side()
+                if number >= 3:
+                    times[name].append(milliseconds)
+    finally:
+        for process in processes.values():
+            process.kill()
+    show(times, "ms a step")
 
 
 def start(options):
@@ -293,8 +386,9 @@ def start(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start"))
+    parser.add_argument("what", choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "gpt"))
     parser.add_argument("--data_dir", default="data")
+    parser.add_argument("--nanogpt", default="nanoGPT")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--models", nargs="+", default=["cnn"])

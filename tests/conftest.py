@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import json
 import os
 import signal
 import socket
@@ -65,7 +66,7 @@ class Job:
             pid
             for pid, command in self.processes().items()
             if pid != self.process.pid
-            and ("spawn_main" in command or "images.py" in command and "distributed.run" not in command)
+            and ("spawn_main" in command or "multinode/" in command and "distributed.run" not in command)
         )
 
     def end(self):
@@ -78,7 +79,7 @@ class Job:
 
 @pytest.fixture
 def start(tmp_path):
-    """start(folder, *arguments, processes=1) starts <folder>/images.py; multinode takes (agents, processes of each)."""
+    """start(folder, *arguments, processes=1) starts <folder>/<script>; multinode takes (agents, processes of each)."""
     jobs = []
 
     def start(folder, *arguments, processes=1, script="images.py", options=(), cwd=tmp_path, env=None):
@@ -128,6 +129,33 @@ def run(start):
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_many():
+    """run_many(script, cases) runs a script of one process with each list of arguments, fast, see many.py."""
+
+    def run_many(script, cases, timeout=300, **options):
+        command = [sys.executable, ROOT / "tests" / "many.py", ROOT / script]
+        done = subprocess.run(
+            list(map(str, command)),
+            input=json.dumps([list(map(str, case)) for case in cases]),
+            env=ENVIRONMENT | options,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run_many
+
+
+def assert_refused(results, cases):
+    """Each case ended with status 2 and one line on stderr that holds the case's message."""
+    for (case, message), (status, _, err, _) in zip(cases.items(), results, strict=True):
+        assert status == 2 and message in err, (case, err)
+        assert len(err.splitlines()) == 1 and "Traceback" not in err, (case, err)
 
 
 @pytest.fixture(scope="session")
