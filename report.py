@@ -47,8 +47,8 @@ def compare(runs):
         groups = defaultdict(list)
         for run in runs:
             batch = run["batch_size"] if scaling == "strong" else run["batch_size"] / run["processes"]
-            settings = ("model", "dataset", "precision", "grad_accum_steps", "compile", "threads", "device")
-            groups[tuple(run[name] for name in settings), batch].append(run)
+            settings = ("model", "seq_len", "dataset", "precision", "grad_accum_steps", "compile", "threads", "device")
+            groups[tuple(run.get(name) for name in settings), batch].append(run)
         for group in groups.values():
             group.sort(key=lambda run: run["processes"])
             base = group[0]

@@ -311,7 +311,7 @@ def gpt(options):
     settings = (
         "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=1 --log_interval=1 --block_size=64 "
         "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=100000 --lr_decay_iters=2000 --dropout=0.0 "
-        "--dtype=float32 --eval_interval=100000 --out_dir=/dev/null"
+        "--dtype=float32 --eval_interval=100000 --out_dir=/tmp"
     )
     code = (
         "import sys, time; sys.path.insert(0, 'singlegpu'); import gpt; inner = gpt.create_dataloader\n"
@@ -335,9 +335,13 @@ def gpt(options):
     def steps_of_nanogpt():
         processes["nanoGPT"].send_signal(signal.SIGCONT)
         times = []
-        while len(times) < 12:
-            if found := re.match(r"iter \d+: .* time ([\d.]+)ms", processes["nanoGPT"].stdout.readline()):
+        for line in processes["nanoGPT"].stdout:
+            if found := re.match(r"iter \d+: .* time ([\d.]+)ms", line):
                 times.append(float(found[1]))
+            if len(times) == 12:
+                break
+        else:
+            sys.exit("nanoGPT's train.py has ended: is its data/shakespeare_char prepared?")
         processes["nanoGPT"].send_signal(signal.SIGSTOP)
         return statistics.mean(times[2:])  # the first may hold the stop
 
