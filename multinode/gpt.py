@@ -121,7 +121,7 @@ def check_args(args, parts):
         fail(f"--batch_size {args.batch_size} does not divide into {parts} equal parts: take {near}")
     if args.precision == "fp16" and not torch.cuda.is_available():
         fail("--precision fp16 needs a GPU: on a CPU take bf16 or fp32")
-    for path in filter(None, (args.snapshot, args.log)):
+    for path in filter(None, map(vars(args).get, ("snapshot", "log", "reconstructions"))):
         if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             fail(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
     if args.log and os.path.exists(args.log) and open(args.log).readline() not in ("", ",".join(LOG) + "\n"):
@@ -250,20 +250,23 @@ def create_dataloader(tokens, batches, args, device):
 
 
 class Block(nn.Module):
-    """A transformer block with its norms in front, (B, T, D) to (B, T, D)."""
+    """A transformer block with its norms in front, (B, T, D) to (B, T, D).
 
-    def __init__(self, d_model, n_heads, dropout):
+    It sees what the mask (B, 1, T or 1, T) marks or, without a mask, what came before.
+    """
+
+    def __init__(self, d_model, n_heads, dim_feedforward, dropout):
         super().__init__()
         self.n_heads, self.dropout = n_heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
-        self.up, self.down = nn.Linear(d_model, 4 * d_model, False), nn.Linear(4 * d_model, d_model, False)
+        self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
         x = x + F.dropout(self.projection(y.transpose(1, 2).flatten(2)), dropout)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), dropout)
 
@@ -275,7 +278,7 @@ class GPT(nn.Module):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(seq_len, d_model)
-        self.blocks = nn.ModuleList(Block(d_model, n_heads, dropout) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(d_model, n_heads, 4 * d_model, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(d_model)
         for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
             if parameter.dim() == 2:
@@ -433,9 +436,9 @@ def save_snapshot(args, parts, state):
         print(f"{sys.argv[0]}: warning: snapshot not saved: {error}", file=sys.stderr, flush=True)
 
 
-def load_snapshot(args, parts):
-    """Bring `parts` to where the snapshot, if there is one, was made; returns that place in the run."""
-    state = {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0] * NUM_SUMS}
+def load_snapshot(args, parts, **more):
+    """Bring `parts` to where the snapshot, if there is one, was made; returns that place in the run, with `more`."""
+    state = {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0] * NUM_SUMS, **more}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return state
     try:

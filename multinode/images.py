@@ -106,7 +106,7 @@ def check_args(args, parts):
         fail(f"--batch_size {args.batch_size} does not divide into {parts} equal parts: take {near}")
     if args.precision == "fp16" and not torch.cuda.is_available():
         fail("--precision fp16 needs a GPU: on a CPU take bf16 or fp32")
-    for path in filter(None, (args.snapshot, args.log)):
+    for path in filter(None, map(vars(args).get, ("snapshot", "log", "reconstructions"))):
         if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             fail(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
     if args.log and os.path.exists(args.log) and open(args.log).readline() not in ("", ",".join(LOG) + "\n"):
@@ -298,9 +298,9 @@ def save_snapshot(args, parts, state):
         print(f"{sys.argv[0]}: warning: snapshot not saved: {error}", file=sys.stderr, flush=True)
 
 
-def load_snapshot(args, parts):
-    """Bring `parts` to where the snapshot, if there is one, was made; returns that place in the run."""
-    state = {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0] * NUM_SUMS}
+def load_snapshot(args, parts, **more):
+    """Bring `parts` to where the snapshot, if there is one, was made; returns that place in the run, with `more`."""
+    state = {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0] * NUM_SUMS, **more}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return state
     try:

@@ -7,9 +7,10 @@
     python tests/benchmark.py scaling --models cnn gpt     # 2 processes of 1 thread against 1 of 1 thread
     python tests/benchmark.py start                        # from the end of the imports to the first step
     python tests/benchmark.py memory --models cnn mlp      # with glibc keeping freed memory, and without
+    python tests/benchmark.py padding --data_dir DATA      # text.py: similar lengths together against padding all
     python tests/benchmark.py gpt --nanogpt FOLDER         # gpt.py against the train.py of karpathy/nanoGPT
 
-`--steps` shortens what is timed; DATA holds MNIST/raw; FOLDER is nanoGPT's, its data/shakespeare_char prepared.
+`--steps` shortens what is timed; DATA holds MNIST/raw or imdb; FOLDER is nanoGPT's, its data/shakespeare_char prepared.
 """
 
 import argparse
@@ -23,14 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load(folder):
+def load(folder, script="images"):
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("images", ROOT / folder / "images.py")
+    spec = importlib.util.spec_from_file_location(script, ROOT / folder / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -259,24 +261,28 @@ def scaling(options):
 
 
 def scale(script, arguments, rounds):
+    """Also with two processes that do not know of each other, on half a batch each: what the machine can do at best."""
+    single = [f"singlegpu/{script}.py", *arguments]
+    half = str(int(arguments[arguments.index("--batch_size") + 1]) // 2)
     sides = {
-        "1 process": [f"singlegpu/{script}.py"],
-        "1 process, 2 parts": [f"singlegpu/{script}.py", "--grad_accum_steps", "2"],
-        "2 processes": [f"multigpu/{script}.py", "--num_gpus", "2"],
+        "1 process": [single],
+        "1 process, 2 parts": [[*single, "--grad_accum_steps", "2"]],
+        "2 processes": [[f"multigpu/{script}.py", *arguments, "--num_gpus", "2"]],
+        "2 that do not communicate": [[*single, "--batch_size", half]] * 2,
     }
     rates = {name: [] for name in sides}
     for _ in range(rounds):
-        for name, command in sides.items():
-            rates[name].append(rate([*command, *arguments]))
+        for name, commands in sides.items():
+            with ThreadPoolExecutor() as pool:
+                rates[name].append(sum(pool.map(rate, commands)))
     for name, values in rates.items():
-        efficiency = [
-            value / base / (2 if "processes" in name else 1) for value, base in zip(values, rates["1 process"])
-        ]
+        count = 2 if name.startswith("2") else 1
+        efficiency = [value / base / count for value, base in zip(values, rates["1 process"])]
         print(f"| {name} | {statistics.median(values):.4g} samples/s | {statistics.median(efficiency):.3f} |")
-    print(
-        f"2 processes against 1 process in 2 parts: efficiency "
-        f"{statistics.median(a / b / 2 for a, b in zip(rates['2 processes'], rates['1 process, 2 parts'])):.3f}"
-    )
+    for name in ("1 process, 2 parts", "2 that do not communicate"):
+        count = 2 if name.startswith("1") else 1
+        ratio = statistics.median(a / b / count for a, b in zip(rates["2 processes"], rates[name]))
+        print(f"2 processes against {name}: efficiency {ratio:.3f}")
 
 
 def rate(command):
@@ -304,6 +310,46 @@ def memory(options):
         for name, values in rates.items():
             print(f"| {name} | {statistics.median(values):.4g} samples/s |")
         print(f"| ratio | {statistics.median(b / a for a, b in zip(base, kept)):.3f} |")
+
+
+def padding(options):
+    """Steps of the transformer on IMDB, in batches of similar length, and in random ones padded to 256 tokens."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(2)
+    text, device = load("singlegpu", "text"), torch.device("cpu")
+    text.keep_freed_memory()
+    settings = {
+        "dataset": "imdb",
+        "data_dir": options.data_dir,
+        "model": "transformer",
+        "size": "small",
+        "seq_len": 256,
+    }
+    settings |= {"batch_size": 64, "seed": 1, "dropout": 0.0, "precision": "fp32", "max_steps": options.steps or 40}
+    args = argparse.Namespace(**settings, learning_rate=1e-3)
+    split, _, vocab_size = text.read_texts(args)
+    random = np.random.default_rng(1).permutation(25_000)[: args.max_steps * 64].reshape(-1, 64)
+    sides, tokens = {}, {}
+    for name, batches in (("padded", random), ("similar", text.similar_batches(split[1], args, 0))):
+        torch.manual_seed(1)
+        model = text.create_model(args, vocab_size)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+        lengths = np.minimum(np.diff(split[1]), 256)[batches]
+        tokens[name] = lengths.mean() / 256
+
+        def side(model=model, optimizer=optimizer, batches=batches, padded=name == "padded"):
+            for ids, lengths, labels in text.create_dataloader(split, batches, args, device):
+                if padded:
+                    ids = torch.nn.functional.pad(ids, (0, 256 - ids.shape[1]))
+                text.text_loss(model, ids, lengths, labels, args)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        sides[name] = side
+    show(alternate(sides, options.rounds), "ms a step", args.max_steps / 1000)
+    print("share of real tokens:", {name: round(share.item(), 3) for name, share in tokens.items()})
 
 
 def gpt(options):
@@ -390,7 +436,9 @@ def start(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "gpt"))
+    parser.add_argument(
+        "what", choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "gpt")
+    )
     parser.add_argument("--data_dir", default="data")
     parser.add_argument("--nanogpt", default="nanoGPT")
     parser.add_argument("--rounds", type=int, default=5)

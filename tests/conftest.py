@@ -22,7 +22,8 @@ SCRIPTS = sorted(
     for folder in ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
     for path in (ROOT / folder).glob("*.py")
 )
-# Test processes are small: one thread each, so that two tests side by side do not slow each other.
+# Tests are small: one thread each, so that those side by side do not slow each other.
+torch.set_num_threads(1)
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -133,13 +134,15 @@ def run(start):
 
 @pytest.fixture(scope="session")
 def run_many():
-    """run_many(script, cases) runs a script of one process with each list of arguments, fast, see many.py."""
+    """run_many(script, cases) runs it with each list of arguments, fast: see many.py. Without a script a case names it.
+
+    Returns a list of [exit status, stdout, stderr, peak resident memory in KiB].
+    """
 
     def run_many(script, cases, timeout=300, **options):
-        command = [sys.executable, ROOT / "tests" / "many.py", ROOT / script]
         done = subprocess.run(
-            list(map(str, command)),
-            input=json.dumps([list(map(str, case)) for case in cases]),
+            [sys.executable, ROOT / "tests" / "many.py"],
+            input=json.dumps([list(map(str, [ROOT / script, *case] if script else case)) for case in cases]),
             env=ENVIRONMENT | options,
             capture_output=True,
             text=True,

@@ -1,6 +1,6 @@
-"""Run one script many times, each in a fork of this process, which has paid for the imports: for the tests of mistakes.
+"""Run scripts many times, each in a fork of this process, which has paid for the imports: for the tests of mistakes.
 
-    echo '[["--epochs", "0"], ["--seed", "-1"]]' | python tests/many.py singlegpu/images.py
+    echo '[["singlegpu/images.py", "--epochs", "0"], ["multigpu/gpt.py", "--help"]]' | python tests/many.py
 
 prints [[exit status, stdout, stderr, peak resident memory in KiB], ...] as JSON.
 """
@@ -33,10 +33,10 @@ def run(script, arguments):
 
 
 def main():
-    script, results = sys.argv[1], []
+    results = []
     for name in ("torch", "torch._dynamo", "torchvision", "numpy", "tqdm"):
         importlib.import_module(name)
-    for arguments in json.load(sys.stdin):
+    for script, *arguments in json.load(sys.stdin):
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             child = os.fork()
             if not child:

@@ -69,13 +69,13 @@ def test_readme_names_what_exists():
     assert len(text.splitlines()) <= 200
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_names_every_flag_with_its_unit_and_default(script):
-    done = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    flags = re.findall(r'add\("(--\w+)"', (ROOT / script).read_text())
-    flags_of_many = {"--num_gpus", "--comm_hook", "--timeout"}
-    assert len(set(flags) - flags_of_many) <= 20 and all(flag in done.stdout for flag in flags)
+def test_help_names_every_flag_with_its_unit_and_default(run_many):
+    results = run_many(None, [[ROOT / script, "--help"] for script in SCRIPTS])
+    for script, (status, out, err, _) in zip(SCRIPTS, results, strict=True):
+        assert status == 0, err
+        flags = re.findall(r'add\("(--\w+)"', (ROOT / script).read_text())
+        flags_of_many = {"--num_gpus", "--comm_hook", "--timeout"}
+        assert len(set(flags) - flags_of_many) <= 20 and all(flag in out for flag in flags)
 
 
 def test_report(tmp_path):

@@ -435,8 +435,10 @@ def test_compile(run, tiny, tmp_path):
     np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("model, epochs, accuracy", [("mlp", 10, 0.975), ("cnn", 2, 0.985)])
-@pytest.mark.parametrize("folder, processes", [("singlegpu", 1), ("multigpu", 2)])
+@pytest.mark.parametrize(
+    "model, epochs, accuracy, folder, processes",
+    [("mlp", 10, 0.975, "multigpu", 2), ("cnn", 2, 0.985, "singlegpu", 1)],
+)
 def test_real_mnist(run, real_data, tmp_path, model, epochs, accuracy, folder, processes):
     log = tmp_path / "log.csv"
     faster = {"mlp": ["--batch_size", "128"], "cnn": ["--precision", "bf16"]}[model]
