@@ -323,12 +323,13 @@ class TransformerTranslator(nn.Module):
 class Block(nn.Module):
     """A transformer block with its norms in front, (B, T, D) to (B, T, D).
 
-    It sees what the mask (B, 1, T or 1, T) marks or, without a mask, what came before.
+    It sees what the mask (B, 1, T or 1, T) marks or, without a mask, what came before. Attention itself has no dropout:
+    on a CPU that would cost the fast kernel.
     """
 
     def __init__(self, d_model, n_heads, dim_feedforward, dropout):
         super().__init__()
-        self.n_heads, self.dropout = n_heads, dropout
+        self.n_heads, self.dropout = n_heads, nn.Dropout(dropout)
         self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
         self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
@@ -336,10 +337,9 @@ class Block(nn.Module):
     def forward(self, x, mask=None):
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
-        x = x + F.dropout(self.projection(y.transpose(1, 2).flatten(2)), dropout)
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), dropout)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        x = x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class CrossBlock(nn.Module):
@@ -347,16 +347,16 @@ class CrossBlock(nn.Module):
 
     def __init__(self, d_model, n_heads, dim_feedforward, dropout):
         super().__init__()
-        self.block, self.n_heads, self.dropout = Block(d_model, n_heads, dim_feedforward, dropout), n_heads, dropout
+        self.block, self.n_heads = Block(d_model, n_heads, dim_feedforward, dropout), n_heads
+        self.dropout = nn.Dropout(dropout)
         self.norm, self.query = nn.LayerNorm(d_model), nn.Linear(d_model, d_model, False)
         self.key_value, self.projection = nn.Linear(d_model, 2 * d_model, False), nn.Linear(d_model, d_model, False)
 
     def forward(self, x, memory, mask):
         q = self.query(self.norm(x)).unflatten(2, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, D / H)
         k, v = self.key_value(memory).unflatten(2, (2, self.n_heads, -1)).unbind(2)  # (B, S, H, D / H)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, dropout)
-        return self.block(x + F.dropout(self.projection(y.transpose(1, 2).flatten(2)), dropout))
+        y = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.block(x + self.dropout(self.projection(y.transpose(1, 2).flatten(2))))
 
 
 def create_model(args, source_size, target_size):
