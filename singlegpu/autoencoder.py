@@ -156,7 +156,7 @@ def create_model(channels):
         nn.Conv2d(64, 2 * channels, 3, padding=1),
         nn.Conv2d(2 * channels, 64, 3, padding=1), nn.ReLU(),
         nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1), nn.ReLU(),
-        nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1), nn.Sigmoid())
+        nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1))
 
 
 def keep_freed_memory():

@@ -43,7 +43,7 @@ class Job:
             stderr=subprocess.PIPE,
         )
 
-    def wait(self, timeout=180):
+    def wait(self, timeout=300):
         """Returns (exit status, stdout, stderr)."""
         try:
             out, err = self.process.communicate(timeout=timeout)
@@ -120,7 +120,7 @@ def start(tmp_path):
 def run(start):
     """Like start, but waits; returns (exit status, stdout, stderr), of agents the worst status and all output."""
 
-    def run(*arguments, timeout=180, **options):
+    def run(*arguments, timeout=300, **options):
         jobs = start(*arguments, **options)
         ended = [job.wait(timeout) for job in (jobs if isinstance(jobs, list) else [jobs])]
         return (

@@ -66,12 +66,12 @@ def test_resume_is_bit_identical(start, run, tiny, tmp_path, folder, processes):
 
 @pytest.mark.parametrize("channels, size", [(1, 28), (3, 32)])
 def test_bottleneck(channels, size):
-    """An eighth of the input, or less, passes; the reconstruction has the input's shape and range."""
+    """An eighth of the input, or less, passes; the reconstruction has the input's shape."""
     model, images = autoencoder.create_model(channels), torch.rand(2, channels, size, size)
     passed = []
     model[4].register_forward_hook(lambda layer, inputs, output: passed.append(output))
     out = model(images)
-    assert out.shape == images.shape and out.min() >= 0 and out.max() <= 1
+    assert out.shape == images.shape
     assert passed[0][0].numel() * 8 <= images[0].numel()
 
 

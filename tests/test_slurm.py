@@ -92,7 +92,7 @@ class Site:
     def output(self, job):
         return "".join(path.read_text() for path in self.folder.rglob(f"*-{job}.out"))
 
-    def wait(self, job, seconds=240):
+    def wait(self, job, seconds=400):
         """The state in which the job ended."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         wait_for(lambda: self.show(job)["JobState"] in ended, seconds)
@@ -160,7 +160,9 @@ def undisturbed(run, tiny, folder, tmp_path, epochs=3):
     """The snapshot of the same training without Slurm, on the same number of processes."""
     file = tmp_path / "undisturbed.pt"
     processes = {"singlegpu": 1, "multigpu": 2, "multinode": (2, 1)}[folder]
-    status, _, err = run(folder, *long_arguments(tiny), "--epochs", epochs, "--snapshot", file, processes=processes)
+    status, _, err = run(
+        folder, *long_arguments(tiny), "--epochs", epochs, "--snapshot", file, processes=processes, timeout=600
+    )
     assert status == 0, err
     return file
 
@@ -199,13 +201,13 @@ def test_preempted_jobs_go_on(site, run, tiny, tmp_path, folder, how):
 def test_time_limit(site, run, tiny, tmp_path):
     """The real limit: Slurm sends the signal, the job file requeues, until the training is done."""
     snapshot = tmp_path / "job.pt"
-    job = site.submit("singlegpu_images", *long_arguments(tiny), "--epochs", 40, "--snapshot", snapshot,
+    job = site.submit("singlegpu_images", *long_arguments(tiny), "--epochs", 25, "--snapshot", snapshot,
                       options=["--time=1", "--signal=USR2@50"])  # fmt: skip
-    assert site.wait(job, 400) == "COMPLETED", site.output(job)
+    assert site.wait(job, 600) == "COMPLETED", site.output(job)
     restarts, out = int(site.show(job)["Restarts"]), site.output(job)
     # The signal may also meet a job that has not started to train, or has just finished.
     assert 1 <= out.count("stopped by a signal") <= restarts, out
-    assert_same_weights(undisturbed(run, tiny, "singlegpu", tmp_path, 40), snapshot)
+    assert_same_weights(undisturbed(run, tiny, "singlegpu", tmp_path, 25), snapshot)
 
 
 def test_cancelled_job_stays_cancelled(site, tiny, tmp_path):
