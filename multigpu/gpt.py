@@ -14,6 +14,7 @@ Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V 
 import argparse
 import csv
 import ctypes
+import logging
 import math
 import os
 import signal
@@ -411,7 +412,8 @@ def setup(args):
 
 
 def cleanup():
-    dist.all_reduce(torch.zeros(1))  # a process that leaves early can abort the others
+    last = torch.zeros(1)  # has a name, so that no thread of gloo's frees it while the interpreter ends: that aborts
+    dist.all_reduce(last)  # a process that leaves early can abort the others
     dist.destroy_process_group()
 
 
@@ -689,6 +691,7 @@ def launch(args):
     listener = socket.create_server(("127.0.0.1", 0))  # a free port, on this machine only
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what it warns of is said below
     context = mp.spawn(run, (args, port), nprocs=args.num_gpus, join=False)
     received = []
 
@@ -701,7 +704,7 @@ def launch(args):
     for signum in SIGNALS:
         signal.signal(signum, forward_signal)
     try:
-        while not context.join(grace_period=4):
+        while not context.join(grace_period=2):
             pass
     except mp.ProcessExitedException as error:
         if received:

@@ -13,6 +13,7 @@ import argparse
 import csv
 import ctypes
 import json
+import logging
 import math
 import os
 import signal
@@ -463,7 +464,8 @@ def setup(args):
 
 
 def cleanup():
-    dist.all_reduce(torch.zeros(1))  # a process that leaves early can abort the others
+    last = torch.zeros(1)  # has a name, so that no thread of gloo's frees it while the interpreter ends: that aborts
+    dist.all_reduce(last)  # a process that leaves early can abort the others
     dist.destroy_process_group()
 
 
@@ -764,6 +766,7 @@ def launch(args):
     listener = socket.create_server(("127.0.0.1", 0))  # a free port, on this machine only
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what it warns of is said below
     context = mp.spawn(run, (args, port), nprocs=args.num_gpus, join=False)
     received = []
 
@@ -776,7 +779,7 @@ def launch(args):
     for signum in SIGNALS:
         signal.signal(signum, forward_signal)
     try:
-        while not context.join(grace_period=4):
+        while not context.join(grace_period=2):
             pass
     except mp.ProcessExitedException as error:
         if received:

@@ -273,7 +273,8 @@ def setup(args):
 
 
 def cleanup():
-    dist.all_reduce(torch.zeros(1))  # a process that leaves early can abort the others
+    last = torch.zeros(1)  # has a name, so that no thread of gloo's frees it while the interpreter ends: that aborts
+    dist.all_reduce(last)  # a process that leaves early can abort the others
     dist.destroy_process_group()
 
 

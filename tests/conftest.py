@@ -27,23 +27,40 @@ torch.set_num_threads(1)
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
+def processes_of(mark):
+    """The living processes that have `mark` in their environment: {id: command line}."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in (entry / "environ").read_text(errors="replace").split("\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+    return found
+
+
+def end(mark):
+    """Kill the processes of a mark."""
+    for pid in processes_of(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class Job:
     """A started command; it and its descendants, known by a variable in their environment, end with the test."""
 
-    def __init__(self, command, cwd, env=None):
+    def __init__(self, command, cwd, env):
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            list(map(str, command)),
+            command,
             cwd=cwd,
-            env=ENVIRONMENT | (env or {}) | {name: value},
+            env=ENVIRONMENT | env | {name: value},
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
 
-    def wait(self, timeout=300):
+    def wait(self, timeout=180):
         """Returns (exit status, stdout, stderr)."""
         try:
             out, err = self.process.communicate(timeout=timeout)
@@ -53,13 +70,7 @@ class Job:
         return self.process.returncode, out, err
 
     def processes(self):
-        """The living processes: {id: command line}."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and self.mark in (entry / "environ").read_text(errors="replace").split("\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        return found
+        return processes_of(self.mark)
 
     def workers(self):
         """The ids of the processes that train, where there are several."""
@@ -71,43 +82,37 @@ class Job:
         )
 
     def end(self):
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end(self.mark)
         if self.process.returncode is None:
             self.process.communicate()
 
 
+def commands_of(folder, script, processes, options, arguments):
+    """What follows `python`, for each agent; multinode takes (agents, processes of each), or the processes of one."""
+    path, arguments = str(ROOT / folder / script), list(map(str, arguments))
+    if folder == "multigpu":
+        return [[path, "--num_gpus", str(processes), *arguments]]
+    if folder != "multinode":
+        return [[path, *arguments]]
+    agents, workers = processes if isinstance(processes, tuple) else (1, processes)
+    rendezvous = [f"--nnodes={agents}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
+    torchrun = ["-m", "torch.distributed.run", *(rendezvous if agents > 1 else ["--standalone"])]
+    return [[*torchrun, f"--nproc_per_node={workers}", *options, "--", path, *arguments]] * agents
+
+
+def environment_of(commands, env):
+    """Two "nodes" on one machine meet on its loopback."""
+    return ({"GLOO_SOCKET_IFNAME": "lo"} if len(commands) > 1 else {}) | (env or {})
+
+
 @pytest.fixture
 def start(tmp_path):
-    """start(folder, *arguments, processes=1) starts <folder>/<script>; multinode takes (agents, processes of each)."""
+    """start(folder, *arguments, processes=1) starts <folder>/<script> as a user does: a Job, or one an agent."""
     jobs = []
 
-    def start(folder, *arguments, processes=1, script="images.py", options=(), cwd=tmp_path, env=None):
-        path, commands = ROOT / folder / script, []
-        if folder == "multinode":
-            agents, workers = processes if isinstance(processes, tuple) else (1, processes)
-            rendezvous = (
-                ["--standalone"]
-                if agents == 1
-                else [f"--nnodes={agents}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
-            )
-            torchrun = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                *rendezvous,
-                f"--nproc_per_node={workers}",
-                *options,
-            ]
-            commands = [[*torchrun, "--", path, *arguments]] * agents
-        elif folder == "multigpu":
-            commands = [[sys.executable, path, "--num_gpus", processes, *arguments]]
-        else:
-            commands = [[sys.executable, path, *arguments]]
-        if len(commands) > 1:
-            env = {"GLOO_SOCKET_IFNAME": "lo", **(env or {})}  # two "nodes" on one machine
-        started = [Job(command, cwd, env) for command in commands]
+    def start(folder, *arguments, processes=1, script="images.py", options=(), env=None):
+        commands = commands_of(folder, script, processes, options, arguments)
+        started = [Job([sys.executable, *each], tmp_path, environment_of(commands, env)) for each in commands]
         jobs.extend(started)
         return started[0] if len(started) == 1 else started
 
@@ -116,40 +121,47 @@ def start(tmp_path):
         job.end()
 
 
-@pytest.fixture
-def run(start):
-    """Like start, but waits; returns (exit status, stdout, stderr), of agents the worst status and all output."""
+@pytest.fixture(scope="session")
+def fork():
+    """fork(commands) runs them in forks of an interpreter that has torch: see fork_server.py. Returns its answer."""
+    command = [sys.executable, ROOT / "tests" / "fork_server.py"]
+    with subprocess.Popen(command, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
 
-    def run(*arguments, timeout=300, **options):
-        jobs = start(*arguments, **options)
-        ended = [job.wait(timeout) for job in (jobs if isinstance(jobs, list) else [jobs])]
-        return (
-            max(abs(status) for status, _, _ in ended),
-            "".join(out for _, out, _ in ended),
-            "".join(err for _, _, err in ended),
-        )
+        def fork(commands, cwd=ROOT, env=None, timeout=180, together=False):
+            mark = uuid.uuid4()
+            request = {"commands": commands, "together": together, "cwd": str(cwd), "timeout": timeout}
+            print(json.dumps(request | {"env": {"TEST_JOB": str(mark), **(env or {})}}), file=server.stdin, flush=True)
+            results = json.loads(server.stdout.readline())
+            end(f"TEST_JOB={mark}")
+            assert all(status is not None for status, *_ in results), f"still running after {timeout} s: {results}"
+            return results
+
+        yield fork
+        server.stdin.close()
+
+
+@pytest.fixture
+def run(fork, tmp_path):
+    """run(folder, *arguments, processes=1) is start without a start's 4 seconds of imports, and waits.
+
+    Returns (exit status, stdout, stderr), of several agents the worst status and all output.
+    """
+
+    def run(folder, *arguments, processes=1, script="images.py", options=(), env=None, timeout=180):
+        commands = commands_of(folder, script, processes, options, arguments)
+        ended = fork(commands, tmp_path, environment_of(commands, env), timeout, together=True)
+        statuses, outs, errs, _ = zip(*ended)
+        return max(map(abs, statuses)), "".join(outs), "".join(errs)
 
     return run
 
 
-@pytest.fixture(scope="session")
-def run_many():
-    """run_many(script, cases) runs it with each list of arguments, fast: see many.py. Without a script a case names it.
+@pytest.fixture
+def run_many(fork):
+    """run_many(script, cases) runs it with each list of arguments in turn, and returns what fork does."""
 
-    Returns a list of [exit status, stdout, stderr, peak resident memory in KiB].
-    """
-
-    def run_many(script, cases, timeout=300, **options):
-        done = subprocess.run(
-            [sys.executable, ROOT / "tests" / "many.py"],
-            input=json.dumps([list(map(str, [ROOT / script, *case] if script else case)) for case in cases]),
-            env=ENVIRONMENT | options,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+    def run_many(script, cases, timeout=180, **env):
+        return fork([list(map(str, [ROOT / script, *case])) for case in cases], env=env, timeout=timeout)
 
     return run_many
 

@@ -69,8 +69,8 @@ def test_readme_names_what_exists():
     assert len(text.splitlines()) <= 200
 
 
-def test_help_names_every_flag_with_its_unit_and_default(run_many):
-    results = run_many(None, [[ROOT / script, "--help"] for script in SCRIPTS])
+def test_help_names_every_flag_with_its_unit_and_default(fork):
+    results = fork([[str(ROOT / script), "--help"] for script in SCRIPTS])
     for script, (status, out, err, _) in zip(SCRIPTS, results, strict=True):
         assert status == 0, err
         flags = re.findall(r'add\("(--\w+)"', (ROOT / script).read_text())

@@ -308,8 +308,7 @@ def test_bad_input_of_several_processes(run, tiny, tmp_path):
     for case, message in cases.items():
         status, _, err = run("multigpu", *arguments, *case, processes=2)
         assert status == 2 and message in err, (case, err)
-        lines = [line for line in err.splitlines() if "torch/multiprocessing" not in line]  # it ends the other process
-        assert len(lines) == 1, (case, err)
+        assert len(err.splitlines()) == 1, (case, err)
     script = ROOT / "multinode" / "images.py"
     done = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 2 and "torchrun --standalone" in done.stderr and len(done.stderr.splitlines()) == 1
@@ -382,7 +381,7 @@ def test_hung_process_ends_the_job(start, tiny, tmp_path):
     job = start("multigpu", *long_arguments(tiny, snapshot), "--timeout", "5", processes=2)
     wait_for(snapshot.exists)
     os.kill(job.workers()[-1], signal.SIGSTOP)
-    status, _, err = job.wait(5 + 30)  # 15, and as much again for a busy machine
+    status, _, err = job.wait(5 + 15)
     assert status != 0 and "no answer of ranks [1]" in err, err
     wait_for(lambda: not job.processes(), 10)
 
@@ -436,14 +435,15 @@ def test_compile(run, tiny, tmp_path):
     np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
 
 
+@pytest.mark.parametrize("folder, processes", [("singlegpu", 1), ("multigpu", 2)])
 @pytest.mark.parametrize(
-    "model, epochs, accuracy, folder, processes",
-    [("mlp", 10, 0.975, "multigpu", 2), ("cnn", 2, 0.985, "singlegpu", 1)],
+    "model, accuracy, epochs, more",
+    [("mlp", 0.975, 3, ["--batch_size", "128"]), ("cnn", 0.985, 2, ["--max_steps", "600"])],
 )
-def test_real_mnist(run, real_data, tmp_path, model, epochs, accuracy, folder, processes):
+def test_real_mnist(run, real_data, tmp_path, folder, processes, model, accuracy, epochs, more):
+    """These accuracies, in fewer steps than their 10 and 2 epochs have."""
     log = tmp_path / "log.csv"
-    faster = ["--batch_size", "128"] if model == "mlp" else []
     arguments = ["--model", model, "--dataset", "mnist", "--data_dir", real_data, "--epochs", epochs, "--threads", "1"]
-    status, _, err = run(folder, *arguments, *faster, "--log", log, processes=processes, timeout=900)
+    status, _, err = run(folder, *arguments, *more, "--log", log, processes=processes, timeout=400)
     assert status == 0, err
     assert max(row["val_acc"] for row in rows(log)) >= accuracy

@@ -1,5 +1,6 @@
 """The job files, submitted to a real Slurm of two nodes that tests/slurm_cluster.sh starts on this machine."""
 
+import functools
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, SCRIPTS, assert_same_weights, rows, wait_for
+from conftest import ENVIRONMENT, ROOT, SCRIPTS, assert_same_weights, commands_of, environment_of, rows, wait_for
 
 JOB_FILES = sorted(path.stem for path in (ROOT / "slurm").glob("*.slurm"))
 # Flags that make a job of each script small, and how many processes it has with --gpus-per-node=2.
@@ -43,6 +44,14 @@ def test_static(name):
         assert len(text.splitlines()) <= 30
         assert "EDIT" in text and "set -euo pipefail" in text and '"$@"' in text
         assert not re.search(r"--(partition|account)|module load|localhost|127\.0", text), "of one site, or a fall-back"
+
+
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_job_files_of_a_folder_differ_in_the_name_alone(name):
+    """And in the comment on top: what is tested with one of them holds for all."""
+    folder, script = name.split("_", 1)
+    text, model = ((ROOT / "slurm" / f"{each}.slurm").read_text() for each in (name, f"{folder}_images"))
+    assert text.partition("#SBATCH")[2].replace(script, "images") == model.partition("#SBATCH")[2]
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +101,7 @@ class Site:
     def output(self, job):
         return "".join(path.read_text() for path in self.folder.rglob(f"*-{job}.out"))
 
-    def wait(self, job, seconds=400):
+    def wait(self, job, seconds=240):
         """The state in which the job ended."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
         wait_for(lambda: self.show(job)["JobState"] in ended, seconds)
@@ -149,22 +158,32 @@ def test_wrong_argument(site, name):
     assert site.show(job)["Restarts"] == "0"
 
 
-LONG = ["--model", "cnn", "--dropout", "0.5", "--epochs", "3", "--batch_size", "24", "--threads", "1"]
+def long_arguments(tiny, epochs=5):
+    """50 steps an epoch, with dropout."""
+    size = ["--epochs", epochs, "--batch_size", "24", "--threads", "1"]
+    return ["--model", "cnn", "--dropout", "0.5", "--dataset", "bigmnist", "--data_dir", tiny, *size]
 
 
-def long_arguments(tiny, steps=50):
-    return [*LONG, "--dataset", "bigmnist", "--data_dir", tiny, "--max_steps", steps]
-
-
-def undisturbed(run, tiny, folder, tmp_path, epochs=3):
-    """The snapshot of the same training without Slurm, on the same number of processes."""
-    file = tmp_path / "undisturbed.pt"
+def train_undisturbed(fork, tiny, folder, snapshot, *arguments):
+    """The same training without Slurm, on the same number of processes."""
     processes = {"singlegpu": 1, "multigpu": 2, "multinode": (2, 1)}[folder]
-    status, _, err = run(
-        folder, *long_arguments(tiny), "--epochs", epochs, "--snapshot", file, processes=processes, timeout=600
-    )
-    assert status == 0, err
-    return file
+    arguments = [*long_arguments(tiny, *arguments), "--snapshot", snapshot]
+    commands = commands_of(folder, "images.py", processes, (), arguments)
+    for status, _, err, _ in fork(commands, env=environment_of(commands, {}), timeout=400, together=True):
+        assert status == 0, err
+    return snapshot
+
+
+@pytest.fixture(scope="session")
+def undisturbed(fork, tiny, tmp_path_factory):
+    """undisturbed(folder) gives the snapshot of five epochs."""
+    root = tmp_path_factory.mktemp("undisturbed")
+
+    @functools.cache
+    def undisturbed(folder):
+        return train_undisturbed(fork, tiny, folder, root / f"{folder}.pt")
+
+    return undisturbed
 
 
 def options(folder):
@@ -176,13 +195,12 @@ def wait_for_step(site, snapshot):
     time.sleep(0.3)
 
 
-@pytest.mark.parametrize(
-    "folder, how", [("singlegpu", "signal"), ("multigpu", "requeue"), ("multinode", "signal"), ("multinode", "requeue")]
-)
-def test_preempted_jobs_go_on(site, run, tiny, tmp_path, folder, how):
+@pytest.mark.parametrize("how", ["requeue", "signal"])
+@pytest.mark.parametrize("folder", list(PROCESSES))
+def test_preempted_jobs_go_on(site, undisturbed, tiny, tmp_path, folder, how):
     """After `scontrol requeue` or a limit's signal the job goes on, and ends with the same weights."""
     snapshot = tmp_path / "job.pt"
-    job = site.submit(f"{folder}_images", *long_arguments(tiny), "--epochs", 5, "--snapshot", snapshot,
+    job = site.submit(f"{folder}_images", *long_arguments(tiny), "--snapshot", snapshot,
                       "--snapshot_every", "5", options=options(folder))  # fmt: skip
     wait_for_step(site, snapshot)
     if how == "requeue":
@@ -195,24 +213,24 @@ def test_preempted_jobs_go_on(site, run, tiny, tmp_path, folder, how):
     stopped = re.findall(r"stopped by a signal: epoch (\d+), step (\d+)", out)
     assert len(stopped) == 1 and f"epoch {stopped[0][0]}, step {stopped[0][1]}\n" in out, out
     assert f"job {job}, start 2" in out
-    assert_same_weights(undisturbed(run, tiny, folder, tmp_path, 5), snapshot)
+    assert_same_weights(undisturbed(folder), snapshot)
 
 
-def test_time_limit(site, run, tiny, tmp_path):
+def test_time_limit(site, fork, tiny, tmp_path):
     """The real limit: Slurm sends the signal, the job file requeues, until the training is done."""
     snapshot = tmp_path / "job.pt"
-    job = site.submit("singlegpu_images", *long_arguments(tiny), "--epochs", 25, "--snapshot", snapshot,
+    job = site.submit("singlegpu_images", *long_arguments(tiny, 25), "--snapshot", snapshot,
                       options=["--time=1", "--signal=USR2@50"])  # fmt: skip
-    assert site.wait(job, 600) == "COMPLETED", site.output(job)
+    assert site.wait(job, 400) == "COMPLETED", site.output(job)
     restarts, out = int(site.show(job)["Restarts"]), site.output(job)
     # The signal may also meet a job that has not started to train, or has just finished.
     assert 1 <= out.count("stopped by a signal") <= restarts, out
-    assert_same_weights(undisturbed(run, tiny, "singlegpu", tmp_path, 25), snapshot)
+    assert_same_weights(train_undisturbed(fork, tiny, "singlegpu", tmp_path / "undisturbed.pt", 25), snapshot)
 
 
 def test_cancelled_job_stays_cancelled(site, tiny, tmp_path):
     snapshot = tmp_path / "job.pt"
-    job = site.submit("singlegpu_images", *long_arguments(tiny), "--epochs", 1000, "--snapshot", snapshot)
+    job = site.submit("singlegpu_images", *long_arguments(tiny, 1000), "--snapshot", snapshot)
     wait_for_step(site, snapshot)
     site.command("scancel", job)
     assert site.wait(job) == "CANCELLED"
@@ -220,7 +238,7 @@ def test_cancelled_job_stays_cancelled(site, tiny, tmp_path):
     assert site.show(job)["JobState"] == "CANCELLED" and site.show(job)["Restarts"] == "0"
 
 
-def test_killed_worker_is_restarted(site, run, tiny, tmp_path):
+def test_killed_worker_is_restarted(site, undisturbed, tiny, tmp_path):
     """torchrun starts all workers again after one was killed; the weights are those of an undisturbed run."""
     snapshot = tmp_path / "job.pt"
     job = site.submit("multinode_images", *long_arguments(tiny), "--snapshot", snapshot, "--snapshot_every", "5",
@@ -235,7 +253,7 @@ def test_killed_worker_is_restarted(site, run, tiny, tmp_path):
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert site.output(job).count("multinode/images.py: cnn") == 2
     assert site.show(job)["Restarts"] == "0", "of the job: torchrun restarted the workers"
-    assert_same_weights(undisturbed(run, tiny, "multinode", tmp_path), snapshot)
+    assert_same_weights(undisturbed("multinode"), snapshot)
 
 
 def is_worker(entry, snapshot):
