@@ -8,14 +8,16 @@
     python tests/benchmark.py start                        # from the end of the imports to the first step
     python tests/benchmark.py memory --models cnn mlp      # with glibc keeping freed memory, and without
     python tests/benchmark.py padding --data_dir DATA      # text.py: similar lengths together against padding all
+    python tests/benchmark.py similar --data_dir DATA      # translation.py: similar lengths together, or random ones
     python tests/benchmark.py gpt --nanogpt FOLDER         # gpt.py against the train.py of karpathy/nanoGPT
 
-`--steps` shortens what is timed; DATA holds MNIST/raw or imdb; FOLDER is nanoGPT's, its data/shakespeare_char prepared.
+`--steps` shortens what is timed; DATA holds MNIST/raw, imdb, multi30k; FOLDER is nanoGPT's, with data/shakespeare_char.
 """
 
 import argparse
 import csv
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -351,6 +353,47 @@ def padding(options):
     print(f"of the padded tokens {np.minimum(np.diff(split[1]), 256)[similar].mean() / 256:.3f} are real")
 
 
+def similar(options):
+    """An epoch of the transformer on Multi30k in batches of similar length, and one in random batches."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(2)
+    translation, device = load("singlegpu", "translation"), torch.device("cpu")
+    translation.keep_freed_memory()
+    settings = {"dataset": "multi30k", "data_dir": options.data_dir, "source": "de", "target": "en"}
+    settings |= {"model": "transformer", "batch_size": 128, "seq_len": 64, "seed": 1, "dropout": 0.0}
+    args = argparse.Namespace(**settings, precision="fp32", max_steps=None)
+    (train, val, _), words, _ = translation.read_pairs(args)
+    order = translation.similar_batches(train[0][1] + train[1][1], args, 0)
+    steps = (options.steps or len(order)) // (options.rounds + 1)
+    sides, models = {}, {}
+    for name, batches in (
+        ("random", np.random.default_rng(1).permutation(order.ravel()).reshape(order.shape)),
+        ("similar", order),
+    ):
+        torch.manual_seed(1)
+        models[name] = model = translation.create_model(args, *map(len, words))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+        shares = ((indices, translation.num_targets(train, indices, args)) for indices in batches)
+        loader = translation.create_dataloader(train, shares, args, device)
+
+        def side(model=model, optimizer=optimizer, loader=loader):
+            for *batch, num_tokens in itertools.islice(loader, steps):
+                translation.translation_loss(model, *batch, num_tokens, args)[0].backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        sides[name] = side
+    show(alternate(sides, options.rounds), "ms a step", steps / 1000)
+    whole = translation.whole_batches(val, np.arange(len(val[0][1]) - 1))
+    for name, model in models.items():
+        loader = translation.create_dataloader(val, whole, args, device)
+        total, count = translation.evaluate(translation.translation_loss, model, loader, args, device).tolist()
+        print(f"{name}: validation loss {total / count:.4f} after {steps * (options.rounds + 1)} steps")
+
+
 def gpt(options):
     """Two living processes, a few steps of each in turn: nanoGPT's train.py is stopped meanwhile, ours waits."""
     settings = (
@@ -436,7 +479,8 @@ def start(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "gpt")
+        "what",
+        choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "similar", "gpt"),
     )
     parser.add_argument("--data_dir", default="data")
     parser.add_argument("--nanogpt", default="nanoGPT")

@@ -193,8 +193,8 @@ def test_it_learns_numbers(run, tmp_path):
     """The synthetic rule, with the first words of what is printed at the end."""
     log = tmp_path / "log.csv"
     status, out, err = run(
-        "multigpu", "--threads", "1", "--epochs", "2", "--max_steps", "60", "--seq_len", "20", "--log", log,
-        processes=2, script="translation.py", timeout=300,
+        "multigpu", "--threads", "1", "--epochs", "2", "--batch_size", "32", "--max_steps", "200", "--seq_len", "20",
+        "--log", log, processes=2, script="translation.py",
     )  # fmt: skip
     assert status == 0, err
     assert rows(log)[-1]["val_loss"] < 0.7 * rows(log)[0]["val_loss"] < 2 and out.count("    -> ") == 3
