@@ -20,7 +20,7 @@ TINY = {
     "images": ["--model", "mlp", *COMMON],
     "autoencoder": COMMON,
     "text": ["--seq_len", "32", *COMMON],
-    "translation": COMMON,
+    "translation": ["--seq_len", "16", *COMMON],
     "gpt": ["--d_model", "16", "--n_heads", "2", "--num_layers", "1", "--seq_len", "32", *COMMON],
 }
 PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 4}
@@ -120,10 +120,11 @@ pytestmark = pytest.mark.xdist_group("slurm")
 
 
 @pytest.mark.parametrize("name", JOB_FILES)
-def test_job_completes(site, name):
+def test_job_completes(site, tiny, name):
     folder, script = name.split("_", 1)
     options = [] if folder == "singlegpu" else ["--gpus-per-node=2"]
-    job = site.submit(name, *TINY[script], options=options)
+    data = ["--dataset", "bigmnist", "--data_dir", tiny] if script == "autoencoder" else []
+    job = site.submit(name, *TINY[script], *data, options=options)
     state, out = site.wait(job), site.output(job)
     assert state == "COMPLETED", out
     assert f"x {PROCESSES[folder]} process" in out and len(re.findall(r"^\| +[01] \|", out, re.M)) == 2, out
