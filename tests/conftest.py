@@ -22,8 +22,8 @@ SCRIPTS = sorted(
     for folder in ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
     for path in (ROOT / folder).glob("*.py")
 )
-# Launches that give one loss curve: folder, processes (of each torchrun agent), parts of accumulation. Of two models of a
-# script one goes through FEW, the other through MANY.
+# Launches that give one loss curve: folder, processes (of each torchrun agent), parts of accumulation. Of two models of
+# a script one goes through FEW, the other through MANY.
 FEW, MANY = (
     [("singlegpu", 1, 1), ("multigpu", 2, 3)],
     [("singlegpu", 1, 1), ("multigpu", 3, 1), ("multinode", (2, 2), 2)],
