@@ -4,6 +4,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,11 @@ FEW, MANY = (
 # Tests are small: one thread each, so that those side by side do not slow each other.
 torch.set_num_threads(1)
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def pytest_collection_modifyitems(items):
+    """The longest first, so that nobody waits for one at the end."""
+    items.sort(key=lambda item: not re.search("time_limit|real_|preempted", item.name))
 
 
 def processes_of(mark):
