@@ -271,7 +271,7 @@ def setup(args):
 
 
 def cleanup():
-    last = torch.zeros(1)  # has a name, so that no thread of gloo's frees it while the interpreter ends: that aborts
+    last = torch.zeros(1)  # has a name, so that no thread of gloo's frees it while the interpreter ends: it can abort
     dist.all_reduce(last)  # a process that leaves early can abort the others
     dist.destroy_process_group()
 

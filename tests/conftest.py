@@ -23,12 +23,8 @@ SCRIPTS = sorted(
     for folder in ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
     for path in (ROOT / folder).glob("*.py")
 )
-# Launches that give one loss curve: folder, processes (of each torchrun agent), parts of accumulation. Of two models of
-# a script one goes through FEW, the other through MANY.
-FEW, MANY = (
-    [("singlegpu", 1, 1), ("multigpu", 2, 3)],
-    [("singlegpu", 1, 1), ("multigpu", 3, 1), ("multinode", (2, 2), 2)],
-)
+# Launches that give one loss curve: folder, processes (of each torchrun agent), parts of accumulation.
+LAUNCHES = [("singlegpu", 1, 1), ("multigpu", 2, 3), ("multigpu", 3, 1), ("multinode", (2, 2), 2)]
 # Tests are small: one thread each, so that those side by side do not slow each other.
 torch.set_num_threads(1)
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import FEW, MANY, ROOT, assert_refused, assert_same_weights, rows, wait_for
+from conftest import LAUNCHES, ROOT, assert_refused, assert_same_weights, rows, wait_for
 from PIL import Image
 
 sys.path.insert(0, str(ROOT / "singlegpu"))
@@ -21,7 +21,7 @@ SMALL = ("--dataset", "bigmnist", "--threads", "1", "--batch_size", "24")
 def test_one_loss_curve(run, tiny, tmp_path):
     """Any number of processes and of accumulated parts: the same losses to rounding."""
     curves = []
-    for folder, processes, parts in FEW + MANY[1:]:
+    for folder, processes, parts in LAUNCHES:
         log = tmp_path / f"{folder}{processes}{parts}.csv"
         status, out, err = run(
             folder, *SMALL, "--data_dir", tiny, "--max_steps", "20", "--learning_rate", "3e-4",

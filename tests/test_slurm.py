@@ -220,13 +220,13 @@ def test_preempted_jobs_go_on(site, undisturbed, tiny, tmp_path, folder, how):
 def test_time_limit(site, fork, tiny, tmp_path):
     """The real limit: Slurm sends the signal, the job file requeues, until the training is done."""
     snapshot = tmp_path / "job.pt"
-    job = site.submit("singlegpu_images", *long_arguments(tiny, 14), "--snapshot", snapshot,
+    job = site.submit("singlegpu_images", *long_arguments(tiny, 25), "--snapshot", snapshot,
                       options=["--time=1", "--signal=USR2@50"])  # fmt: skip
     assert site.wait(job, 400) == "COMPLETED", site.output(job)
     restarts, out = int(site.show(job)["Restarts"]), site.output(job)
     # The signal may also meet a job that has not started to train, or has just finished.
     assert 1 <= out.count("stopped by a signal") <= restarts, out
-    assert_same_weights(train_undisturbed(fork, tiny, "singlegpu", tmp_path / "undisturbed.pt", 14), snapshot)
+    assert_same_weights(train_undisturbed(fork, tiny, "singlegpu", tmp_path / "undisturbed.pt", 25), snapshot)
 
 
 def test_cancelled_job_stays_cancelled(site, tiny, tmp_path):

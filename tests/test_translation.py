@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import FEW, MANY, ROOT, assert_refused, assert_same_weights, rows, wait_for
+from conftest import LAUNCHES, ROOT, assert_refused, assert_same_weights, rows, wait_for
 
 sys.path.insert(0, str(ROOT / "singlegpu"))
 import translation  # noqa: E402
@@ -48,12 +48,12 @@ def namespace(**changes):
     return argparse.Namespace(**{**defaults, "max_steps": None, **changes})
 
 
-@pytest.mark.parametrize("model, launches", [("lstm", FEW), ("transformer", MANY)])
-def test_one_loss_curve(run, pairs, tmp_path, model, launches):
+@pytest.mark.parametrize("model", MODELS)
+def test_one_loss_curve(run, pairs, tmp_path, model):
     """Any number of processes and of accumulated parts: the same losses to rounding, and the same translations."""
     pytest.importorskip("datasets")
     curves, ends = [], []
-    for folder, processes, parts in launches:
+    for folder, processes, parts in LAUNCHES:
         log = tmp_path / f"{folder}{processes}{parts}.csv"
         arguments = [*SMALL, "--model", model, "--dataset", "multi30k", "--data_dir", pairs, "--epochs", "2"]
         status, out, err = run(
