@@ -116,9 +116,6 @@ def site(tmp_path, cluster):
     wait_for(lambda: not site.command("squeue", "--noheader"), 60)
 
 
-pytestmark = pytest.mark.xdist_group("slurm")
-
-
 @pytest.mark.parametrize("name", JOB_FILES)
 def test_job_completes(site, tiny, name):
     folder, script = name.split("_", 1)
