@@ -412,8 +412,7 @@ def setup(args):
 
 
 def cleanup():
-    last = torch.zeros(1)  # has a name, so that no thread of gloo's frees it while the interpreter ends: it can abort
-    dist.all_reduce(last)  # a process that leaves early can abort the others
+    dist.all_reduce(torch.zeros(1))  # a process that leaves early can abort the others
     dist.destroy_process_group()
 
 
@@ -643,7 +642,7 @@ def main(args):
                 save_snapshot(args, parts, state)
                 print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")
             cleanup()
-            sys.exit(128 + signal.SIGTERM)  # unfinished; the parent knows the signal
+            return 128 + signal.SIGTERM  # unfinished; the parent knows the signal
         val_share, size = np.arange(rank, num_val, world_size) * args.seq_len, settings["micro_batch_size"]
         val_batches = (val_share[start:start + size] for start in range(0, len(val_share), size))
         val_sums = evaluate(token_loss, model, create_dataloader(val_tokens, val_batches, args, device), args, device)
@@ -683,7 +682,7 @@ def run(local_rank, args, port):
     os.environ |= {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(args.num_gpus),
                    "LOCAL_WORLD_SIZE": str(args.num_gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the parent serves the store
-    main(args)
+    os._exit(main(args) or 0)  # at once: gloo can abort if a thread of its own frees a tensor while Python ends
 
 
 def launch(args):

@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -77,6 +78,18 @@ def test_resume_is_bit_identical(start, run, text, tmp_path, folder, processes):
     assert status == 0 and f"epoch {state['epoch']}, step {state['step']}" in out, err
     assert_same_weights(whole, cut)
     assert len(out.split("|\n")[-1]) >= 20, "the sample"
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("folder", ["multigpu", "multinode"])
+def test_late_threads_do_not_abort_the_end(start, text, tmp_path, folder):
+    """On a busy machine one of gloo's threads may still free the last tensors when the process ends."""
+    library = tmp_path / "late_threads.so"
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, ROOT / "tests/late_threads.cpp", "-ldl"], check=True)
+    command = [*SMALL, "--dataset", text, "--max_steps", "3"]
+    job = start(folder, *command, processes=2, script="gpt.py", env={"LD_PRELOAD": str(library)})
+    status, _, err = job.wait(120)
+    assert status == 0 and "terminate called" not in err, err
 
 
 def test_parameters_and_initial_loss():
