@@ -107,8 +107,9 @@ def fail(message):
 
 def check_args(args, parts):
     """Refuse what cannot work; `parts` is the number of equal parts that a global batch is cut into."""
+    ranges = {"seed": (0, math.inf), "num_workers": (0, math.inf), "dropout": (0, 1)}
     for name, value in vars(args).items():
-        low, high = {"seed": (0, math.inf), "dropout": (0, 1)}.get(name, (1e-30, math.inf))
+        low, high = ranges.get(name, (1e-30, math.inf))
         if type(value) in (int, float) and not low <= value < high:
             fail(f"--{name} {value} is out of range")
     if args.batch_size % parts:

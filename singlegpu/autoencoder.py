@@ -80,8 +80,9 @@ def fail(message):
 
 def check_args(args, parts):
     """Refuse what cannot work; `parts` is the number of equal parts that a global batch is cut into."""
+    ranges = {"seed": (0, math.inf), "num_workers": (0, math.inf), "dropout": (0, 1)}
     for name, value in vars(args).items():
-        low, high = {"seed": (0, math.inf), "dropout": (0, 1)}.get(name, (1e-30, math.inf))
+        low, high = ranges.get(name, (1e-30, math.inf))
         if type(value) in (int, float) and not low <= value < high:
             fail(f"--{name} {value} is out of range")
     if args.batch_size % parts:
@@ -122,15 +123,18 @@ def read_data(args, download=True):
                 source = datasets.MNIST if args.dataset == "mnist" else datasets.CIFAR10
                 source = source(folder, split == "train", download=download)
                 images, labels = source.data, source.targets
-            images, labels = np.asarray(images), np.asarray(labels)
+            images, labels = np.asanyarray(images), np.asanyarray(labels)  # a mapped array stays one
             fits = images.dtype == np.uint8 and len(images) == len(labels)
             if not fits or labels.min() < 0 or labels.max() >= NUM_CLASSES:
                 raise ValueError(f"{len(images)} images ({images.dtype}), {len(labels)} labels up to {labels.max()}")
             splits.append((images.transpose(0, 3, 1, 2) if images.ndim == 4 else images[:, None], labels))
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split()) or "a file is cut short"
+        command = f"python {sys.argv[0]} --dataset {args.dataset} --data_dir {folder} --max_steps 1"
+        if args.dataset == "bigmnist":
+            command = f"python singlegpu/make_bigmnist.py --data_dir {folder} --out {folder}/bigmnist"
         fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {folder} and, where there is internet (a "
-             f"login node), run: python {sys.argv[0]} --dataset {args.dataset} --data_dir {folder} --max_steps 1")
+             f"login node), run: {command}")
     if args.batch_size > len(splits[0][1]):
         fail(f"--batch_size {args.batch_size} exceeds the {len(splits[0][1])} training images")
     return splits

@@ -23,12 +23,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 from torchvision import datasets, models
 from tqdm import tqdm
 
 NUM_CLASSES = 10
 MEAN_STD = {"synthetic": (0.49, 0.18), "mnist": (0.13, 0.31), "bigmnist": (0.13, 0.31), "cifar10": (0.47, 0.25)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BLOCK = 4096  # images next to each other that are read at once
 FIXED = ("model", "dataset", "batch_size", "learning_rate", "dropout", "seed")  # what a resumed run may not change
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 CHECK_EVERY = 8  # steps between looks at the loss and the stop signals: a look waits for the GPU
@@ -39,8 +41,8 @@ TIMES = {"time": ".2f", "samples/s": ".0f", **dict.fromkeys((*PHASES, "comm_tota
 EPOCH = {"epoch": "", **LOSSES, **TIMES}  # columns of the table of epochs, and how they are formatted; times in seconds
 SUMMARY = dict.fromkeys(("script", "model", "dataset", "precision", "processes", "batch_size", "epochs"), "")
 LOG = ("run", "epoch", "rank", *SUMMARY, "nodes", "device", "threads", "torch", "parameters", "train_images",
-       "val_images", "grad_accum_steps", "comm_hook", "compile", "learning_rate", "dropout", "max_steps", "seed",
-       *LOSSES, *TIMES)
+       "val_images", "grad_accum_steps", "comm_hook", "compile", "num_workers", "learning_rate", "dropout", "max_steps",
+       "seed", *LOSSES, *TIMES)
 SUMMARY |= LOSSES | TIMES  # columns of results.md
 HEADER = ("{script}: {model}, {parameters:,} parameters; {dataset}, {train_images:,} + {val_images:,} images; "
           "global batch {batch_size} = {micro_batch_size} x {processes} process(es) x {grad_accum_steps} accumulation; "
@@ -63,6 +65,7 @@ def parse_args():
     add("--precision", choices=tuple(DTYPES), default="fp32", help="of autocast; fp16 scales the loss")
     add("--compile", action="store_true", help="use torch.compile")
     add("--max_steps", type=int, help="optimizer steps after which each epoch is cut short")
+    add("--num_workers", type=int, default=0, help="processes that gather batches ahead; 0: the training process does")
     add("--seed", type=int, default=1, help="of weights, order and dropout")
     add("--threads", type=int, help="CPU threads; torch's own choice if not given")
     add("--snapshot", metavar="FILE", help="saved after each epoch and at a stop signal; resumed from if it is there")
@@ -81,8 +84,9 @@ def fail(message):
 
 def check_args(args, parts):
     """Refuse what cannot work; `parts` is the number of equal parts that a global batch is cut into."""
+    ranges = {"seed": (0, math.inf), "num_workers": (0, math.inf), "dropout": (0, 1)}
     for name, value in vars(args).items():
-        low, high = {"seed": (0, math.inf), "dropout": (0, 1)}.get(name, (1e-30, math.inf))
+        low, high = ranges.get(name, (1e-30, math.inf))
         if type(value) in (int, float) and not low <= value < high:
             fail(f"--{name} {value} is out of range")
     if args.batch_size % parts:
@@ -123,32 +127,77 @@ def read_data(args, download=True):
                 source = datasets.MNIST if args.dataset == "mnist" else datasets.CIFAR10
                 source = source(folder, split == "train", download=download)
                 images, labels = source.data, source.targets
-            images, labels = np.asarray(images), np.asarray(labels)
+            images, labels = np.asanyarray(images), np.asanyarray(labels)  # a mapped array stays one
             fits = images.dtype == np.uint8 and len(images) == len(labels)
             if not fits or labels.min() < 0 or labels.max() >= NUM_CLASSES:
                 raise ValueError(f"{len(images)} images ({images.dtype}), {len(labels)} labels up to {labels.max()}")
             splits.append((images.transpose(0, 3, 1, 2) if images.ndim == 4 else images[:, None], labels))
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split()) or "a file is cut short"
+        command = f"python {sys.argv[0]} --dataset {args.dataset} --data_dir {folder} --max_steps 1"
+        if args.dataset == "bigmnist":
+            command = f"python singlegpu/make_bigmnist.py --data_dir {folder} --out {folder}/bigmnist"
         fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {folder} and, where there is internet (a "
-             f"login node), run: python {sys.argv[0]} --dataset {args.dataset} --data_dir {folder} --max_steps 1")
+             f"login node), run: {command}")
     if args.batch_size > len(splits[0][1]):
         fail(f"--batch_size {args.batch_size} exceeds the {len(splits[0][1])} training images")
     return splits
 
 
-def global_batches(num_images, args, epoch):
-    """Indices of an epoch's batches (steps, B): the same for any number of processes, other ones each epoch."""
-    order = np.random.default_rng((args.seed, epoch)).permutation(num_images)
-    return order[:num_images // args.batch_size * args.batch_size].reshape(-1, args.batch_size)[:args.max_steps]
+def read_ahead(images, blocks):
+    """Have the system fetch these blocks of a mapped file, so that they are there when they are used."""
+    if isinstance(images, np.memmap) and hasattr(os, "posix_fadvise"):
+        size = BLOCK * images[0].nbytes
+        with open(images.filename, "rb") as file:
+            for block in np.sort(blocks).tolist():
+                os.posix_fadvise(file.fileno(), images.offset + block * size, size, os.POSIX_FADV_WILLNEED)
+
+
+def shuffled_batches(images, steps, args, epoch):
+    """Yields the indices (B,) of these steps' batches: the same for any number of processes, other ones each epoch.
+
+    Blocks come in random order, and are shuffled 16 at a time, so that a disk sees long reads: of the next 16 while
+    these are used. Up to 65,536 images that is a full shuffle.
+    """
+    random, rest, step = np.random.default_rng((args.seed, epoch)), np.empty(0, np.int64), 0
+    blocks = random.permutation(-(-len(images) // BLOCK))
+    for start in range(0, len(blocks), 16):
+        indices = (blocks[start:start + 16, None] * BLOCK + np.arange(BLOCK)).ravel()
+        indices = np.concatenate((rest, random.permutation(indices[indices < len(images)])))
+        batches, rest = np.split(indices, [len(indices) // args.batch_size * args.batch_size])
+        if steps.start < step + len(batches) // args.batch_size:
+            read_ahead(images, blocks[start:start + 32])
+        for batch in batches.reshape(-1, args.batch_size):
+            if step in steps:
+                yield batch
+            step += 1
+        if step >= steps.stop:
+            return
+
+
+class Gather:
+    """Of a split: gather[indices] are the images (B, C, H, W) uint8 and labels (B,) there, as tensors."""
+
+    def __init__(self, split):
+        self.split, self.count = split, 0
+
+    def __getitem__(self, indices):
+        self.count += len(indices)
+        if self.count > 16 * BLOCK:  # what has been read of a mapped file need not stay in memory: map it anew
+            self.split = [np.memmap(array.filename, array.dtype, "r", array.offset, array.shape)
+                          if isinstance(array, np.memmap) else array for array in self.split]
+            self.count = 0
+        return [torch.from_numpy(array.take(indices, 0)) for array in self.split]
 
 
 def create_dataloader(split, batches, args, device):
     """Yields images (B, C, H, W) and labels (B,): bytes are gathered and sent, the device normalises them."""
     mean, std = MEAN_STD[args.dataset]
-    for indices in batches:
-        images, labels = (torch.from_numpy(array.take(indices, 0)).to(device) for array in split)
-        yield images.float().div_(255).sub_(mean).div_(std), labels.long()
+    gathered = map(Gather(split).__getitem__, batches)
+    if args.num_workers:
+        gathered = DataLoader(Gather(split), None, sampler=batches, num_workers=args.num_workers)
+    for images, labels in gathered:
+        yield images.to(device).float().div_(255).sub_(mean).div_(std), labels.to(device).long()
 
 
 def create_model(args, channels, size):
@@ -363,9 +412,10 @@ def main(args):
     print_row(EPOCH)
     epochs, watch, start = [], Stopwatch(device), time.perf_counter()
     while state["epoch"] < args.epochs:
-        first_step, batches = state["step"], global_batches(num_train, args, state["epoch"])
-        loader = create_dataloader(train_split, batches[first_step:], args, device)
-        if train(model, loader, len(batches), parts, state, watch, stop_signals, args, device):
+        first_step, num_steps = state["step"], min(num_train // args.batch_size, args.max_steps or num_train)
+        batches = shuffled_batches(train_split[0], range(first_step, num_steps), args, state["epoch"])
+        loader = create_dataloader(train_split, batches, args, device)
+        if train(model, loader, num_steps, parts, state, watch, stop_signals, args, device):
             save_snapshot(args, parts, state)
             print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")
             sys.exit(128 + stop_signals[0])

@@ -93,7 +93,8 @@ def feed(options):
             pass
 
     def ours():
-        for _ in images.create_dataloader(split, images.global_batches(60_000, args, next(epoch)), args, device):
+        batches = images.shuffled_batches(split[0], range(60_000 // args.batch_size), args, next(epoch))
+        for _ in images.create_dataloader(split, batches, args, device):
             pass
 
     show(alternate({"classic": classic, "ours": ours}, options.rounds))
@@ -131,12 +132,13 @@ def epoch(options):
 
                 def side(args=args, parts=parts, splits=splits, counter=counter):
                     number = next(counter)
-                    batches = images.global_batches(60_000, args, number)
+                    steps = options.steps or 60_000 // args.batch_size
+                    batches = images.shuffled_batches(splits[0][0], range(steps), args, number)
                     state = {"epoch": number, "step": 0, "sums": [0.0] * images.NUM_SUMS}
                     images.train(
                         parts["model"],
                         images.create_dataloader(splits[0], batches, args, device),
-                        len(batches),
+                        steps,
                         parts,
                         state,
                         images.Stopwatch(device),
