@@ -9,6 +9,7 @@ It is singlegpu/autoencoder.py and what distribution adds: see `diff`. On many n
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 import argparse
+import atexit
 import csv
 import ctypes
 import logging
@@ -279,6 +280,11 @@ def cleanup():
     dist.destroy_process_group()
 
 
+def leave(status=0):
+    """End without Python's own end: a thread of gloo's that frees its last tensor meanwhile would abort the process."""
+    atexit._run_exitfuncs()
+    os._exit(status)
+
 
 def save_snapshot(args, parts, state):
     """Written aside, then renamed: the file is whole at any moment."""
@@ -525,7 +531,7 @@ def run(local_rank, args, port):
     os.environ |= {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(args.num_gpus),
                    "LOCAL_WORLD_SIZE": str(args.num_gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the parent serves the store
-    os._exit(main(args) or 0)  # at once: gloo can abort if a thread of its own frees a tensor while Python ends
+    leave(main(args) or 0)
 
 
 def launch(args):

@@ -12,6 +12,7 @@ It is singlegpu/gpt.py and what distribution adds: see `diff`. On many nodes: mu
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 import argparse
+import atexit
 import csv
 import ctypes
 import logging
@@ -417,6 +418,11 @@ def cleanup():
     dist.destroy_process_group()
 
 
+def leave(status=0):
+    """End without Python's own end: a thread of gloo's that frees its last tensor meanwhile would abort the process."""
+    atexit._run_exitfuncs()
+    os._exit(status)
+
 
 def save_snapshot(args, parts, state):
     """Written aside, then renamed: the file is whole at any moment."""
@@ -683,7 +689,7 @@ def run(local_rank, args, port):
     os.environ |= {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(args.num_gpus),
                    "LOCAL_WORLD_SIZE": str(args.num_gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the parent serves the store
-    os._exit(main(args) or 0)  # at once: gloo can abort if a thread of its own frees a tensor while Python ends
+    leave(main(args) or 0)
 
 
 def launch(args):

@@ -11,6 +11,7 @@ All but the start is multigpu/autoencoder.py.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 import argparse
+import atexit
 import csv
 import ctypes
 import math
@@ -281,6 +282,11 @@ def cleanup():
     dist.destroy_process_group()
 
 
+def leave(status=0):
+    """End without Python's own end: a thread of gloo's that frees its last tensor meanwhile would abort the process."""
+    atexit._run_exitfuncs()
+    os._exit(status)
+
 
 def save_snapshot(args, parts, state):
     """Written aside, then renamed: the file is whole at any moment."""
@@ -528,4 +534,4 @@ def main(args):
 
 if __name__ == "__main__":
     main(parse_args())
-    os._exit(0)  # at once: gloo can abort if a thread of its own frees a tensor while Python ends
+    leave()

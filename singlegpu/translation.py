@@ -68,7 +68,7 @@ def parse_args():
     add("--epochs", type=int, default=10, help="passes over the training pairs")
     add("--batch_size", type=int, default=128, help="global batch: pairs per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="parts that a batch is cut into, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="of AdamW; times 0.9 after each epoch")
+    add("--learning_rate", type=float, default=1e-3, help="of AdamW; falls to 0 over the epochs, in a line")
     add("--dropout", type=float, default=0.0, help="probability, on embeddings and in each layer")
     add("--precision", choices=tuple(DTYPES), default="fp32", help="of autocast; fp16 scales the loss")
     add("--compile", action="store_true", help="use torch.compile")
@@ -578,7 +578,7 @@ def main(args):
     model = create_model(args, *map(len, words)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     parts = {"model": model, "optimizer": optimizer,
-             "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
+             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs),
              "scaler": torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")}
     state = load_snapshot(args, parts)
     if args.compile:

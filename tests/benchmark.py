@@ -9,6 +9,7 @@
     python tests/benchmark.py memory --models cnn mlp      # with glibc keeping freed memory, and without
     python tests/benchmark.py padding --data_dir DATA      # text.py: similar lengths together against padding all
     python tests/benchmark.py similar --data_dir DATA      # translation.py: similar lengths together, or random ones
+    python tests/benchmark.py bigmnist --data_dir EMPTY    # making it, reading it, training on it: 20 GB are written
     python tests/benchmark.py gpt --nanogpt FOLDER         # gpt.py against the train.py of karpathy/nanoGPT
 
 `--steps` shortens what is timed; DATA holds MNIST/raw, imdb, multi30k; FOLDER is nanoGPT's, with data/shakespeare_char.
@@ -20,6 +21,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -464,6 +466,108 @@ def gpt(options):
     show(times, "ms a step")
 
 
+def bigmnist(options):
+    """Making it, reading it and training on it, in folders below --data_dir (an empty one: 20 GB are written)."""
+    import numpy as np
+    import torch
+    from torchvision.transforms import v2
+
+    make, images = load("singlegpu", "make_bigmnist"), load("singlegpu")
+    torch.set_num_threads(1)
+    originals = images.synthetic_images(60_000, seed=0)[0][: 2 * make.BLOCK]
+    transforms = v2.Compose(
+        [
+            v2.RandomHorizontalFlip(),
+            v2.RandomAffine(15, (2 / 28, 2 / 28), (0.9, 1.1), 10, interpolation=v2.InterpolationMode.BILINEAR),
+            v2.ElasticTransform(),
+        ]
+    )
+
+    def torchvision():
+        for image in originals[: make.BLOCK]:
+            transforms(image[None])
+
+    def ours():
+        make.augment(originals[: make.BLOCK].numpy(), np.random.default_rng(0), torch.device("cpu"))
+
+    show(alternate({"torchvision, image by image": torchvision, "ours": ours}, options.rounds), "us an image", 1e3)
+
+    folder = Path(options.data_dir)
+    command = [sys.executable, ROOT / "singlegpu/make_bigmnist.py", "--dataset", "synthetic", "--out"]
+    times = {"make_bigmnist.py": [], "dd": []}
+    for _ in range(options.rounds):
+        done = subprocess.run([*command, folder / "bigmnist", "--copies", "8"], capture_output=True, text=True)
+        print(" ".join(done.stdout.splitlines()[:2]))
+        times["make_bigmnist.py"].append(float(done.stdout.split(" s, with fsync")[0].split()[-1]) / 7)  # 1 is there
+        dd = ["dd", "if=/dev/zero", f"of={folder / 'dd'}", "bs=8M", "count=238", "conv=fsync"]  # as 7 copies
+        begin = time.perf_counter()
+        subprocess.run(dd, capture_output=True, check=True)
+        times["dd"].append((time.perf_counter() - begin) / 7)
+        (folder / "dd").unlink()
+        shutil.rmtree(folder / "bigmnist")
+    show(times, "s a copy of 282 MB")
+
+    log = folder / "log.csv"
+    for copies in (2, 20, 36):
+        shutil.rmtree(folder / "bigmnist", ignore_errors=True)
+        subprocess.run([*command, folder / "bigmnist", "--copies", str(copies)], capture_output=True, check=True)
+        name = folder / "bigmnist" / "train_images.npy"
+        array = np.load(name, "r")[:, None]
+        args = arguments(batch_size=64)
+        steps, random = len(array) // 64, np.random.default_rng(0)
+
+        def read(batches, seconds=20, array=array, name=name):
+            with open(name, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            gather, begin, count = images.Gather([array]), time.perf_counter(), 0
+            for batch in batches:
+                gather[batch]
+                count += len(batch)
+                if time.perf_counter() > begin + seconds:
+                    break
+            return count / (time.perf_counter() - begin)
+
+        if copies == 20:
+            blocks = read(images.shuffled_batches(array, range(steps), args, 0))
+            single = read(random.permutation(len(array))[: steps * 64].reshape(-1, 64))
+            print(
+                f"{array.nbytes / 1e9:.1f} GB, not cached: {blocks:,.0f} images/s by blocks, {single:,.0f} one by one"
+            )
+            for model in ("cnn", "mlp"):
+                for workers in ("0", "1", "2"):
+                    read([])  # forget the file
+                    run = [ROOT / "singlegpu/images.py", "--dataset", "bigmnist", "--data_dir", folder, "--epochs", "1"]
+                    run += [
+                        "--model",
+                        model,
+                        "--num_workers",
+                        workers,
+                        "--max_steps",
+                        "3000" if model == "mlp" else "600",
+                    ]
+                    subprocess.run([sys.executable, *run, "--log", log], check=True, capture_output=True)
+                    row = list(csv.DictReader(open(log)))[-1]
+                    training = float(row["time"]) - float(row["eval"])
+                    share = float(row["data"]) / training
+                    print(
+                        f"{model}, {workers} workers: data {share:.2%} of {training:.1f} s, {row['samples/s']} images/s"
+                    )
+        read([])
+        run = [ROOT / "singlegpu/images.py", "--dataset", "bigmnist", "--data_dir", folder, "--epochs", "1"]
+        code = "import resource, runpy, sys, time; import torch, torchvision; begin = time.perf_counter()\n"
+        code += (
+            "def first(*a, **k):\n    global step; step = step or time.perf_counter() - begin; return adam(*a, **k)\n"
+        )
+        code += "step, adam, torch.optim.AdamW.step = None, torch.optim.AdamW.step, first\n"
+        code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        code += "print(step, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)"
+        run += ["--model", "mlp", "--batch_size", "512", "--max_steps", "2000"]
+        done = subprocess.run([sys.executable, "-c", code, *run], capture_output=True, text=True, check=True)
+        seconds, resident = map(float, done.stdout.split()[-2:])
+        print(f"{array.nbytes / 1e9:.1f} GB: first step after {seconds:.2f} s, {resident:.2f} GB resident at most")
+    shutil.rmtree(folder / "bigmnist")
+
+
 def start(options):
     code = (
         "import time, sys; import torch, torchvision; t = time.perf_counter(); step = torch.optim.AdamW.step\n"
@@ -482,7 +586,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "what",
-        choices=("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "similar", "gpt"),
+        choices=(
+            *("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "similar", "gpt"),
+            "bigmnist",
+        ),
     )
     parser.add_argument("--data_dir", default="data")
     parser.add_argument("--nanogpt", default="nanoGPT")
