@@ -237,11 +237,12 @@ def test_time_limit(site, fork, tiny, tmp_path):
     snapshot = tmp_path / "job.pt"
     job = site.submit("singlegpu_images", *long_arguments(tiny, 25), "--snapshot", snapshot,
                       options=["--time=1", "--signal=USR2@50"])  # fmt: skip
+    undisturbed = train_undisturbed(fork, tiny, "singlegpu", tmp_path / "undisturbed.pt", 25)  # meanwhile
     assert site.wait(job, 400) == "COMPLETED", site.output(job)
     restarts, out = int(site.show(job)["Restarts"]), site.output(job)
     # The signal may also meet a job that has not started to train, or has just finished.
     assert 1 <= out.count("stopped by a signal") <= restarts, out
-    assert_same_weights(train_undisturbed(fork, tiny, "singlegpu", tmp_path / "undisturbed.pt", 25), snapshot)
+    assert_same_weights(undisturbed, snapshot)
 
 
 def test_cancelled_job_stays_cancelled(site, tiny, tmp_path):
