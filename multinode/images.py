@@ -206,12 +206,19 @@ class Gather:
         return [torch.from_numpy(array.take(indices, 0)) for array in self.split]
 
 
+def ignore_signals(worker):
+    """A worker of the loader ends with its training process alone, which may have to save first."""
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def create_dataloader(split, batches, args, device):
     """Yields images (B, C, H, W) and labels (B,): bytes are gathered and sent, the device normalises them."""
     mean, std = MEAN_STD[args.dataset]
     gathered = map(Gather(split).__getitem__, batches)
-    if args.num_workers:
-        gathered = DataLoader(Gather(split), None, sampler=batches, num_workers=args.num_workers)
+    if args.num_workers:  # forked, so that they share the split
+        gathered = DataLoader(Gather(split), None, sampler=batches, num_workers=args.num_workers,
+                              multiprocessing_context="fork", worker_init_fn=ignore_signals)
     for images, labels in gathered:
         yield images.to(device).float().div_(255).sub_(mean).div_(std), labels.to(device).long()
 

@@ -1,5 +1,6 @@
 """singlegpu/make_bigmnist.py, run as a user runs it, and how the images.py read what it makes."""
 
+import contextlib
 import filecmp
 import json
 import os
@@ -195,6 +196,22 @@ def test_workers_change_nothing(big, run, tmp_path):
         for workers in (1, 2):
             assert torch.equal(found["singlegpu", workers][name], expected), name
         torch.testing.assert_close(found["multigpu", 1][name], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["singlegpu", "multigpu"])
+def test_workers_bear_signals(big, start, tmp_path, folder):
+    """Slurm signals every process of a job: the snapshot is saved all the same, and no worker stays."""
+    snapshot = tmp_path / "run.pt"
+    base = ("--dataset", "bigmnist", "--data_dir", big.parent, "--model", "mlp", "--epochs", "500", "--threads", "1")
+    job = start(folder, *base, "--num_workers", "1", "--snapshot", snapshot, "--snapshot_every", "20")
+    wait_for(snapshot.exists)
+    for process in job.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+    status, out, err = job.wait(60)
+    assert status == 143 and "stopped by a signal" in out, err
+    assert "Traceback" not in err and "leaked" not in err, err
+    wait_for(lambda: not job.processes(), 10)
 
 
 def test_resident_memory_does_not_grow_with_the_file(big, tmp_path):
