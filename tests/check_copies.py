@@ -57,12 +57,12 @@ def drifted(paths):
     texts = {}
     for path in paths:
         for name, (_, _, text) in blocks(path.read_text()).items():
-            # A constant describes its task: it must agree between folders, not between tasks.
-            key = name if not name.isupper() else (path.name, name)
+            # A constant describes its task: it must agree between folders, not between tasks, nor with hybrids.
+            key = name if not name.isupper() else (path.parent.name == "hybrid", path.name, name)
             texts.setdefault(key, {})[path] = text
     for name, copies in texts.items():
         if name not in MAY_DIFFER and len(set(copies.values())) > 1:
-            yield name if isinstance(name, str) else name[1], copies
+            yield name if isinstance(name, str) else name[-1], copies
 
 
 def fix(name, copies):

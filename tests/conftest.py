@@ -86,7 +86,9 @@ class Job:
             pid
             for pid, command in self.processes().items()
             if pid != self.process.pid
-            and ("spawn_main" in command or "multinode/" in command and "distributed.run" not in command)
+            and (
+                "spawn_main" in command or re.search("multinode/|hybrid/", command) and "distributed.run" not in command
+            )
         )
 
     def end(self):
@@ -100,7 +102,7 @@ def commands_of(folder, script, processes, options, arguments):
     path, arguments = str(ROOT / folder / script), list(map(str, arguments))
     if folder == "multigpu":
         return [[path, "--num_gpus", str(processes), *arguments]]
-    if folder != "multinode":
+    if folder not in ("multinode", "hybrid"):
         return [[path, *arguments]]
     agents, workers = processes if isinstance(processes, tuple) else (1, processes)
     rendezvous = [f"--nnodes={agents}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]

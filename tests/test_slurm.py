@@ -24,7 +24,7 @@ TINY = {
     "translation": ["--seq_len", "16", *COMMON],
     "gpt": ["--d_model", "16", "--n_heads", "2", "--num_layers", "1", "--seq_len", "32", *COMMON],
 }
-PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 4}
+PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 4, "hybrid": 2}  # of a job on 2 GPUs a node, or 1
 
 
 def test_every_script_has_its_job_file():
@@ -83,7 +83,7 @@ class Site:
 
     def __init__(self, folder, environment):
         self.folder, self.environment = folder, environment
-        for name in ("singlegpu", "multigpu", "multinode", "slurm"):
+        for name in ("singlegpu", "multigpu", "multinode", "hybrid", "slurm"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "report.py", folder)
 
@@ -129,7 +129,7 @@ def test_job_completes(site, tiny, name):
     assert state == "COMPLETED", out
     assert f"x {PROCESSES[folder]} process" in out and len(re.findall(r"^\| +[01] \|", out, re.M)) == 2, out
     assert re.search(rf"^\| {folder}/{script}.py \|", out, re.M), "the row for results.md"
-    nodes = "n[1-2], head n1" if folder == "multinode" else "n1, head n1"
+    nodes = "n[1-2], head n1" if folder in ("multinode", "hybrid") else "n1, head n1"
     gpus = 1 if folder == "singlegpu" else 2
     assert f"job {job}, start 1" in out and nodes in out and f"of {gpus} GPUs and " in out
     assert f"{folder}/{script}.py" in out.splitlines()[0] and "--max_steps 5" in out.splitlines()[0]
@@ -212,7 +212,7 @@ def wait_for_step(site, snapshot):
 
 
 @pytest.mark.parametrize("how", ["requeue", "signal"])
-@pytest.mark.parametrize("folder", list(PROCESSES))
+@pytest.mark.parametrize("folder", ["singlegpu", "multigpu", "multinode"])
 def test_preempted_jobs_go_on(site, undisturbed, tiny, tmp_path, folder, how):
     """After `scontrol requeue` or a limit's signal the job goes on, and ends with the same weights."""
     snapshot = tmp_path / "job.pt"
