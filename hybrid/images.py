@@ -353,14 +353,14 @@ class StagesWatch(Stopwatch):
         super().__init__(devices[0])
 
     def now(self):
-        if not self.cuda or torch.cuda.current_device() == self.home.index:
+        if not self.cuda or (device := torch.cuda.current_device()) == self.home.index:
             return super().now()
         happened = torch.cuda.current_stream().record_event()
-        with torch.cuda.device(self.home):
-            stream = self.streams.setdefault(happened.device, torch.cuda.Stream())
-            stream.wait_event(happened)
-            with torch.cuda.stream(stream):
-                return super().now()
+        if device not in self.streams:  # each has its own, lest one waits for another
+            self.streams[device] = torch.cuda.Stream(self.home)
+        self.streams[device].wait_event(happened)
+        with torch.cuda.stream(self.streams[device]):  # and its GPU
+            return super().now()
 
 
 class CommTimer:
