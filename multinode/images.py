@@ -201,7 +201,8 @@ class Gather:
         self.count += len(indices)
         if self.count > 16 * BLOCK:  # what has been read of a mapped file need not stay in memory: map it anew
             self.split = [np.memmap(array.filename, array.dtype, "r", array.offset, array.shape)
-                          if isinstance(array, np.memmap) else array for array in self.split]
+                          if isinstance(array, np.memmap) and array.flags.c_contiguous else array
+                          for array in self.split]
             self.count = 0
         return [torch.from_numpy(array.take(indices, 0)) for array in self.split]
 

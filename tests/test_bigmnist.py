@@ -238,6 +238,18 @@ print(largest - before)
     assert float(done.stdout) < 0.3
 
 
+def test_gather_after_mapping_anew(tmp_path):
+    """Files of grey and of coloured images (N, H, W, C), both further than what is mapped at once."""
+    for shape in ((70_000, 4, 4), (70_000, 2, 4, 3)):
+        values = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        np.save(tmp_path / "values.npy", values)
+        mapped = np.load(tmp_path / "values.npy", "r")
+        arrays = [array.transpose(0, 3, 1, 2) if array.ndim == 4 else array[:, None] for array in (values, mapped)]
+        gather = images.Gather(arrays[1:])
+        for indices in np.random.default_rng(1).permutation(70_000)[:69_000].reshape(-1, 1000):
+            assert (gather[indices][0].numpy() == arrays[0][indices]).all()
+
+
 @pytest.mark.parametrize("damage", ["short", "foreign", "labels", "missing"])
 def test_damaged_files(big, run, tmp_path, damage):
     folder = tmp_path / "bigmnist"
