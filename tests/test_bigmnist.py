@@ -55,6 +55,20 @@ def test_contents(big):
     assert (test == expected.numpy()).all() and (test_labels == expected_labels.numpy()).all(), "not augmented"
 
 
+def test_real_mnist(run, real_data, tmp_path):
+    """The labels are MNIST's, the test images too, and the others look like digits."""
+    out = tmp_path / "out"
+    more = ("--data_dir", real_data, "--versions", "1", "--copies", "1", "--num_images", "20000")
+    status, _, err = run("singlegpu", "--dataset", "mnist", *more, "--out", out, script="make_bigmnist.py")
+    assert status == 0, err
+    train, labels, test, test_labels = (np.load(out / name) for name in FILES)
+    raw = real_data / "MNIST" / "raw"
+    assert test.tobytes() == (raw / "t10k-images-idx3-ubyte").read_bytes()[16:]
+    assert test_labels.tobytes() == (raw / "t10k-labels-idx1-ubyte").read_bytes()[8:]
+    assert labels.tobytes() == (raw / "train-labels-idx1-ubyte").read_bytes()[8:20_008]
+    assert 25 < train.mean() < 40 and (train[:, 0] == 0).mean() > 0.95, "ink in the middle"
+
+
 def test_same_bytes_with_other_threads_and_another_seed(big, run, tmp_path):
     for name, more in (("threads", ("--threads", "1")), ("seed", ("--seed", "2"))):
         out = tmp_path / name
