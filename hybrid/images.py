@@ -6,8 +6,8 @@ r"""Train an image classifier whose layers are split over the GPUs of a process,
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_images.slurm --model vgg11 --learning_rate 1e-4
 
 For a model that does not fit on one GPU. Its stages work one after the other: while one does, the GPUs of the others
-wait, which a pipeline mends (hybrid/gpt.py); what fits on one GPU is faster with multinode/images.py, from which all
-but the stages is. On a machine without a GPU every stage is the CPU. Snapshots are those of the other images.py.
+wait. What fits on one GPU is faster with multinode/images.py, from which all but the stages is. On a machine without a
+GPU every stage is the CPU. Snapshots are those of the other images.py.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 import argparse
@@ -263,7 +263,7 @@ def split_model(model, devices, balance, images):
     """
     names, layers = zip(*((name, module) for name, module in model.named_modules() if not [*module.children()]))
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    first, *others = (number for number, size in enumerate(sizes) if size)
+    _, *others = (number for number, size in enumerate(sizes) if size)
     starts = [0, *others]  # where a stage may begin
     if len(devices) > len(starts):
         fail(f"--num_stages {len(devices)} is too many: {len(starts)} layers have parameters")

@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 NUM_CLASSES = 10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BLOCK = 4096  # images next to each other that are read at once
 FIXED = ("dataset", "batch_size", "learning_rate", "seed")  # what a resumed run may not change
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
@@ -157,16 +158,57 @@ def read_data(args, download=True):
     return splits
 
 
-def global_batches(num_images, args, epoch):
-    """Indices of an epoch's batches (steps, B): the same for any number of processes, other ones each epoch."""
-    order = np.random.default_rng((args.seed, epoch)).permutation(num_images)
-    return order[:num_images // args.batch_size * args.batch_size].reshape(-1, args.batch_size)[:args.max_steps]
+def read_ahead(images, blocks):
+    """Have the system fetch these blocks of a mapped file, so that they are there when they are used."""
+    if isinstance(images, np.memmap) and hasattr(os, "posix_fadvise"):
+        size = BLOCK * images[0].nbytes
+        with open(images.filename, "rb") as file:
+            for block in np.sort(blocks).tolist():
+                os.posix_fadvise(file.fileno(), images.offset + block * size, size, os.POSIX_FADV_WILLNEED)
+
+
+def shuffled_batches(images, steps, args, epoch):
+    """Yields the indices (B,) of these steps' batches: the same for any number of processes, other ones each epoch.
+
+    Blocks come in random order, and are shuffled 16 at a time, so that a disk sees long reads: of the next 16 while
+    these are used. Up to 65,536 images that is a full shuffle.
+    """
+    random, rest, step = np.random.default_rng((args.seed, epoch)), np.empty(0, np.int64), 0
+    blocks = random.permutation(-(-len(images) // BLOCK))
+    for start in range(0, len(blocks), 16):
+        indices = (blocks[start:start + 16, None] * BLOCK + np.arange(BLOCK)).ravel()
+        indices = np.concatenate((rest, random.permutation(indices[indices < len(images)])))
+        batches, rest = np.split(indices, [len(indices) // args.batch_size * args.batch_size])
+        if steps.start < step + len(batches) // args.batch_size:
+            read_ahead(images, blocks[start:start + 32])
+        for batch in batches.reshape(-1, args.batch_size):
+            if step in steps:
+                yield batch
+            step += 1
+        if step >= steps.stop:
+            return
+
+
+class Gather:
+    """Of a split: gather[indices] are the images (B, C, H, W) uint8 and labels (B,) there, as tensors."""
+
+    def __init__(self, split):
+        self.split, self.count = split, 0
+
+    def __getitem__(self, indices):
+        self.count += len(indices)
+        if self.count > 16 * BLOCK:  # what has been read of a mapped file need not stay in memory: map it anew
+            self.split = [np.memmap(array.filename, array.dtype, "r", array.offset, array.shape)
+                          if isinstance(array, np.memmap) and array.flags.c_contiguous else array
+                          for array in self.split]
+            self.count = 0
+        return [torch.from_numpy(array.take(indices, 0)) for array in self.split]
 
 
 def create_dataloader(split, batches, args, device):
     """Yields images (B, C, H, W) between 0 and 1: bytes are gathered and sent, the device does the rest."""
-    for indices in batches:
-        yield torch.from_numpy(split[0].take(indices, 0)).to(device).float().div_(255),
+    for images, in map(Gather(split[:1]).__getitem__, batches):
+        yield images.to(device).float().div_(255),
 
 
 def create_model(channels):
@@ -489,9 +531,11 @@ def main(args):
                            powerSGD_hook.PowerSGDState(None) if args.comm_hook == "powersgd" else None)
     ddp_model.register_comm_hook(None, comm_timer.hook)
     while state["epoch"] < args.epochs:
-        first_step, batches = state["step"], global_batches(num_train, args, state["epoch"])
-        loader = create_dataloader(train_split, batches[first_step:, rank::world_size], args, device)
-        if train(ddp_model, loader, len(batches), parts, state, watch, comm_timer, stop_signals, args, device):
+        first_step, num_steps = state["step"], min(num_train // args.batch_size, args.max_steps or num_train)
+        batches = shuffled_batches(train_split[0], range(first_step, num_steps), args, state["epoch"])
+        shares = (indices[rank::world_size] for indices in batches)
+        loader = create_dataloader(train_split, shares, args, device)
+        if train(ddp_model, loader, num_steps, parts, state, watch, comm_timer, stop_signals, args, device):
             if rank == 0:
                 save_snapshot(args, parts, state)
                 print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")

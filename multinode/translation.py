@@ -684,7 +684,6 @@ def main(args):
     model = create_model(args, *map(len, words)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     parts = {"model": model, "optimizer": optimizer,
-             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs),
              "scaler": torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")}
     state = load_snapshot(args, parts)
     if rank == 0:
@@ -713,6 +712,8 @@ def main(args):
                            powerSGD_hook.PowerSGDState(None) if args.comm_hook == "powersgd" else None)
     ddp_model.register_comm_hook(None, comm_timer.hook)
     while state["epoch"] < args.epochs:
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 - state["epoch"] / args.epochs)
         first_step, batches = state["step"], similar_batches(ends, args, state["epoch"])
         shares = ((indices[rank::world_size], num_targets(train_split, indices, args) / world_size)  # DDP divides, too
                   for indices in batches[first_step:])
@@ -723,7 +724,6 @@ def main(args):
                 print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")
             cleanup()
             return  # status 0: for any other torchrun would start it again
-        parts["scheduler"].step()
         val_batches = whole_batches(val_split, np.arange(rank, num_val, world_size))
         val_loader = create_dataloader(val_split, val_batches, args, device)
         val_sums = evaluate(translation_loss, model, val_loader, args, device)

@@ -202,7 +202,7 @@ def main(args):
     except BlockingIOError:
         fail(f"another process is at work in {work}")
     except OSError as error:
-        fail(f"{error}; what {work} holds stays: when there is room, the same command goes on")
+        fail(f"{error}; what {work} holds stays, if it is there: once this is mended, the same command goes on")
     except KeyboardInterrupt:
         sys.exit(f"stopped; what {work} holds stays: the same command goes on")
     print(f"{args.out}: {repeats * len(train_images):,} training and {len(test_images):,} test images")

@@ -578,7 +578,6 @@ def main(args):
     model = create_model(args, *map(len, words)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     parts = {"model": model, "optimizer": optimizer,
-             "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / args.epochs),
              "scaler": torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")}
     state = load_snapshot(args, parts)
     if args.compile:
@@ -594,6 +593,8 @@ def main(args):
     print_row(EPOCH)
     epochs, watch, start = [], Stopwatch(device), time.perf_counter()
     while state["epoch"] < args.epochs:
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 - state["epoch"] / args.epochs)
         first_step, batches = state["step"], similar_batches(ends, args, state["epoch"])
         shares = ((indices, num_targets(train_split, indices, args)) for indices in batches[first_step:])
         loader = create_dataloader(train_split, shares, args, device)
@@ -601,7 +602,6 @@ def main(args):
             save_snapshot(args, parts, state)
             print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")
             sys.exit(128 + stop_signals[0])
-        parts["scheduler"].step()
         val_batches = whole_batches(val_split, np.arange(num_val))
         val_loader = create_dataloader(val_split, val_batches, args, device)
         val_sums = evaluate(translation_loss, model, val_loader, args, device)

@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import LAUNCHES, ROOT, assert_refused, assert_same_weights, rows, wait_for
+from conftest import LAUNCHES, ROOT, assert_refused, assert_same_weights, rows, wait_for, weights
 
 sys.path.insert(0, str(ROOT / "singlegpu"))
 import translation  # noqa: E402
@@ -182,6 +182,19 @@ def test_bad_input(run_many, tmp_path):
     commands = [["--dataset", "multi30k", *SMALL, *case] for case in cases]
     results = run_many("singlegpu/translation.py", commands, HF_HOME=str(tmp_path / "cache"), HF_HUB_OFFLINE="1")
     assert_refused(results, cases)
+
+
+def test_more_epochs_than_planned(run, tmp_path):
+    """A finished run, whose rate has come down, trains on when it is given another epoch."""
+    base = ("--model", "lstm", "--threads", "1", "--batch_size", "16", "--seq_len", "8", "--max_steps", "3")
+    found = []
+    for epochs in (1, 2):
+        status, _, err = run(
+            "singlegpu", *base, "--epochs", epochs, "--snapshot", tmp_path / "run.pt", script="translation.py"
+        )
+        assert status == 0, err
+        found.append(weights(tmp_path / "run.pt"))
+    assert all((found[0][name] != found[1][name]).any() for name in found[0])
 
 
 def test_it_learns_numbers(run, tmp_path):
