@@ -288,7 +288,6 @@ class CommTimer:
         self.spans.clear()
 
 
-
 def setup(args):
     """Join the other processes; returns rank, world_size and device."""
     rank, world_size, local_rank, local_world_size = (
@@ -314,7 +313,6 @@ def setup(args):
     if rank == 0:
         print(*(f"rank {number}: {place}" for number, place in enumerate(places)), sep="\n")
     return rank, world_size, device
-
 
 
 def cleanup():

@@ -270,7 +270,7 @@ class Block(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         x = x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
 
 
 class GPT(nn.Module):
@@ -385,7 +385,6 @@ class CommTimer:
         self.spans.clear()
 
 
-
 def setup(args):
     """Join the other processes; returns rank, world_size and device."""
     rank, world_size, local_rank, local_world_size = (
@@ -411,7 +410,6 @@ def setup(args):
     if rank == 0:
         print(*(f"rank {number}: {place}" for number, place in enumerate(places)), sep="\n")
     return rank, world_size, device
-
 
 
 def cleanup():

@@ -229,7 +229,7 @@ class Block(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         x = x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
 
 
 class TextClassifier(nn.Module):

@@ -86,7 +86,11 @@ class Job:
             pid
             for pid, command in self.processes().items()
             if pid != self.process.pid
-            and ("spawn_main" in command or "multinode/" in command and "distributed.run" not in command)
+            and (
+                "spawn_main" in command
+                or re.search("(multinode|hybrid)/", command)
+                and "distributed.run" not in command
+            )
         )
 
     def end(self):

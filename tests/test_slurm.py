@@ -52,6 +52,12 @@ def test_job_files_of_a_folder_differ_in_the_name_alone(name):
     """And in the comment on top: what is tested with one of them holds for all."""
     folder, script = name.split("_", 1)
     text, model = ((ROOT / "slurm" / f"{each}.slurm").read_text() for each in (name, f"{folder}_images"))
+    if name == "hybrid_gpt":  # a process has one GPU, not --num_stages
+        text = re.sub("# EDIT: processes of a pipeline.*", "# EDIT: GPUs of a process", text)
+        text = text.replace(
+            "processes=${SLURM_GPUS_ON_NODE:-$num_stages}",
+            "processes=$((${SLURM_GPUS_ON_NODE:-$num_stages} / num_stages))",
+        )
     if script == "make_bigmnist":  # goes on from what it has written
         model = model.replace(' --snapshot "$SLURM_JOB_NAME-$SLURM_JOB_ID.pt"', "")
     assert text.partition("#SBATCH")[2].replace(script, "images") == model.partition("#SBATCH")[2]
@@ -123,11 +129,13 @@ def site(tmp_path, cluster):
 def test_job_completes(site, tiny, name):
     folder, script = name.split("_", 1)
     options = [] if folder == "singlegpu" else ["--gpus-per-node=2"]
-    data = ["--dataset", "bigmnist", "--data_dir", tiny] if script == "autoencoder" else []
-    job = site.submit(name, *TINY[script], *data, options=options)
+    more = ["--dataset", "bigmnist", "--data_dir", tiny] if script == "autoencoder" else []
+    more += ["--num_layers", "2"] if name == "hybrid_gpt" else []
+    job = site.submit(name, *TINY[script], *more, options=options)
     state, out = site.wait(job), site.output(job)
     assert state == "COMPLETED", out
-    assert f"x {PROCESSES[folder]} process" in out and len(re.findall(r"^\| +[01] \|", out, re.M)) == 2, out
+    count = "x 2 pipeline(s) of 2 processes" if name == "hybrid_gpt" else f"x {PROCESSES[folder]} process"
+    assert count in out and len(re.findall(r"^\| +[01] \|", out, re.M)) == 2, out
     assert re.search(rf"^\| {folder}/{script}.py \|", out, re.M), "the row for results.md"
     nodes = "n[1-2], head n1" if folder in ("multinode", "hybrid") else "n1, head n1"
     gpus = 1 if folder == "singlegpu" else 2
