@@ -239,12 +239,17 @@ class Block(nn.Module):
         self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
         self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
 
-    def forward(self, x, mask=None):
+    def attend(self, x, mask=None):
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        x = x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
+
+    def feed_forward(self, x):
         return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+
+    def forward(self, x, mask=None):
+        return self.feed_forward(self.attend(x, mask))
 
 
 class TextClassifier(nn.Module):

@@ -322,16 +322,21 @@ class Block(nn.Module):
         self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
         self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
 
-    def forward(self, x, mask=None):
+    def attend(self, x, mask=None):
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        x = x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
+
+    def feed_forward(self, x):
         return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+
+    def forward(self, x, mask=None):
+        return self.feed_forward(self.attend(x, mask))
 
 
 class CrossBlock(nn.Module):
-    """A Block that sees what came before, and then attends to the memory (B, S, D) where the mask allows it."""
+    """A Block that attends to what came before and then to the memory (B, S, D), where the mask allows it."""
 
     def __init__(self, d_model, n_heads, dim_feedforward, dropout):
         super().__init__()
@@ -341,10 +346,11 @@ class CrossBlock(nn.Module):
         self.key_value, self.projection = nn.Linear(d_model, 2 * d_model, False), nn.Linear(d_model, d_model, False)
 
     def forward(self, x, memory, mask):
+        x = self.block.attend(x)
         q = self.query(self.norm(x)).unflatten(2, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, D / H)
         k, v = self.key_value(memory).unflatten(2, (2, self.n_heads, -1)).unbind(2)  # (B, S, H, D / H)
         y = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.block(x + self.dropout(self.projection(y.transpose(1, 2).flatten(2))))
+        return self.block.feed_forward(x + self.dropout(self.projection(y.transpose(1, 2).flatten(2))))
 
 
 def create_model(args, source_size, target_size):

@@ -5,6 +5,7 @@
     python tests/benchmark.py variants                     # --compile, channels_last and bf16, cnn
     python tests/benchmark.py stopwatch                    # the step with and without stopwatch and hook, 2 processes
     python tests/benchmark.py scaling --models cnn gpt     # 2 processes of 1 thread against 1 of 1 thread
+    python tests/benchmark.py pipeline                     # hybrid/gpt.py: bubble, speed and memory of its schedules
     python tests/benchmark.py start                        # from the end of the imports to the first step
     python tests/benchmark.py memory --models cnn mlp      # with glibc keeping freed memory, and without
     python tests/benchmark.py padding --data_dir DATA      # text.py: similar lengths together against padding all
@@ -301,6 +302,45 @@ def rate(command):
             return float([row for row in csv.DictReader(file) if row["epoch"] == "1"][0]["samples/s"])
 
 
+def pipeline(options):
+    """Two stages of one thread against the same model (6.4 M parameters) in one process of one thread, the same batch."""
+    runs = [("gpipe", m) for m in (1, 2, 4, 8)] + [("1f1b", 8), ("interleaved", 8)]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = token_folder(folder)
+        sizes = "--d_model 256 --n_heads 4 --num_layers 8 --seq_len 128 --batch_size 32 --vocab_size 256 --threads 1"
+        common = ["--dataset", tokens, *sizes.split(), "--epochs", "2", "--max_steps", str(options.steps or 4)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--", "hybrid/gpt.py"]
+        for _ in range(options.rounds):
+            for parts in (1, 8):
+                single = rate(["singlegpu/gpt.py", *common, "--grad_accum_steps", str(parts)])
+                found.setdefault(("one process", parts), []).append(single)
+            for schedule, m in runs:
+                log = f"{folder}/log.csv"
+                command = [*torchrun, *common, "--schedule", schedule, "--num_microbatches", str(m), "--log", log]
+                subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+                with open(log) as file:
+                    rows = [row for row in csv.DictReader(file) if row["epoch"] == "1"]
+                os.remove(log)
+                numbers = []
+                for row in rows:
+                    forward, backward, bubble = (float(row[name]) for name in ("forward", "backward", "bubble"))
+                    numbers += [bubble / (forward + backward + bubble), float(row["peak_MB"])]
+                found.setdefault((schedule, m), []).append((float(rows[0]["samples/s"]), *numbers))
+    base = found["one process", 1]
+    for (name, m), values in found.items():
+        if name == "one process":
+            print(f"| {name} | {m} | {statistics.median(values):.2f} | | | | | |")
+            continue
+        efficiency = statistics.median(value[0] / single / 2 for value, single in zip(values, base))
+        rate_, first, first_peak, second, second_peak = (statistics.median(column) for column in zip(*values))
+        work = m * (2 if name == "interleaved" else 1)
+        print(
+            f"| {name} | {m} | {rate_:.2f} | {efficiency:.2f} | {(first + second) / 2:.3f} | {1 / (work + 1):.3f} | "
+            f"{first:.3f}, {second:.3f} | {first_peak:.0f}, {second_peak:.0f} |"
+        )
+
+
 def memory(options):
     code = "import sys; sys.path.insert(0, 'singlegpu'); import images; {}; images.main(images.parse_args())"
     sides = {"as glibc does": "images.keep_freed_memory = lambda: None", "keeping it": "pass"}
@@ -588,7 +628,7 @@ def main():
         "what",
         choices=(
             *("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "similar", "gpt"),
-            "bigmnist",
+            *("bigmnist", "pipeline"),
         ),
     )
     parser.add_argument("--data_dir", default="data")
