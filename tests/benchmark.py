@@ -303,7 +303,7 @@ def rate(command):
 
 
 def pipeline(options):
-    """Two stages of one thread against the same model (6.4 M parameters) in one process of one thread, the same batch."""
+    """Two stages of one thread against the same model, of 6.4 M parameters, and batch in one process of one thread."""
     runs = [("gpipe", m) for m in (1, 2, 4, 8)] + [("1f1b", 8), ("interleaved", 8)]
     found = {}
     with tempfile.TemporaryDirectory() as folder:

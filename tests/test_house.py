@@ -23,7 +23,7 @@ def test_copies_agree():
 @pytest.fixture
 def clone(tmp_path):
     """A copy of the scripts in a repository of its own."""
-    for folder in ("singlegpu", "multigpu", "multinode", "hybrid", "tests"):
+    for folder in ("singlegpu", "multigpu", "multinode", "hybrid", "quantize", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for command in (
         ["init", "-q"],
