@@ -1,6 +1,7 @@
 """The job files, submitted to a real Slurm of two nodes that tests/slurm_cluster.sh starts on this machine."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -60,6 +61,10 @@ def test_job_files_of_a_folder_differ_in_the_name_alone(name):
         text = text.replace(
             "processes=${SLURM_GPUS_ON_NODE:-$num_stages}",
             "processes=$((${SLURM_GPUS_ON_NODE:-$num_stages} / num_stages))",
+        )
+    if script == "allreduce":
+        text = text.replace(
+            '--out "$SLURM_JOB_NAME-$SLURM_JOB_ID.json"', '--snapshot "$SLURM_JOB_NAME-$SLURM_JOB_ID.pt"'
         )
     if script == "make_bigmnist":  # goes on from what it has written
         model = model.replace(' --snapshot "$SLURM_JOB_NAME-$SLURM_JOB_ID.pt"', "")
@@ -130,6 +135,8 @@ def site(tmp_path, cluster):
 
 def test_quantize_job(site):
     """Given no snapshot it trains one first; given one, or quantized weights, it does not."""
+    path = site.folder / "slurm" / "quantize_text.slurm"
+    path.write_text(path.read_text().replace("--max_steps 300", "--max_steps 20 --seq_len 32"))
     more = ["--rounds", "1", "--precisions", "fp32", "int8", "--threads", "1"]
     job = site.submit("quantize_text", *more, "--save", "int8.pt", options=["--cpus-per-task=1"])
     state, out = site.wait(job), site.output(job)
@@ -140,9 +147,17 @@ def test_quantize_job(site):
     assert state == "COMPLETED" and "singlegpu/text.py" not in out and out.count("| quantize/text.py |") == 1, out
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in JOB_FILES if name != "singlegpu_make_bigmnist" and not name.startswith("quantize")]
-)
+@pytest.mark.parametrize("folder", ["multigpu", "multinode"])
+def test_allreduce_job(site, folder):
+    small = ("--max_bytes", 1 << 16, "--seconds", "0.05", "--threads", "1")
+    job = site.submit(f"{folder}_allreduce", *small, options=["--gpus-per-node=2"])
+    state, out = site.wait(job), site.output(job)
+    assert state == "COMPLETED" and "sums right" in out, out
+    link = json.loads((site.folder / f"{folder}_allreduce-{job}.json").read_text())
+    assert (link["processes"], link["nodes"]) == ((2, 1) if folder == "multigpu" else (4, 2))
+
+
+@pytest.mark.parametrize("name", [name for name in JOB_FILES if name.partition("_")[2] in TINY and name[:4] != "quan"])
 def test_job_completes(site, tiny, name):
     folder, script = name.split("_", 1)
     options = [] if folder == "singlegpu" else ["--gpus-per-node=2"]

@@ -1,0 +1,164 @@
+"""All-reduces over a link of known speed: two network namespaces, joined by a pair of veth that `tc` slows down."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT, Job, assert_refused, free_port, rows
+
+
+@pytest.fixture(scope="module")
+def run_on_link():
+    """run_on_link(script, *arguments, mbit=...) runs it as two nodes of one process; returns rank 0's output."""
+    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
+    if os.geteuid() or missing or sys.platform != "linux":
+        reason = f"needs root on Linux, and {' and '.join(missing) or 'ip and tc'}"
+        assert not os.environ.get("REQUIRE_SLURM"), reason
+        pytest.skip(reason)
+    spaces = [f"link{os.getpid()}{side}" for side in "ab"]
+
+    def command(*words):
+        subprocess.run(list(map(str, words)), check=True)
+
+    for space in spaces:
+        command("ip", "netns", "add", space)
+        command("ip", "-n", space, "link", "set", "lo", "up")
+    command("ip", "-n", spaces[0], "link", "add", "veth", "type", "veth", "peer", "name", "veth", "netns", spaces[1])
+    for number, space in enumerate(spaces, start=1):
+        command("ip", "-n", space, "address", "add", f"10.99.0.{number}/24", "dev", "veth")
+        command("ip", "-n", space, "link", "set", "veth", "up")
+
+    def run_on_link(folder, script, *arguments, mbit, timeout=180):
+        for space in spaces:
+            limit = ("rate", f"{mbit}mbit", "burst", f"{max(100_000, mbit * 320)}", "latency", "500ms")
+            command("tc", "-n", space, "qdisc", "replace", "dev", "veth", "root", "tbf", *limit)
+        port = free_port()
+        jobs = []
+        for number, space in enumerate(spaces, start=1):
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+            torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=10.99.0.1:{port}", f"--local_addr=10.99.0.{number}"]
+            torchrun += [f"--rdzv_conf=is_host={number == 1}"]  # which it does not find out where names mean nothing
+            words = [
+                "ip",
+                "netns",
+                "exec",
+                space,
+                *torchrun,
+                "--",
+                ROOT / folder / script,
+                "--threads",
+                "1",
+                *arguments,
+            ]
+            jobs.append(Job(list(map(str, words)), ROOT, {"GLOO_SOCKET_IFNAME": "veth"}))
+        try:
+            ended = [job.wait(timeout) for job in jobs]
+        finally:
+            for job in jobs:
+                job.end()
+        for status, _, err in ended:
+            assert status == 0, err
+        return "".join(out for _, out, _ in ended)
+
+    yield run_on_link
+    for space in spaces:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            command("ip", "netns", "del", space)
+
+
+@pytest.mark.parametrize("mbit", [200, 1000])
+def test_fitted_bandwidth(run_on_link, tmp_path, mbit):
+    """That of the link, to 5%."""
+    out = tmp_path / "link.json"
+    sizes = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 24, "--seconds", "2", "--out", out)
+    run_on_link("multinode", "allreduce.py", *sizes, mbit=mbit)
+    link = json.loads(out.read_text())
+    assert link["processes"] == link["nodes"] == 2 and link["sizes"] == [1 << bits for bits in range(20, 25)]
+    assert link["bandwidth_bytes_per_s"] * 8 == pytest.approx(mbit * 1e6, rel=0.05)
+
+
+def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path):
+    """What a training script says of communication, on a slow link; compressed to bf16, half of it."""
+    totals = {}
+    for hook in ("none", "bf16"):
+        log = tmp_path / f"{hook}.csv"
+        arguments = ("--model", "mlp", "--batch_size", "32", "--max_steps", "10", "--epochs", "2", "--comm_hook", hook)
+        run_on_link("multinode", "images.py", *arguments, "--log", log, mbit=200)
+        later = [row for row in rows(log) if row["epoch"] == 1]
+        totals[hook] = np.mean([row["comm_total"] for row in later]) / 10
+    expected = rows(log)[0]["parameters"] * 4 / (200e6 / 8)
+    assert totals["none"] == pytest.approx(expected, rel=0.10)
+    assert totals["bf16"] == pytest.approx(totals["none"] / 2, rel=0.10)
+
+
+def test_allreduce_on_a_node(run, tmp_path):
+    """The table has the columns of NCCL's tests; the file what the table has."""
+    path = tmp_path / "link.json"
+    arguments = ("--max_bytes", 1 << 16, "--seconds", "0.05", "--threads", "1", "--out", path)
+    status, out, err = run("multigpu", *arguments, processes=3, script="allreduce.py")
+    assert status == 0, err
+    table = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in table[0][:4]] == ["bytes", "time_us", "algbw_GB/s", "busbw_GB/s"]
+    link = json.loads(path.read_text())
+    assert [int(row[0]) for row in table[2:]] == link["sizes"] == [1 << bits for bits in range(12, 17)]
+    for row, seconds in zip(table[2:], link["seconds"]):
+        size, microseconds, algbw, busbw, _ = map(float, row)
+        assert microseconds == pytest.approx(1e6 * seconds, abs=0.06)
+        assert algbw == pytest.approx(size / seconds / 1e9, abs=6e-4)
+        assert busbw == pytest.approx(algbw * 4 / 3, abs=1e-3)
+    assert "sums right" in out and link["processes"] == 3 and link["nodes"] == 1
+
+
+def test_fit_finds_the_line():
+    """Of exact times, exactly; of noisy ones, nearly; never a negative latency."""
+    sys.path.insert(0, str(ROOT / "multigpu"))
+    import allreduce
+
+    sizes = [1 << bits for bits in range(12, 28)]
+    for processes in (2, 5):
+        exact = [50e-6 + size * 2 * (processes - 1) / processes / 1.25e9 for size in sizes]
+        latency, bandwidth, errors = allreduce.fit_line(sizes, exact, processes)
+        assert latency == pytest.approx(50e-6) and bandwidth == pytest.approx(1.25e9) and abs(errors).max() < 1e-9
+        noisy = np.array(exact) * np.random.default_rng(0).normal(1, 0.05, len(sizes))
+        latency, bandwidth, errors = allreduce.fit_line(sizes, noisy, processes)
+        assert latency == pytest.approx(50e-6, rel=0.1) and bandwidth == pytest.approx(1.25e9, rel=0.1)
+        assert 0.01 < math.sqrt((errors**2).mean()) < 0.1
+    latency, bandwidth, _ = allreduce.fit_line([1000, 2000], [1e-6, 3e-6], 2)
+    assert latency == 0 and 1000 / 1e-6 > bandwidth > 2000 / 3e-6
+
+
+def test_a_wrong_sum_is_found(run, tmp_path):
+    """A sum that is wrong in one element on one process ends the measurement."""
+    text = (ROOT / "multigpu" / "allreduce.py").read_text()
+    broken = text.replace("    wrong = (", "    if rank == 1:\n        buffer[5] += 1\n    wrong = (")
+    assert broken != text
+    (tmp_path / "multigpu").mkdir()
+    (tmp_path / "multigpu" / "allreduce.py").write_text(broken)
+    command = [sys.executable, tmp_path / "multigpu" / "allreduce.py", "--num_gpus", "2", "--max_bytes", "65536"]
+    done = subprocess.run(
+        [*map(str, command), "--seconds", "0.01"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode != 0 and "1 of 1024 elements wrong on rank 1" in done.stderr, done.stderr
+
+
+def test_allreduce_bad_input(run_many, tmp_path):
+    cases = {
+        ("--num_gpus", "1"): "one process has nobody to send to",
+        ("--num_gpus", "0"): "--num_gpus 0 is out of range",
+        ("--num_gpus", "2", "--min_bytes", "2"): "--min_bytes 2, --max_bytes",
+        ("--num_gpus", "2", "--max_bytes", "8192"): "--max_bytes 8192",
+        ("--num_gpus", "2", "--seconds", "nan"): "--seconds nan is out of range",
+        ("--num_gpus", "2", "--out", tmp_path): "cannot write",
+        ("--num_gpus", "2", "--out", tmp_path / "no" / "link.json"): "cannot write",
+    }
+    assert_refused(run_many("multigpu/allreduce.py", cases), cases)
+    assert_refused(run_many("multinode/allreduce.py", [()]), {(): "start it with torchrun"})
