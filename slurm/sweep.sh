@@ -60,5 +60,5 @@ for count in $gpus; do
     done
 done
 report=$(submit ${options[@]+"${options[@]}"} --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" --job-name=report \
-    --output="$out/report.md" --wrap "python report.py '$out'")
+    --output="$out/report.out" --wrap "python report.py '$out' --out '$out'")
 echo "${#jobs[@]} runs ($scaling scaling); job $report writes $out/report.md when they have ended"

@@ -76,22 +76,3 @@ def test_help_names_every_flag_with_its_unit_and_default(fork):
         flags = re.findall(r'add\("(--\w+)"', (ROOT / script).read_text())
         flags_of_many = {"--num_gpus", "--comm_hook", "--timeout"}
         assert len(set(flags) - flags_of_many) <= 20 and all(flag in out for flag in flags)
-
-
-def test_report(tmp_path):
-    """Speedup, efficiency and R of two runs whose rows are known."""
-    columns = (
-        "run,epoch,rank,model,dataset,precision,processes,batch_size,nodes,device,threads,grad_accum_steps,comm_hook,"
-        "compile,time,samples/s,comm,comm_total,R,skew"
-    )
-    lines = [
-        columns,
-        "a,0,0,cnn,synthetic,fp32,1,64,1,CPU,1,1,,False,9,10,0,0,nan,0",
-        "a,1,0,cnn,synthetic,fp32,1,64,1,CPU,1,1,,False,4,100,0,0,nan,0",
-    ]
-    lines += [f"b,1,{rank},cnn,synthetic,fp32,2,64,1,CPU,1,1,none,False,2,180,0.1,0.5,3.5,0.1" for rank in (0, 1)]
-    (tmp_path / "log.csv").write_text("\n".join([*lines, "b,2,0,cnn,syn"]))
-    done = subprocess.run([sys.executable, ROOT / "report.py", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "| cnn | strong | 2 | 1 | 64 | none | 2 | 180 | 1.8 | 0.9 | 0.1 | 0.5 | 3.5 | 0.1 |" in done.stdout
-    assert subprocess.run([sys.executable, ROOT / "report.py", tmp_path / "none.csv"]).returncode != 0

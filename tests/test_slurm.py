@@ -337,7 +337,8 @@ def test_sweep(site, scaling):
         assert len(logged) == 2 * processes and {row["batch_size"] for row in logged} == {batch}
     assert [row["nodes"] for row in rows(out / names[2])] == [2] * 4
     report = (out / "report.md").read_text()
-    assert report.count("weak" if scaling else "strong") == 3, report
+    assert report.count("| weak |" if scaling else "| strong |") == 3, report
+    assert list(out.glob("*_speedup.png"))
 
 
 def test_sweep_refuses(tmp_path):
