@@ -778,7 +778,7 @@ def train(pipeline, optimizer, loader, steps, state, watch, comm_timer, stop_sig
         watch.mark("bubble")  # until all stages are through
         if pipeline.tied:
             start = watch.now()
-            dist.all_reduce(pipeline.modules[-is_last].embedding.weight.grad, group=pipeline.tied)
+            dist.all_reduce(pipeline.modules[-1 if is_last else 0].embedding.weight.grad, group=pipeline.tied)
             comm_timer.spans.append((start, watch.now()))
         watch.mark("comm")
         for params in optimizer.param_groups:
@@ -865,7 +865,6 @@ def main(args):
         "pipelines": len(mesh.mesh), "micro_batch_size": args.batch_size // args.num_microbatches // len(mesh.mesh)}
     del model, parts  # the other stages
     keep_freed_memory()
-    peak_memory(device)  # what all that took does not count
     if rank == 0:
         print(*lines, HEADER.format_map(settings | state), sep="\n")
         print_row(EPOCH)
@@ -876,6 +875,7 @@ def main(args):
         batches = sequence_starts(num_train, first_step, steps, args, state["epoch"])
         replica = mesh.get_local_rank("data")
         loader = create_dataloader(train_tokens, (starts[replica::len(mesh.mesh)] for starts in batches), args, device)
+        peak_memory(device)  # what was used before does not count
         if train(pipeline, optimizer, loader, steps, state, watch, comm_timer, stop_signals, args, device):
             save_stages(args, pipeline, optimizer, state)
             if rank == 0:

@@ -334,16 +334,13 @@ class Block(nn.Module):
 class CachedBlock(Block):
     """A Block that keeps the keys and values of the tokens before in a cache (2, B, H, T, D / H)."""
 
-    def attend(self, x, cache, start):
-        end = start + x.shape[1]
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
-        cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
-        y = F.scaled_dot_product_attention(q, *cache[:, :, :, :end], is_causal=start == 0)
-        return x + self.projection(y.transpose(1, 2).flatten(2))
-
-    def forward(self, x, cache, start):
-        return self.feed_forward(self.attend(x, cache, start))
+    def forward(self, x, cache, start):  # few operations: for a token or two their overhead counts
+        new = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # of q, k, v
+        cache.narrow(3, start, x.shape[1]).copy_(new[1:])
+        k, v = cache.narrow(3, 0, start + x.shape[1]).unbind()
+        y = F.scaled_dot_product_attention(new[0], k, v, is_causal=start == 0)
+        x = x + self.projection(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class CachedGPT(nn.Module):

@@ -6,6 +6,7 @@
     python tests/benchmark.py stopwatch                    # the step with and without stopwatch and hook, 2 processes
     python tests/benchmark.py scaling --models cnn gpt     # 2 processes of 1 thread against 1 of 1 thread
     python tests/benchmark.py pipeline                     # hybrid/gpt.py: bubble, speed and memory of its schedules
+    python tests/benchmark.py backends                     # int8: linear layers by torch.ao, torchao and pt2e
     python tests/benchmark.py start                        # from the end of the imports to the first step
     python tests/benchmark.py memory --models cnn mlp      # with glibc keeping freed memory, and without
     python tests/benchmark.py padding --data_dir DATA      # text.py: similar lengths together against padding all
@@ -18,6 +19,7 @@
 
 import argparse
 import csv
+import functools
 import importlib.util
 import itertools
 import os
@@ -341,6 +343,50 @@ def pipeline(options):
         )
 
 
+def backends(options):
+    """Two linear layers, 1024 to 4096 to 1024, one thread: milliseconds, and the largest difference from fp32."""
+    import copy
+
+    import torch
+    import torch._inductor.config
+    import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer as inductor_quantizer
+    from torch import nn
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1024, 4096, False), nn.GELU(), nn.Linear(4096, 1024, False)).eval()
+    sides = {"fp32": model, "fp32, compiled": torch.compile(copy.deepcopy(model))}
+    for engine in ("x86", "onednn"):
+        torch.backends.quantized.engine = engine
+        qconfig = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig}
+        sides[f"torch.ao, {engine}"] = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), qconfig)
+    torchao_model = copy.deepcopy(model)
+    quantize_(torchao_model, Int8DynamicActivationInt8WeightConfig())
+    sides["torchao, compiled"] = torch.compile(torchao_model)
+    torch._inductor.config.freezing = True
+    with torch.no_grad():
+        example, dim = torch.randn(2, 1024), torch.export.Dim("batch", min=1, max=4096)
+        exported = torch.export.export(model, (example,), dynamic_shapes=({0: dim},)).module()
+        quantizer = inductor_quantizer.X86InductorQuantizer()
+        quantizer.set_global(inductor_quantizer.get_default_x86_inductor_quantization_config(is_dynamic=True))
+        prepared = prepare_pt2e(exported, quantizer)
+        prepared(example)
+        sides["pt2e, compiled"] = torch.compile(convert_pt2e(prepared))
+        for batch in (1, 16, 256):
+            x = torch.randn(batch, 1024)
+            calls = {name: functools.partial(side, x) for name, side in sides.items()}
+            for call in calls.values():
+                call()
+            times = alternate(calls, options.rounds)
+            for name, values in times.items():
+                error = (calls[name]() - model(x)).abs().max().item()
+                milliseconds = 1000 * statistics.median(values)
+                ratio = statistics.median(values) / statistics.median(times["fp32"])
+                print(f"| {name} | {batch} | {milliseconds:.2f} | {ratio:.2f} | {error:.3f} |")
+
+
 def memory(options):
     code = "import sys; sys.path.insert(0, 'singlegpu'); import images; {}; images.main(images.parse_args())"
     sides = {"as glibc does": "images.keep_freed_memory = lambda: None", "keeping it": "pass"}
@@ -628,7 +674,7 @@ def main():
         "what",
         choices=(
             *("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "similar", "gpt"),
-            *("bigmnist", "pipeline"),
+            *("bigmnist", "pipeline", "backends"),
         ),
     )
     parser.add_argument("--data_dir", default="data")

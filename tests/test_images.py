@@ -423,10 +423,12 @@ def test_powersgd(run, tiny, tmp_path):
     assert losses[-1] < losses[0] / 10
 
 
-@pytest.mark.parametrize("folder, processes", [("singlegpu", 1), ("multigpu", 2)])
 @pytest.mark.parametrize(
-    "model, accuracy, epochs, more",
-    [("mlp", 0.975, 3, ["--batch_size", "128"]), ("cnn", 0.985, 2, ["--max_steps", "750"])],
+    "folder, processes, model, accuracy, epochs, more",
+    [
+        ("singlegpu", 1, "mlp", 0.975, 3, ["--batch_size", "128"]),
+        ("multigpu", 2, "cnn", 0.985, 2, ["--max_steps", "750"]),  # the losses of one process: test_one_loss_curve
+    ],
 )
 def test_real_mnist(run, real_data, tmp_path, folder, processes, model, accuracy, epochs, more):
     """These accuracies, in fewer steps than their 10 and 2 epochs have."""
