@@ -108,12 +108,15 @@ def read_weights(args, names):
         fail(f"cannot read {path}: {reason}")
 
 
-def load_weights(model, tensors, args):
-    """Give the model, made on the device meta, its tensors."""
+def load_weights(build, tensors, args):
+    """The model that build makes, with these tensors."""
     try:
+        with torch.device("meta"):
+            model = build()
         model.load_state_dict(tensors, assign=True)
     except Exception as error:
-        fail(f"{args.snapshot} does not fit the model: {str(error).strip().splitlines()[-1].strip()}")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+        fail(f"{args.snapshot} does not fit the model: {reason}")
     return model.eval()
 
 
@@ -174,11 +177,12 @@ def int8_tensors(model):
     return tensors
 
 
-def load_int8(model, tensors, args):
-    """The quantized model, from one made on the device meta, and what int8_tensors gave."""
+def load_int8(build, tensors, args):
+    """The model that build makes, quantized, with what int8_tensors gave; and what is int8 in it."""
     try:
+        model = build()
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model, converted = quantize(model.to_empty(device="cpu"), args)
+        model, converted = quantize(model, args)
         weights = dict(tensors)
         for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
             integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
@@ -370,12 +374,13 @@ class CachedGPT(nn.Module):
 
 def create_model(args, tensors, precision, device):
     """The model with these weights, in this precision; and, of int8, what was converted."""
-    with torch.device("meta"):
-        model = CachedGPT(args.vocab_size, args.d_model, args.n_heads, args.num_layers, args.seq_len)
+    def build():
+        return CachedGPT(args.vocab_size, args.d_model, args.n_heads, args.num_layers, args.seq_len)
+
     if args.load:
-        return load_int8(model, tensors, args)
+        return load_int8(build, tensors, args)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    model = load_weights(model, tensors | {"head.weight": tensors.get("embedding.weight")}, args).to(device)
+    model = load_weights(build, tensors | {"head.weight": tensors.get("embedding.weight")}, args).to(device)
     converted = None
     if precision == "bf16":
         model.bfloat16()

@@ -110,12 +110,15 @@ def read_weights(args, names):
         fail(f"cannot read {path}: {reason}")
 
 
-def load_weights(model, tensors, args):
-    """Give the model, made on the device meta, its tensors."""
+def load_weights(build, tensors, args):
+    """The model that build makes, with these tensors."""
     try:
+        with torch.device("meta"):
+            model = build()
         model.load_state_dict(tensors, assign=True)
     except Exception as error:
-        fail(f"{args.snapshot} does not fit the model: {str(error).strip().splitlines()[-1].strip()}")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+        fail(f"{args.snapshot} does not fit the model: {reason}")
     return model.eval()
 
 
@@ -176,11 +179,12 @@ def int8_tensors(model):
     return tensors
 
 
-def load_int8(model, tensors, args):
-    """The quantized model, from one made on the device meta, and what int8_tensors gave."""
+def load_int8(build, tensors, args):
+    """The model that build makes, quantized, with what int8_tensors gave; and what is int8 in it."""
     try:
+        model = build()
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model, converted = quantize(model.to_empty(device="cpu"), args)
+        model, converted = quantize(model, args)
         weights = dict(tensors)
         for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
             integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
@@ -402,13 +406,14 @@ class TextClassifier(nn.Module):
 
 def create_model(args, tensors, vocab_size, precision, device):
     """The model with these weights, in this precision; and, of int8, what was converted."""
-    *sizes, num_layers = SIZES[args.size]
-    with torch.device("meta"):
-        model = TextClassifier(vocab_size, *sizes, num_layers if args.model == "transformer" else 0, args.seq_len, 0.0,
-                               CLASSES[args.dataset])
+    def build():
+        *sizes, num_layers = SIZES[args.size]
+        return TextClassifier(vocab_size, *sizes, num_layers if args.model == "transformer" else 0, args.seq_len, 0.0,
+                              CLASSES[args.dataset])
+
     if args.load:
-        return load_int8(model, tensors, args)
-    model = load_weights(model, {name: tensor.clone() for name, tensor in tensors.items()}, args).to(device)
+        return load_int8(build, tensors, args)
+    model = load_weights(build, {name: tensor.clone() for name, tensor in tensors.items()}, args).to(device)
     converted = None
     if precision == "bf16":
         model.bfloat16()

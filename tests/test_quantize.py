@@ -211,6 +211,8 @@ def test_bad_input(run_many, trained, tmp_path):
     other = torch.load(trained("gpt")[0], weights_only=True)
     other["args"]["d_model"] = 32
     torch.save(other, tmp_path / "sizes.pt")
+    other["args"]["d_model"] = "wide"
+    torch.save(other, tmp_path / "words.pt")
     good = ("--snapshot", trained("gpt")[0])
     cases = {
         (): "give one of --snapshot FILE",
@@ -225,6 +227,7 @@ def test_bad_input(run_many, trained, tmp_path):
         ("--snapshot", tmp_path / "cut.pt"): "not a zip file",
         ("--snapshot", tmp_path / "flipped.pt"): "cannot read",
         ("--snapshot", tmp_path / "sizes.pt"): "does not fit the model",
+        ("--snapshot", tmp_path / "words.pt"): "does not fit the model",
         (*good, "--engine", "abacus"): "--engine abacus: this CPU has",
         (*good, "--engine", "none"): "--engine none: this CPU has",
         (*good, "--threads", "0"): "--threads 0 is out of range",
