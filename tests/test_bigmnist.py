@@ -4,6 +4,7 @@ import contextlib
 import filecmp
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,12 +115,14 @@ def test_killed_and_started_again(big, start, tmp_path):
     out, work = tmp_path / "out", tmp_path / "out.tmp"
     sizes = [np.load(big / FILES[0], mmap_mode="r").nbytes // 6 * part for part in (0.1, 0.9, 2.5, 4.2)]
     for size in sizes:
-        job = start("singlegpu", *SMALL, "--out", out, script="make_bigmnist.py")
-        wait_for(lambda: out.exists() or (work / FILES[0]).exists() and (work / FILES[0]).stat().st_size > size)
-        os.kill(job.process.pid, signal.SIGKILL)
-        job.wait(30)
-        if out.exists():
-            break
+        for _ in range(5):
+            job = start("singlegpu", *SMALL, "--out", out, script="make_bigmnist.py")
+            wait_for(lambda: out.exists() or (work / FILES[0]).exists() and (work / FILES[0]).stat().st_size > size)
+            os.kill(job.process.pid, signal.SIGKILL)
+            job.wait(30)
+            if not out.exists():
+                break
+            shutil.rmtree(out)  # it was faster: once more
         os.truncate(work / FILES[0], int(size) + 100)  # it may have come further: back to where it was to be killed
     assert not out.exists(), "it was never killed in time"
     status, stdout, err = start("singlegpu", *SMALL, "--out", out, script="make_bigmnist.py").wait(60)

@@ -74,13 +74,17 @@ def run_on_link():
 
 @pytest.mark.parametrize("mbit", [200, 1000])
 def test_fitted_bandwidth(run_on_link, tmp_path, mbit):
-    """That of the link, to 5%."""
+    """That of the link, to 5%; once in three times, for what else this machine does can only slow it down."""
     out = tmp_path / "link.json"
     sizes = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 24, "--seconds", "2", "--out", out)
-    run_on_link("multinode", "allreduce.py", *sizes, mbit=mbit)
-    link = json.loads(out.read_text())
-    assert link["processes"] == link["nodes"] == 2 and link["sizes"] == [1 << bits for bits in range(20, 25)]
-    assert link["bandwidth_bytes_per_s"] * 8 == pytest.approx(mbit * 1e6, rel=0.05)
+    for _ in range(3):
+        run_on_link("multinode", "allreduce.py", *sizes, mbit=mbit)
+        link = json.loads(out.read_text())
+        assert link["processes"] == link["nodes"] == 2 and link["sizes"] == [1 << bits for bits in range(20, 25)]
+        assert link["bandwidth_bytes_per_s"] * 8 < 1.05 * mbit * 1e6
+        if link["bandwidth_bytes_per_s"] * 8 > 0.95 * mbit * 1e6:
+            return
+    pytest.fail(f"{link['bandwidth_bytes_per_s'] * 8 / 1e6:.1f} Mbit/s of {mbit}")
 
 
 def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path):
