@@ -23,6 +23,7 @@ communication or with other processes, of small batches that a GPU computes less
 others use.
 """
 import argparse
+import io
 import json
 import math
 import sys
@@ -38,8 +39,10 @@ PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "eval", 
 METRICS = ("val_acc", "val_ppl", "val_bpb", "val_loss")  # the first that a script has
 COLUMNS = ("folder", "processes", "nodes", "batch_size", "comm_hook", "epochs", "epoch time", "+-", "samples/s",
            "speedup", "efficiency", "serial", *PHASES, "comm_total", "hidden", "R", "skew")
-NEEDED = ("epoch", "rank", "processes", "nodes", "batch_size", "epochs", "time", "samples/s", "skew", "run", "script")
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito 2008
+NEEDED = ("run", "script", "model", "dataset", "precision", "epoch", "rank", "processes", "nodes", "batch_size",
+          "epochs", "parameters", "time", "samples/s", "data", "forward", "backward", "comm", "optimizer", "eval",
+          "save", "comm_total", "skew")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe, Ito 2008
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 BUCKETS = 1 << 20, 25 << 20  # bytes of DDP's first bucket, and of the others
 
@@ -58,8 +61,8 @@ def read_logs(paths):
     frames, notes = [], []
     for file in files:
         try:
-            lines = file.read_text(errors="replace").splitlines()
-            frame = pd.read_csv(file, dtype=str, on_bad_lines="skip", encoding_errors="replace", index_col=False)
+            text = file.read_text(errors="replace")
+            frame = pd.read_csv(io.StringIO(text), dtype=str, on_bad_lines="skip", index_col=False)
         except OSError as error:
             notes.append(f"{file}: {error.strerror}")
             continue
@@ -73,10 +76,10 @@ def read_logs(paths):
         for name in set(frame) - words:
             frame[name] = pd.to_numeric(frame[name], errors="coerce")
         numbers = frame[[name for name in NEEDED if name not in words]]
-        whole = np.isfinite(numbers).all(axis=1) & (numbers >= 0).all(axis=1) & frame["run"].notna()
-        positive = numbers[["processes", "nodes", "batch_size", "time", "samples/s"]] > 0
-        whole &= frame["script"].notna() & positive.all(axis=1)
-        if damaged := sum(1 for line in lines[1:] if line.strip()) - int(whole.sum()):
+        whole = np.isfinite(numbers).all(axis=1) & (numbers >= 0).all(axis=1)
+        whole &= (numbers[["processes", "nodes", "batch_size", "time", "samples/s"]] > 0).all(axis=1)
+        whole &= frame[["run", "script"]].notna().all(axis=1)
+        if damaged := sum(map(bool, text.splitlines()[1:])) - int(whole.sum()):
             notes.append(f"{file}: {damaged} damaged row(s) left out")
         frames.append(frame[whole])
     rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -261,7 +264,7 @@ def draw(out, name, scaling, group):
 
 
 def read_links(paths):
-    """Two functions of N processes: latency in s of an all-reduce, and bandwidth in bytes/s; and a line on them."""
+    """Of each file of allreduce.py: processes, latency_s and bandwidth_bytes_per_s."""
     links = []
     for path in paths:
         try:
@@ -300,13 +303,14 @@ def all_reduce_seconds(size, processes, links, gpus_per_node):
 
 
 def predict_step(step, processes, scaling, links, gpus_per_node, batch=1, compression=1):
-    """The phases of a step, in s, from those of one process, with a batch that is `batch` times as large and gradients
-    `compression` times as small."""
+    """The times of a step of many processes, from the phases, in s, and the parameters of a step of one.
+
+    With a batch that is `batch` times as large, and gradients `compression` times as small.
+    """
     share = batch / processes if scaling == "strong" else batch
     data, forward, backward = (step[name] * share for name in ("data", "forward", "backward"))
     sizes, clock, comm_total = buckets_of(step["parameters"]), 0.0, 0.0
-    for sent in np.cumsum(sizes):
-        size = sizes.pop(0)
+    for size, sent in zip(sizes, np.cumsum(sizes)):
         took = all_reduce_seconds(size / compression, processes, links, gpus_per_node) if processes > 1 else 0.0
         clock, comm_total = max(clock, backward * sent / (4 * step["parameters"])) + took, comm_total + took
     comm = max(0.0, clock - backward)
@@ -314,6 +318,20 @@ def predict_step(step, processes, scaling, links, gpus_per_node, batch=1, compre
     return {"processes": processes, "step_ms": 1000 * (data + compute + comm), "comm_ms": 1000 * comm,
             "comm_total_ms": 1000 * comm_total, "hidden": 1 - comm / comm_total if comm_total else math.nan,
             "R": compute / comm_total if comm_total else math.nan}
+
+
+def step_of(run):
+    """What predict_step wants of a run of one process: the times of a step, in s, and the number of parameters."""
+    steps = run["samples/s"] * (run["time"] - run["eval"] - run["save"]) / run["batch_size"]
+    step = {name: run[name] / steps for name in ("data", "forward", "backward", "optimizer")}
+    return step | {"parameters": int(run["parameters"])}
+
+
+def predict_speedup(step, processes, scaling, links, gpus_per_node, **change):
+    """Of so many processes over one, both with a batch that is `batch` times as large."""
+    alone = predict_step(step, 1, scaling, links, gpus_per_node, batch=change.get("batch", 1))["step_ms"]
+    many = predict_step(step, processes, scaling, links, gpus_per_node, **change)["step_ms"]
+    return alone / many * (processes if scaling == "weak" else 1)
 
 
 def predict(rows, warmup, notes, link_files, gpus_per_node):
@@ -325,36 +343,29 @@ def predict(rows, warmup, notes, link_files, gpus_per_node):
     if not runs:
         fail("--predict needs the log of a run of one process")
     for run in runs:
-        steps = run["samples/s"] * (run["time"] - run["eval"] - run["save"]) / run["batch_size"]
-        step = {name: run[name] / steps for name in ("data", "forward", "backward", "optimizer")}
-        step["parameters"] = int(run["parameters"])
-
-        def speedup(processes, scaling, links=links, **change):
-            alone = predict_step(step, 1, scaling, links, gpus_per_node, batch=change.get("batch", 1))["step_ms"]
-            many = predict_step(step, processes, scaling, links, gpus_per_node, **change)["step_ms"]
-            return alone / many * (processes if scaling == "weak" else 1)
-
+        step = step_of(run)
         name = f"{run['folder']}/{run['script']}, {run['model']}, {run['dataset']}, {run['precision']}"
         lines += [f"## prediction: {name}, {step['parameters']:,} parameters, batch {run['batch_size']}, steps of "
                   f"{1000 * sum(step[key] for key in ('data', 'forward', 'backward', 'optimizer')):.1f} ms", ""]
         for scaling in ("strong", "weak"):
             predictions = [predict_step(step, 2 ** power, scaling, links, gpus_per_node) for power in range(1, 11)]
             for row in predictions:
-                row["scaling"], row["speedup"] = scaling, speedup(row["processes"], scaling)
+                row["scaling"], row["speedup"] = scaling, predict_speedup(step, row["processes"], scaling, links,
+                                                                          gpus_per_node)
                 row["efficiency"] = row["speedup"] / row["processes"]
             lines += [table(("scaling", "processes", "step_ms", "speedup", "efficiency", "comm_ms", "comm_total_ms",
                              "hidden", "R"), predictions), ""]
-        two = speedup(2, "strong")
+        two = predict_speedup(step, 2, "strong", links, gpus_per_node)
         verdict = "pays" if two >= 1.5 else "hardly pays" if two > 1.1 else "does not pay"
         lines.append(f"Two processes at the same global batch: {two:.2f} times as fast; it {verdict}. What would "
                      "change it:")
         faster = [link | {"bandwidth_bytes_per_s": 10 * link["bandwidth_bytes_per_s"],
                           "latency_s": link["latency_s"] / 10} for link in links]
-        for what, change in (
-                ("a global batch 4 times as large (--batch_size; --grad_accum_steps saves memory)", {"batch": 4}),
-                ("gradients in half precision (--comm_hook bf16)", {"compression": 2}),
-                ("a link 10 times as fast", {"links": faster})):
-            lines.append(f"- {what}: {speedup(2, 'strong', **change):.2f}")
+        for what, used, change in (
+                ("a batch 4 times as large (--batch_size; --grad_accum_steps saves memory)", links, {"batch": 4}),
+                ("gradients in half precision (--comm_hook bf16)", links, {"compression": 2}),
+                ("a link 10 times as fast", faster, {})):
+            lines.append(f"- {what}: {predict_speedup(step, 2, 'strong', used, gpus_per_node, **change):.2f}")
         lines.append("")
     return lines
 

@@ -82,7 +82,9 @@ def check_numbers(args):
         fail("torchao's weights are objects of its own classes, which only unpickling would restore: --save and --load "
              "want --backend torch.ao")
     if args.backend == "torch.ao":
-        if not hasattr(torch.ao.quantization, "quantize_dynamic"):
+        try:
+            from torch.ao.quantization import quantize_dynamic  # noqa: F401
+        except ImportError:
             fail(f"torch {torch.__version__} no longer has torch.ao.quantization: take --backend torchao")
         if args.engine not in torch.backends.quantized.supported_engines or args.engine == "none":
             fail(f"--engine {args.engine}: this CPU has {', '.join(torch.backends.quantized.supported_engines)}")
@@ -157,12 +159,12 @@ def backend_name(args):
 
 def int8_tensors(model):
     """What a model of torch.ao consists of, by name, as plain tensors: int8 weights, their scales, and the others."""
-    tensors = {}
+    tensors, quantized = {}, torch.ao.nn.quantized.dynamic
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, torch.ao.nn.quantized.dynamic.LSTM):
+        if isinstance(module, quantized.LSTM):
             own = module.get_weight() | module.get_bias()
-        if isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
+        if isinstance(module, quantized.Linear):
             own = {"weight": module.weight(), "bias": module.bias()}
         for name, tensor in own.items():
             name = f"{prefix}.{name}"
@@ -183,7 +185,7 @@ def load_int8(build, tensors, args):
         model = build()
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         model, converted = quantize(model, args)
-        weights = dict(tensors)
+        weights, quantized = dict(tensors), torch.ao.nn.quantized.dynamic
         for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
             integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
             if integers.dtype != torch.int8 or integers.shape != shapes[name]:
@@ -197,9 +199,9 @@ def load_int8(build, tensors, args):
         for prefix, module in model.named_modules():
             own = {name.removeprefix(f"{prefix}."): weights[name] for name in shapes
                    if name.rpartition(".")[0] == prefix and name in weights}
-            if isinstance(module, torch.ao.nn.quantized.dynamic.LSTM):
+            if isinstance(module, quantized.LSTM):
                 module.set_weight_bias(own)
-            elif isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
+            elif isinstance(module, quantized.Linear):
                 module.set_weight_bias(own["weight"], own.get("bias"))
             elif own:
                 module.load_state_dict(own)
@@ -308,35 +310,14 @@ def read_tokens(args):
     return splits
 
 
-class Block(nn.Module):
-    """A transformer block with its norms in front, (B, T, D) to (B, T, D).
+class CachedBlock(nn.Module):
+    """A GPT's Block for inference; keeps the keys and values of the tokens before in a cache (2, B, H, T, D / H)."""
 
-    It sees what the mask (B, 1, T or 1, T) marks or, without a mask, what came before. Attention itself has no dropout:
-    on a CPU that would cost the fast kernel.
-    """
-
-    def __init__(self, d_model, n_heads, dim_feedforward, dropout):
+    def __init__(self, d_model, n_heads):
         super().__init__()
-        self.n_heads, self.dropout = n_heads, nn.Dropout(dropout)
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.n_heads, self.norm1, self.norm2 = n_heads, nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
-        self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
-
-    def attend(self, x, mask=None):
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
-
-    def feed_forward(self, x):
-        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
-
-    def forward(self, x, mask=None):
-        return self.feed_forward(self.attend(x, mask))
-
-
-class CachedBlock(Block):
-    """A Block that keeps the keys and values of the tokens before in a cache (2, B, H, T, D / H)."""
+        self.up, self.down = nn.Linear(d_model, 4 * d_model, False), nn.Linear(4 * d_model, d_model, False)
 
     def forward(self, x, cache, start):  # few operations: for a token or two their overhead counts
         new = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)  # of q, k, v
@@ -357,7 +338,7 @@ class CachedGPT(nn.Module):
         super().__init__()
         self.n_heads = n_heads
         self.embedding, self.positions = nn.Embedding(vocab_size, d_model), nn.Embedding(seq_len, d_model)
-        self.blocks = nn.ModuleList(CachedBlock(d_model, n_heads, 4 * d_model, 0.0) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(CachedBlock(d_model, n_heads) for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab_size, False)
 
     def new_cache(self, batch_size, length):
@@ -486,7 +467,8 @@ def main(args):
         before = memory_in_use(device)
         peak_memory(device)
         models[precision], converted = create_model(args, tensors, precision, device)
-        print(*[f"int8: {converted}"] if converted else [], sep="\n", end="\n" if converted else "")
+        if converted:
+            print(f"int8: {converted}")
         rows[precision] = shared | {"precision": precision, "backend": backend_name(args) if converted else "",
                                     "val_ppl": perplexity(models[precision], tokens, args, device)}
         for batch in (prompts[:1], prompts):
@@ -496,11 +478,11 @@ def main(args):
     seconds = {precision: [] for precision in models}
     for _ in range(args.rounds):
         for precision, model in models.items():
-            times = [time for batch in (prompts[:1], prompts) for time in generate(model, batch, num_new)[1:]]
-            seconds[precision].append(times)
+            alone, together = generate(model, prompts[:1], num_new), generate(model, prompts, num_new)
+            seconds[precision].append((*alone[1:], together[2]))
     print_row(TABLE)
     for precision, row in rows.items():
-        prompt, rest, _, rest_of_many = (statistics.median(times) for times in zip(*seconds[precision]))
+        prompt, rest, rest_of_many = (statistics.median(times) for times in zip(*seconds[precision]))
         print_row(TABLE, row | {
             "against fp32": row["val_ppl"] / rows["fp32"]["val_ppl"] if "fp32" in rows else math.nan,
             "prompt tokens/s": prompts.shape[1] / prompt, "ms a token": 1000 * rest / (num_new - 1),

@@ -84,7 +84,9 @@ def check_numbers(args):
         fail("torchao's weights are objects of its own classes, which only unpickling would restore: --save and --load "
              "want --backend torch.ao")
     if args.backend == "torch.ao":
-        if not hasattr(torch.ao.quantization, "quantize_dynamic"):
+        try:
+            from torch.ao.quantization import quantize_dynamic  # noqa: F401
+        except ImportError:
             fail(f"torch {torch.__version__} no longer has torch.ao.quantization: take --backend torchao")
         if args.engine not in torch.backends.quantized.supported_engines or args.engine == "none":
             fail(f"--engine {args.engine}: this CPU has {', '.join(torch.backends.quantized.supported_engines)}")
@@ -159,12 +161,12 @@ def backend_name(args):
 
 def int8_tensors(model):
     """What a model of torch.ao consists of, by name, as plain tensors: int8 weights, their scales, and the others."""
-    tensors = {}
+    tensors, quantized = {}, torch.ao.nn.quantized.dynamic
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, torch.ao.nn.quantized.dynamic.LSTM):
+        if isinstance(module, quantized.LSTM):
             own = module.get_weight() | module.get_bias()
-        if isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
+        if isinstance(module, quantized.Linear):
             own = {"weight": module.weight(), "bias": module.bias()}
         for name, tensor in own.items():
             name = f"{prefix}.{name}"
@@ -185,7 +187,7 @@ def load_int8(build, tensors, args):
         model = build()
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         model, converted = quantize(model, args)
-        weights = dict(tensors)
+        weights, quantized = dict(tensors), torch.ao.nn.quantized.dynamic
         for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
             integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
             if integers.dtype != torch.int8 or integers.shape != shapes[name]:
@@ -199,9 +201,9 @@ def load_int8(build, tensors, args):
         for prefix, module in model.named_modules():
             own = {name.removeprefix(f"{prefix}."): weights[name] for name in shapes
                    if name.rpartition(".")[0] == prefix and name in weights}
-            if isinstance(module, torch.ao.nn.quantized.dynamic.LSTM):
+            if isinstance(module, quantized.LSTM):
                 module.set_weight_bias(own)
-            elif isinstance(module, torch.ao.nn.quantized.dynamic.Linear):
+            elif isinstance(module, quantized.Linear):
                 module.set_weight_bias(own["weight"], own.get("bias"))
             elif own:
                 module.load_state_dict(own)
@@ -471,7 +473,8 @@ def main(args):
         before = memory_in_use(device)
         peak_memory(device)
         models[precision], converted = create_model(args, tensors, vocab_size, precision, device)
-        print(*[f"int8: {converted}"] if converted else [], sep="\n", end="\n" if converted else "")
+        if converted:
+            print(f"int8: {converted}")
         rows[precision] = shared | {"precision": precision, "backend": backend_name(args) if converted else "",
                                     "val_acc": accuracy(models[precision], split, batches, args, device)}
         rows[precision]["peak_MB"] = (peak_memory(device) - before) / 1e6

@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 import shutil
+import sys
 import zipfile
 
 import numpy as np
@@ -185,6 +186,14 @@ def test_converting_none_is_an_error(capsys):
         with pytest.raises(SystemExit) as ended:
             load("quantize", "gpt").quantize(torch.nn.Sequential(torch.nn.LayerNorm(4)), args)
         assert ended.value.code == 2 and "none of the model's modules" in capsys.readouterr().err
+
+
+def test_a_torch_without_the_deprecated_backend(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.ao.quantization", None)
+    monkeypatch.setattr(sys, "argv", ["gpt.py", "--snapshot", "any.pt", "--backend", "torch.ao"])
+    with pytest.raises(SystemExit) as ended:
+        load("quantize", "gpt").parse_args()
+    assert ended.value.code == 2 and "no longer has torch.ao.quantization" in capsys.readouterr().err
 
 
 class Bomb:

@@ -143,6 +143,30 @@ def test_decoding_does_not_depend_on_the_batches(model):
     assert all(len(text.split()) <= args.seq_len for text in results[0].values())
 
 
+def test_blocks_are_those_of_the_paper():
+    """With the same weights, what torch's own layers give: a target attends to itself first, then to the source."""
+    torch.manual_seed(0)
+    sizes = dict(dim_feedforward=64, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, bias=False)
+    encoder, decoder = (
+        torch.nn.TransformerEncoderLayer(32, 4, **sizes),
+        torch.nn.TransformerDecoderLayer(32, 4, **sizes),
+    )
+    block, cross = translation.Block(32, 4, 64, 0.0), translation.CrossBlock(32, 4, 64, 0.0)
+    for ours, theirs in ((block, encoder), (cross.block, decoder)):
+        theirs.self_attn.in_proj_weight.data = ours.qkv.weight.data
+        theirs.self_attn.out_proj.weight.data = ours.projection.weight.data
+        theirs.linear1.weight.data, theirs.linear2.weight.data = ours.up.weight.data, ours.down.weight.data
+    decoder.multihead_attn.in_proj_weight.data = torch.cat((cross.query.weight, cross.key_value.weight)).data
+    decoder.multihead_attn.out_proj.weight.data = cross.projection.weight.data
+    x, y = torch.randn(3, 7, 32), torch.randn(3, 5, 32)
+    real = torch.arange(7) < torch.tensor([7, 4, 2])[:, None]  # (B, S)
+    memory, expected = block(x, real[:, None, None]), encoder(x, src_key_padding_mask=~real)
+    torch.testing.assert_close(memory[real], expected[real])
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    expected = decoder(y, memory, tgt_mask=causal, memory_key_padding_mask=~real)
+    torch.testing.assert_close(cross(y, memory, real[:, None, None]), expected)
+
+
 def test_bleu():
     """The references against themselves, case and spacing apart: 100; against each other: little."""
     references = ["A man, in a blue shirt, sits.", "Two dogs run over green grass.", "Nothing like that has happened."]
