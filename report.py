@@ -76,9 +76,10 @@ def read_logs(paths):
         for name in set(frame) - words:
             frame[name] = pd.to_numeric(frame[name], errors="coerce")
         numbers = frame[[name for name in NEEDED if name not in words]]
-        whole = np.isfinite(numbers).all(axis=1) & (numbers >= 0).all(axis=1)
-        whole &= (numbers[["processes", "nodes", "batch_size", "time", "samples/s"]] > 0).all(axis=1)
-        whole &= frame[["run", "script"]].notna().all(axis=1)
+        whole = ((numbers >= 0) & (numbers < 1e13)).all(axis=1) & frame[["run", "script"]].notna().all(axis=1)
+        whole &= (numbers[["processes", "nodes", "batch_size"]] >= 1).all(axis=1)
+        whole &= (numbers[["time", "samples/s", "forward"]] > 1e-9).all(axis=1)
+        whole &= numbers["time"] > numbers["eval"] + numbers["save"]
         if damaged := sum(map(bool, text.splitlines()[1:])) - int(whole.sum()):
             notes.append(f"{file}: {damaged} damaged row(s) left out")
         frames.append(frame[whole])
@@ -270,14 +271,14 @@ def read_links(paths):
         try:
             link = json.loads(Path(path).read_text())
             link = {name: float(link[name]) for name in ("processes", "latency_s", "bandwidth_bytes_per_s")}
-            if not (link["processes"] >= 2 and 0 <= link["latency_s"] < math.inf and
-                    0 < link["bandwidth_bytes_per_s"] < math.inf):
+            if not (2 <= link["processes"] < math.inf and 0 <= link["latency_s"] < 1e9 and
+                    1 <= link["bandwidth_bytes_per_s"] < math.inf):
                 raise ValueError("its numbers cannot be")
             links.append(link)
         except OSError as error:
             fail(f"--predict {path}: {error.strerror}")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            fail(f"--predict {path} is not of allreduce.py --out: {str(error).splitlines()[0] or type(error).__name__}")
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            fail(f"--predict {path} is not of allreduce.py --out: {str(error).splitlines()[0]}")
     return links
 
 
@@ -339,7 +340,8 @@ def predict(rows, warmup, notes, link_files, gpus_per_node):
     links = read_links(link_files)
     if len(links) == 2 and not gpus_per_node:
         fail("two link files, inside a node and between nodes, need --gpus_per_node")
-    runs, lines = [run for run in runs_of(rows, warmup, notes) if run["processes"] == 1 and run["parameters"] > 0], []
+    runs, lines = [run for run in runs_of(rows, warmup, notes)
+                   if run["processes"] == 1 and 0 < run["parameters"] < 1e11], []
     if not runs:
         fail("--predict needs the log of a run of one process")
     for run in runs:

@@ -153,8 +153,9 @@ def check_args(args, parts):
     for path in filter(None, map(vars(args).get, ("snapshot", "log", "reconstructions"))):
         if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             fail(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    if args.log and os.path.exists(args.log) and open(args.log).readline() not in ("", ",".join(LOG) + "\n"):
-        fail(f"--log {args.log} is not a log of this script")
+    if args.log and os.path.exists(args.log):
+        if open(args.log, errors="replace").readline() not in ("", ",".join(LOG) + "\n"):
+            fail(f"--log {args.log} is not a log of this script")
 
 
 def stdlib_source():
@@ -223,7 +224,7 @@ def read_tokens(args):
         else:
             splits = hub_text(args.dataset)
     except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"--dataset {args.dataset}: {reason}; it may be stdlib, a text file, a folder with train.bin and val.bin, "
              "or a data set of the hub (first run this once where there is internet: a login node)")
     if splits[0].dtype == np.uint8:
@@ -608,6 +609,8 @@ def save_snapshot(args, parts, state):
         os.replace(args.snapshot + ".tmp", args.snapshot)
     except (OSError, RuntimeError) as error:  # a full disk must not end the training
         print(f"{sys.argv[0]}: warning: snapshot not saved: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            os.remove(args.snapshot + ".tmp")
 
 
 def load_snapshot(args, parts, **more):
@@ -624,9 +627,16 @@ def load_snapshot(args, parts, **more):
                 raise ValueError(f"it was made with --{name} {snapshot['args'][name]}, not {getattr(args, name)}")
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
-        return {name: snapshot["state"][name] for name in state}
+        for parameter, moments in parts["optimizer"].state.items():  # its kernel looks at neither sizes nor strides
+            moments |= {name: torch.empty_like(parameter).copy_(moments[name]) for name in ("exp_avg", "exp_avg_sq")}
+        place = {name: snapshot["state"][name] for name in state}
+        kinds = [[[*map(type, value)] if type(value) is list else type(value) for value in each.values()]
+                 for each in (place, state)]
+        if kinds[0] != kinds[1] or min(place["epoch"], place["step"]) < 0:
+            raise ValueError("it does not tell where in the run it was made")
+        return place
     except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"cannot resume from {args.snapshot}: {reason}; move it away to start anew")
 
 
@@ -670,18 +680,23 @@ def save_stages(args, pipeline, optimizer, state):
 
 def append_log(path, rows):
     """Append an epoch's rows, one a process; what a crash left of that epoch, or of a line, is dropped first."""
-    with open(path, "a+", newline="", buffering=1 << 20) as file:
-        file.seek(0)
-        lines = file.readlines()
+    try:
+        with open(path, "a+", newline="", errors="surrogateescape") as file:
+            file.seek(0)
+            lines = file.readlines()
         epoch = f"{rows[0]['run']},{rows[0]['epoch']},"
         kept = [line for line in lines if line.endswith("\n") and not line.startswith(epoch)]
         if kept != lines:
-            file.truncate(0)
-            file.writelines(kept)
-        writer = csv.DictWriter(file, LOG, extrasaction="ignore", lineterminator="\n")
-        if not kept:
-            writer.writeheader()
-        writer.writerows(rows)
+            with open(path + ".tmp", "w", newline="", errors="surrogateescape") as file:
+                file.writelines(kept)
+            os.replace(path + ".tmp", path)
+        with open(path, "a", newline="", buffering=1 << 20) as file:  # all rows in one write
+            writer = csv.DictWriter(file, LOG, extrasaction="ignore", lineterminator="\n")
+            if not kept:
+                writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:  # a full disk must not end the training
+        print(f"{sys.argv[0]}: warning: log not written: {error}", file=sys.stderr, flush=True)
 
 
 def epoch_rows(settings, state, val_sums, seconds_of, num_samples):
@@ -911,6 +926,30 @@ def main(args):
     cleanup()
 
 
-if __name__ == "__main__":
-    main(parse_args())
+def name_the_silent(rank, world_size):
+    """After a failed collective: tell which processes do not report within 5 s that theirs has failed, too."""
+    silent = [0]  # whose node serves the store
+    with suppress(dist.DistError):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
+        store.set(f"failed/{rank}", "")
+        time.sleep(5)
+        silent = [other for other in range(world_size) if not store.check([f"failed/{other}"])]
+    if silent:
+        print(f"{sys.argv[0]}: error: rank {rank} failed; no answer of ranks {silent}", file=sys.stderr, flush=True)
+
+
+def run_under_torchrun(args):
+    """main, in a process that is told to stop when torchrun ends, however that ends."""
+    with suppress(OSError, AttributeError):  # this is not Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    try:
+        main(args)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):  # of which the others know nothing yet
+            name_the_silent(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        raise
     leave()
+
+
+if __name__ == "__main__":
+    run_under_torchrun(parse_args())

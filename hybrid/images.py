@@ -118,8 +118,9 @@ def check_args(args, parts):
     for path in filter(None, map(vars(args).get, ("snapshot", "log", "reconstructions"))):
         if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             fail(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    if args.log and os.path.exists(args.log) and open(args.log).readline() not in ("", ",".join(LOG) + "\n"):
-        fail(f"--log {args.log} is not a log of this script")
+    if args.log and os.path.exists(args.log):
+        if open(args.log, errors="replace").readline() not in ("", ",".join(LOG) + "\n"):
+            fail(f"--log {args.log} is not a log of this script")
 
 
 def synthetic_images(num_images, seed):
@@ -148,11 +149,12 @@ def read_data(args, download=True):
                 source = source(folder, split == "train", download=download)
                 images, labels = source.data, source.targets
             images, labels = np.asanyarray(images), np.asanyarray(labels)  # a mapped array stays one
-            fits = images.dtype == np.uint8 and len(images) == len(labels)
+            shape = (len(labels), 32, 32, 3) if args.dataset == "cifar10" else (len(labels), 28, 28)
+            fits = images.dtype == np.uint8 and images.shape == shape and labels.ndim == 1 and labels.dtype.kind in "iu"
             if not fits or labels.min() < 0 or labels.max() >= NUM_CLASSES:
-                raise ValueError(f"{len(images)} images ({images.dtype}), {len(labels)} labels up to {labels.max()}")
+                raise ValueError(f"images {images.shape} ({images.dtype}), {len(labels)} labels up to {labels.max()}")
             splits.append((images.transpose(0, 3, 1, 2) if images.ndim == 4 else images[:, None], labels))
-    except (OSError, RuntimeError, ValueError, AssertionError) as error:
+    except Exception as error:  # a damaged file can fail anywhere
         reason = " ".join(str(error).split()) or "a file is cut short"
         command = f"python {sys.argv[0]} --dataset {args.dataset} --data_dir {folder} --max_steps 1"
         if args.dataset == "bigmnist":
@@ -447,6 +449,8 @@ def save_snapshot(args, parts, state):
         os.replace(args.snapshot + ".tmp", args.snapshot)
     except (OSError, RuntimeError) as error:  # a full disk must not end the training
         print(f"{sys.argv[0]}: warning: snapshot not saved: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            os.remove(args.snapshot + ".tmp")
 
 
 def load_snapshot(args, parts, **more):
@@ -463,26 +467,38 @@ def load_snapshot(args, parts, **more):
                 raise ValueError(f"it was made with --{name} {snapshot['args'][name]}, not {getattr(args, name)}")
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
-        return {name: snapshot["state"][name] for name in state}
+        for parameter, moments in parts["optimizer"].state.items():  # its kernel looks at neither sizes nor strides
+            moments |= {name: torch.empty_like(parameter).copy_(moments[name]) for name in ("exp_avg", "exp_avg_sq")}
+        place = {name: snapshot["state"][name] for name in state}
+        kinds = [[[*map(type, value)] if type(value) is list else type(value) for value in each.values()]
+                 for each in (place, state)]
+        if kinds[0] != kinds[1] or min(place["epoch"], place["step"]) < 0:
+            raise ValueError("it does not tell where in the run it was made")
+        return place
     except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"cannot resume from {args.snapshot}: {reason}; move it away to start anew")
 
 
 def append_log(path, rows):
     """Append an epoch's rows, one a process; what a crash left of that epoch, or of a line, is dropped first."""
-    with open(path, "a+", newline="", buffering=1 << 20) as file:
-        file.seek(0)
-        lines = file.readlines()
+    try:
+        with open(path, "a+", newline="", errors="surrogateescape") as file:
+            file.seek(0)
+            lines = file.readlines()
         epoch = f"{rows[0]['run']},{rows[0]['epoch']},"
         kept = [line for line in lines if line.endswith("\n") and not line.startswith(epoch)]
         if kept != lines:
-            file.truncate(0)
-            file.writelines(kept)
-        writer = csv.DictWriter(file, LOG, extrasaction="ignore", lineterminator="\n")
-        if not kept:
-            writer.writeheader()
-        writer.writerows(rows)
+            with open(path + ".tmp", "w", newline="", errors="surrogateescape") as file:
+                file.writelines(kept)
+            os.replace(path + ".tmp", path)
+        with open(path, "a", newline="", buffering=1 << 20) as file:  # all rows in one write
+            writer = csv.DictWriter(file, LOG, extrasaction="ignore", lineterminator="\n")
+            if not kept:
+                writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:  # a full disk must not end the training
+        print(f"{sys.argv[0]}: warning: log not written: {error}", file=sys.stderr, flush=True)
 
 
 def epoch_rows(settings, state, val_sums, seconds_of, num_samples):
@@ -672,6 +688,30 @@ def main(args):
     cleanup()
 
 
-if __name__ == "__main__":
-    main(parse_args())
+def name_the_silent(rank, world_size):
+    """After a failed collective: tell which processes do not report within 5 s that theirs has failed, too."""
+    silent = [0]  # whose node serves the store
+    with suppress(dist.DistError):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
+        store.set(f"failed/{rank}", "")
+        time.sleep(5)
+        silent = [other for other in range(world_size) if not store.check([f"failed/{other}"])]
+    if silent:
+        print(f"{sys.argv[0]}: error: rank {rank} failed; no answer of ranks {silent}", file=sys.stderr, flush=True)
+
+
+def run_under_torchrun(args):
+    """main, in a process that is told to stop when torchrun ends, however that ends."""
+    with suppress(OSError, AttributeError):  # this is not Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    try:
+        main(args)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):  # of which the others know nothing yet
+            name_the_silent(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        raise
     leave()
+
+
+if __name__ == "__main__":
+    run_under_torchrun(parse_args())

@@ -18,6 +18,7 @@ import socket
 import statistics
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
@@ -220,6 +221,10 @@ def launch(args):
         hung = [rank for rank, process in enumerate(context.processes) if process.exitcode == -signal.SIGKILL]
         silent = f"; no answer of ranks {hung}" if hung else ""
         sys.exit(f"{error}{sys.argv[0]}: error: rank {error.error_index} failed{silent}")
+    finally:
+        for file in context.error_files:  # torch leaves them behind
+            with suppress(OSError):
+                os.remove(file)
     del store  # it had to serve until here
 
 

@@ -11,12 +11,15 @@ A line is fitted, time = latency + n x 2 (N - 1) / N / bandwidth, by least squar
 """
 import argparse
 import atexit
+import ctypes
 import json
 import os
+import signal
 import socket
 import statistics
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
@@ -178,6 +181,30 @@ def main(args):
     cleanup()
 
 
-if __name__ == "__main__":
-    main(parse_args())
+def name_the_silent(rank, world_size):
+    """After a failed collective: tell which processes do not report within 5 s that theirs has failed, too."""
+    silent = [0]  # whose node serves the store
+    with suppress(dist.DistError):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
+        store.set(f"failed/{rank}", "")
+        time.sleep(5)
+        silent = [other for other in range(world_size) if not store.check([f"failed/{other}"])]
+    if silent:
+        print(f"{sys.argv[0]}: error: rank {rank} failed; no answer of ranks {silent}", file=sys.stderr, flush=True)
+
+
+def run_under_torchrun(args):
+    """main, in a process that is told to stop when torchrun ends, however that ends."""
+    with suppress(OSError, AttributeError):  # this is not Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    try:
+        main(args)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):  # of which the others know nothing yet
+            name_the_silent(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        raise
     leave()
+
+
+if __name__ == "__main__":
+    run_under_torchrun(parse_args())

@@ -118,8 +118,9 @@ def check_args(args, parts):
     for path in filter(None, map(vars(args).get, ("snapshot", "log", "reconstructions"))):
         if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             fail(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    if args.log and os.path.exists(args.log) and open(args.log).readline() not in ("", ",".join(LOG) + "\n"):
-        fail(f"--log {args.log} is not a log of this script")
+    if args.log and os.path.exists(args.log):
+        if open(args.log, errors="replace").readline() not in ("", ",".join(LOG) + "\n"):
+            fail(f"--log {args.log} is not a log of this script")
 
 
 def synthetic_texts(num_texts, seed):
@@ -167,9 +168,17 @@ def tokenize(args, folder):
             os.rename(work, folder)
 
 
+def check_tokens(ids, ends, vocab_size, shortest):
+    """Raise ValueError unless these are the ids of texts of `shortest` tokens or more, and where each ends (N + 1,)."""
+    known = ids.ndim == ends.ndim == 1 and ids.dtype.kind in "iu" and 0 <= ids.min() <= ids.max() < vocab_size
+    if not (known and ends.dtype == np.int64 and ends.min() == ends[0] == 0 and ends.max() == ends[-1] == len(ids)
+            and np.diff(ends).min() >= shortest):
+        raise ValueError(f"{len(ids)} tokens ({ids.dtype}) are not those of {len(ends) - 1} texts ({ends.dtype})")
+
+
 def check_texts(ids, ends, labels, num_classes):
     """Raise ValueError unless these are the token ids of all texts, where each ends (N + 1,) and labels (N,)."""
-    if len(ends) != len(labels) + 1 or len(ends) < 2 or ends[-1] != len(ids):
+    if labels.shape != (len(ends) - 1,) or len(ends) < 2 or ends[-1] != len(ids):
         raise ValueError(f"{len(labels)} labels of {len(ends) - 1} texts, of {len(ids)} tokens")
     if labels.dtype.kind not in "iu":
         raise ValueError(f"labels are {labels.dtype}, not numbers")
@@ -192,8 +201,9 @@ def read_texts(args):
                       for split in ("train", "test")]
         for split in splits:
             check_texts(*split, CLASSES[args.dataset])
+            check_tokens(*split[:2], vocab_size, shortest=1)
     except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {args.data_dir}, which must be writable, "
              f"and where there is internet (a login node) run: python {sys.argv[0]} --dataset {args.dataset} "
              f"--data_dir {args.data_dir} --max_steps 1")
@@ -405,6 +415,8 @@ def save_snapshot(args, parts, state):
         os.replace(args.snapshot + ".tmp", args.snapshot)
     except (OSError, RuntimeError) as error:  # a full disk must not end the training
         print(f"{sys.argv[0]}: warning: snapshot not saved: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            os.remove(args.snapshot + ".tmp")
 
 
 def load_snapshot(args, parts, **more):
@@ -421,26 +433,38 @@ def load_snapshot(args, parts, **more):
                 raise ValueError(f"it was made with --{name} {snapshot['args'][name]}, not {getattr(args, name)}")
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
-        return {name: snapshot["state"][name] for name in state}
+        for parameter, moments in parts["optimizer"].state.items():  # its kernel looks at neither sizes nor strides
+            moments |= {name: torch.empty_like(parameter).copy_(moments[name]) for name in ("exp_avg", "exp_avg_sq")}
+        place = {name: snapshot["state"][name] for name in state}
+        kinds = [[[*map(type, value)] if type(value) is list else type(value) for value in each.values()]
+                 for each in (place, state)]
+        if kinds[0] != kinds[1] or min(place["epoch"], place["step"]) < 0:
+            raise ValueError("it does not tell where in the run it was made")
+        return place
     except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"cannot resume from {args.snapshot}: {reason}; move it away to start anew")
 
 
 def append_log(path, rows):
     """Append an epoch's rows, one a process; what a crash left of that epoch, or of a line, is dropped first."""
-    with open(path, "a+", newline="", buffering=1 << 20) as file:
-        file.seek(0)
-        lines = file.readlines()
+    try:
+        with open(path, "a+", newline="", errors="surrogateescape") as file:
+            file.seek(0)
+            lines = file.readlines()
         epoch = f"{rows[0]['run']},{rows[0]['epoch']},"
         kept = [line for line in lines if line.endswith("\n") and not line.startswith(epoch)]
         if kept != lines:
-            file.truncate(0)
-            file.writelines(kept)
-        writer = csv.DictWriter(file, LOG, extrasaction="ignore", lineterminator="\n")
-        if not kept:
-            writer.writeheader()
-        writer.writerows(rows)
+            with open(path + ".tmp", "w", newline="", errors="surrogateescape") as file:
+                file.writelines(kept)
+            os.replace(path + ".tmp", path)
+        with open(path, "a", newline="", buffering=1 << 20) as file:  # all rows in one write
+            writer = csv.DictWriter(file, LOG, extrasaction="ignore", lineterminator="\n")
+            if not kept:
+                writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:  # a full disk must not end the training
+        print(f"{sys.argv[0]}: warning: log not written: {error}", file=sys.stderr, flush=True)
 
 
 def epoch_rows(settings, state, val_sums, seconds_of, num_samples):
@@ -623,6 +647,30 @@ def main(args):
     cleanup()
 
 
-if __name__ == "__main__":
-    main(parse_args())
+def name_the_silent(rank, world_size):
+    """After a failed collective: tell which processes do not report within 5 s that theirs has failed, too."""
+    silent = [0]  # whose node serves the store
+    with suppress(dist.DistError):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
+        store.set(f"failed/{rank}", "")
+        time.sleep(5)
+        silent = [other for other in range(world_size) if not store.check([f"failed/{other}"])]
+    if silent:
+        print(f"{sys.argv[0]}: error: rank {rank} failed; no answer of ranks {silent}", file=sys.stderr, flush=True)
+
+
+def run_under_torchrun(args):
+    """main, in a process that is told to stop when torchrun ends, however that ends."""
+    with suppress(OSError, AttributeError):  # this is not Linux
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    try:
+        main(args)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):  # of which the others know nothing yet
+            name_the_silent(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        raise
     leave()
+
+
+if __name__ == "__main__":
+    run_under_torchrun(parse_args())

@@ -32,7 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-NAMES = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len")  # what shapes the model, and its data
+# What shapes the model, and its data.
+NAMES = {"dataset": str, "vocab_size": int, "d_model": int, "n_heads": int, "num_layers": int, "seq_len": int}
 PRECISIONS = ("fp32", "bf16", "int8")
 TABLE = {"script": "", "model": "", "dataset": "", "precision": "", "backend": "", "device": "", "threads": "",
          "MB": ".2f", "val_ppl": ".4f", "against fp32": ".4f", "prompt tokens/s": ".0f", "ms a token": ".3f",
@@ -99,14 +100,19 @@ def read_weights(args, names):
             raise ValueError("wrong checksum")
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         shape, kind = snapshot["args"], "int8" if args.load else "model"
-        if kind not in snapshot or not set(names) <= set(shape):
+        fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
+                   for name, known in names.items())
+        if kind not in snapshot or not fits:
             raise ValueError(f"it is not {'of --save' if args.load else 'a snapshot'} of a {sys.argv[0]} model")
+        dtypes = {tensor.numpy().dtype.name for tensor in snapshot[kind].values()}
+        if not dtypes <= ({"int8", "float32", "float64"} if args.load else {"float32"}):
+            raise ValueError(f"its tensors are {', '.join(sorted(dtypes))}")
         for name in names:
             if getattr(args, name, None) is None:
                 setattr(args, name, shape[name])
         return snapshot[kind]
     except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"cannot read {path}: {reason}")
 
 
@@ -182,14 +188,16 @@ def int8_tensors(model):
 def load_int8(build, tensors, args):
     """The model that build makes, quantized, with what int8_tensors gave; and what is int8 in it."""
     try:
-        model = build()
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model, converted = quantize(model, args)
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in build().state_dict().items()}
+        if shapes != {name: tensors.get(f"{name}.int8", tensors.get(name)).shape for name in shapes}:
+            raise ValueError("its tensors are of other sizes")
+        model, converted = quantize(build(), args)
         weights, quantized = dict(tensors), torch.ao.nn.quantized.dynamic
         for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
             integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
-            if integers.dtype != torch.int8 or integers.shape != shapes[name]:
-                raise ValueError(f"{name}: {integers.dtype} of {list(integers.shape)}")
+            if integers.dtype != torch.int8:
+                raise ValueError(f"{name}: {integers.dtype}")
             if scale.dim():
                 real = integers.double() * scale.double()[:, None]
                 zeros = torch.zeros(len(scale), dtype=torch.int64)
@@ -207,7 +215,7 @@ def load_int8(build, tensors, args):
                 module.load_state_dict(own)
         return model.eval(), converted
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"{args.load} does not fit the model: {reason}")
 
 
@@ -295,7 +303,7 @@ def read_tokens(args):
         else:
             splits = hub_text(args.dataset)
     except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"--dataset {args.dataset}: {reason}; it may be stdlib, a text file, a folder with train.bin and val.bin, "
              "or a data set of the hub (first run this once where there is internet: a login node)")
     if splits[0].dtype == np.uint8:
@@ -356,7 +364,8 @@ class CachedGPT(nn.Module):
 def create_model(args, tensors, precision, device):
     """The model with these weights, in this precision; and, of int8, what was converted."""
     def build():
-        return CachedGPT(args.vocab_size, args.d_model, args.n_heads, args.num_layers, args.seq_len)
+        num_layers = min(args.num_layers, len(tensors))  # a wrong number must not take forever
+        return CachedGPT(args.vocab_size, args.d_model, args.n_heads, num_layers, args.seq_len)
 
     if args.load:
         return load_int8(build, tensors, args)
@@ -449,8 +458,9 @@ def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() and args.backend == "torchao" else "cpu")
     torch.set_num_threads(args.threads)
     tensors = read_weights(args, NAMES)
-    if args.seq_len < 4:
-        fail(f"sequences of {args.seq_len} tokens are too short for a prompt and what follows it")
+    if args.seq_len < 4 or args.d_model % args.n_heads:
+        fail(f"sequences of {args.seq_len} tokens are too short for a prompt and what follows it, or its width "
+             f"{args.d_model} is not that of {args.n_heads} heads")
     _, tokens = read_tokens(args)
     prompts = torch.from_numpy(tokens[:args.seq_len // 2].astype(np.int64)).expand(args.batch_size, -1).to(device)
     num_new = args.seq_len - prompts.shape[1]

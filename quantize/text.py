@@ -35,7 +35,8 @@ CLASSES = {"synthetic": 4, "ag_news": 4, "imdb": 2}
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # where a data set is that --data_dir lacks
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # d_model, n_heads, dim_feedforward, num_layers
 VOCAB_SIZE = 20_000  # the most frequent words, each seen twice or more; 0 fills up, 1 is any other word
-NAMES = ("model", "size", "dataset", "seq_len")  # what shapes the model, and its data
+# What shapes the model, and its data.
+NAMES = {"model": str, "size": str, "dataset": str, "seq_len": int}
 PRECISIONS = ("fp32", "bf16", "int8")
 TABLE = {"script": "", "model": "", "dataset": "", "precision": "", "backend": "", "device": "", "threads": "",
          "MB": ".2f", "val_acc": ".4f", "against fp32": ".4f", "ms a text": ".3f", "samples/s": ".1f",
@@ -101,14 +102,19 @@ def read_weights(args, names):
             raise ValueError("wrong checksum")
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         shape, kind = snapshot["args"], "int8" if args.load else "model"
-        if kind not in snapshot or not set(names) <= set(shape):
+        fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
+                   for name, known in names.items())
+        if kind not in snapshot or not fits:
             raise ValueError(f"it is not {'of --save' if args.load else 'a snapshot'} of a {sys.argv[0]} model")
+        dtypes = {tensor.numpy().dtype.name for tensor in snapshot[kind].values()}
+        if not dtypes <= ({"int8", "float32", "float64"} if args.load else {"float32"}):
+            raise ValueError(f"its tensors are {', '.join(sorted(dtypes))}")
         for name in names:
             if getattr(args, name, None) is None:
                 setattr(args, name, shape[name])
         return snapshot[kind]
     except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"cannot read {path}: {reason}")
 
 
@@ -184,14 +190,16 @@ def int8_tensors(model):
 def load_int8(build, tensors, args):
     """The model that build makes, quantized, with what int8_tensors gave; and what is int8 in it."""
     try:
-        model = build()
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model, converted = quantize(model, args)
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in build().state_dict().items()}
+        if shapes != {name: tensors.get(f"{name}.int8", tensors.get(name)).shape for name in shapes}:
+            raise ValueError("its tensors are of other sizes")
+        model, converted = quantize(build(), args)
         weights, quantized = dict(tensors), torch.ao.nn.quantized.dynamic
         for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
             integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
-            if integers.dtype != torch.int8 or integers.shape != shapes[name]:
-                raise ValueError(f"{name}: {integers.dtype} of {list(integers.shape)}")
+            if integers.dtype != torch.int8:
+                raise ValueError(f"{name}: {integers.dtype}")
             if scale.dim():
                 real = integers.double() * scale.double()[:, None]
                 zeros = torch.zeros(len(scale), dtype=torch.int64)
@@ -209,7 +217,7 @@ def load_int8(build, tensors, args):
                 module.load_state_dict(own)
         return model.eval(), converted
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"{args.load} does not fit the model: {reason}")
 
 
@@ -308,9 +316,17 @@ def tokenize(args, folder):
             os.rename(work, folder)
 
 
+def check_tokens(ids, ends, vocab_size, shortest):
+    """Raise ValueError unless these are the ids of texts of `shortest` tokens or more, and where each ends (N + 1,)."""
+    known = ids.ndim == ends.ndim == 1 and ids.dtype.kind in "iu" and 0 <= ids.min() <= ids.max() < vocab_size
+    if not (known and ends.dtype == np.int64 and ends.min() == ends[0] == 0 and ends.max() == ends[-1] == len(ids)
+            and np.diff(ends).min() >= shortest):
+        raise ValueError(f"{len(ids)} tokens ({ids.dtype}) are not those of {len(ends) - 1} texts ({ends.dtype})")
+
+
 def check_texts(ids, ends, labels, num_classes):
     """Raise ValueError unless these are the token ids of all texts, where each ends (N + 1,) and labels (N,)."""
-    if len(ends) != len(labels) + 1 or len(ends) < 2 or ends[-1] != len(ids):
+    if labels.shape != (len(ends) - 1,) or len(ends) < 2 or ends[-1] != len(ids):
         raise ValueError(f"{len(labels)} labels of {len(ends) - 1} texts, of {len(ids)} tokens")
     if labels.dtype.kind not in "iu":
         raise ValueError(f"labels are {labels.dtype}, not numbers")
@@ -333,8 +349,9 @@ def read_texts(args):
                       for split in ("train", "test")]
         for split in splits:
             check_texts(*split, CLASSES[args.dataset])
+            check_tokens(*split[:2], vocab_size, shortest=1)
     except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {args.data_dir}, which must be writable, "
              f"and where there is internet (a login node) run: python {sys.argv[0]} --dataset {args.dataset} "
              f"--data_dir {args.data_dir} --max_steps 1")

@@ -38,7 +38,8 @@ HUB = {"multi30k": "bentrevett/multi30k"}  # where a data set is that --data_dir
 PAD, UNKNOWN, START, END = range(4)  # token ids
 SPLITS = ("train", "validation", "test")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = ("model", "dataset", "source", "target", "seq_len")  # what shapes the model, and its data
+# What shapes the model, and its data.
+NAMES = {"model": str, "dataset": str, "source": str, "target": str, "seq_len": int}
 PRECISIONS = ("fp32", "bf16", "int8")
 TABLE = {"script": "", "model": "", "dataset": "", "precision": "", "backend": "", "device": "", "threads": "",
          "MB": ".2f", "BLEU": ".2f", "against fp32": ".2f", "ms a sentence": ".1f", "sentences/s": ".1f",
@@ -104,14 +105,19 @@ def read_weights(args, names):
             raise ValueError("wrong checksum")
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
         shape, kind = snapshot["args"], "int8" if args.load else "model"
-        if kind not in snapshot or not set(names) <= set(shape):
+        fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
+                   for name, known in names.items())
+        if kind not in snapshot or not fits:
             raise ValueError(f"it is not {'of --save' if args.load else 'a snapshot'} of a {sys.argv[0]} model")
+        dtypes = {tensor.numpy().dtype.name for tensor in snapshot[kind].values()}
+        if not dtypes <= ({"int8", "float32", "float64"} if args.load else {"float32"}):
+            raise ValueError(f"its tensors are {', '.join(sorted(dtypes))}")
         for name in names:
             if getattr(args, name, None) is None:
                 setattr(args, name, shape[name])
         return snapshot[kind]
     except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"cannot read {path}: {reason}")
 
 
@@ -187,14 +193,16 @@ def int8_tensors(model):
 def load_int8(build, tensors, args):
     """The model that build makes, quantized, with what int8_tensors gave; and what is int8 in it."""
     try:
-        model = build()
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        model, converted = quantize(model, args)
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in build().state_dict().items()}
+        if shapes != {name: tensors.get(f"{name}.int8", tensors.get(name)).shape for name in shapes}:
+            raise ValueError("its tensors are of other sizes")
+        model, converted = quantize(build(), args)
         weights, quantized = dict(tensors), torch.ao.nn.quantized.dynamic
         for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
             integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
-            if integers.dtype != torch.int8 or integers.shape != shapes[name]:
-                raise ValueError(f"{name}: {integers.dtype} of {list(integers.shape)}")
+            if integers.dtype != torch.int8:
+                raise ValueError(f"{name}: {integers.dtype}")
             if scale.dim():
                 real = integers.double() * scale.double()[:, None]
                 zeros = torch.zeros(len(scale), dtype=torch.int64)
@@ -212,7 +220,7 @@ def load_int8(build, tensors, args):
                 module.load_state_dict(own)
         return model.eval(), converted
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"{args.load} does not fit the model: {reason}")
 
 
@@ -326,6 +334,14 @@ def tokenize_pairs(args, splits, folder):
                     json.dump(texts, file)
 
 
+def check_tokens(ids, ends, vocab_size, shortest):
+    """Raise ValueError unless these are the ids of texts of `shortest` tokens or more, and where each ends (N + 1,)."""
+    known = ids.ndim == ends.ndim == 1 and ids.dtype.kind in "iu" and 0 <= ids.min() <= ids.max() < vocab_size
+    if not (known and ends.dtype == np.int64 and ends.min() == ends[0] == 0 and ends.max() == ends[-1] == len(ids)
+            and np.diff(ends).min() >= shortest):
+        raise ValueError(f"{len(ids)} tokens ({ids.dtype}) are not those of {len(ends) - 1} texts ({ends.dtype})")
+
+
 def read_pairs(args):
     """Each split's pairs, as ((source ids, ends), (target ids, ends)); both lists of words; the test references."""
     name = f"{args.dataset}_{args.source}_{args.target}_tokens"
@@ -345,13 +361,17 @@ def read_pairs(args):
                             os.rename(work, folder)
             splits = [[[np.load(f"{folder}/{split}_{side}_{what}.npy", "r") for what in ("ids", "ends")]
                        for side in ("source", "target")] for split in SPLITS]
-            words = [json.load(open(f"{folder}/{side}_words.json")) for side in ("source", "target")]
-            references = json.load(open(f"{folder}/references.json"))
-        for (_, source_ends), (_, target_ends) in splits:
-            if len(source_ends) != len(target_ends) or len(source_ends) < 2:
-                raise ValueError(f"{len(source_ends) - 1} source and {len(target_ends) - 1} target sentences")
+            *words, references = ([*map(str, json.load(open(f"{folder}/{name}.json")))]
+                                  for name in ("source_words", "target_words", "references"))
+        for pair in splits:
+            for side, known in zip(pair, words):
+                check_tokens(*side, len(known), shortest=2)  # a start and an end
+            if len(pair[0][1]) != len(pair[1][1]):
+                raise ValueError(f"{len(pair[0][1]) - 1} source and {len(pair[1][1]) - 1} target sentences")
+        if len(references) != len(splits[2][0][1]) - 1:
+            raise ValueError(f"{len(references)} references of {len(splits[2][0][1]) - 1} test sentences")
     except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {args.data_dir}, which must be writable, "
              f"and where there is internet (a login node) run: python {sys.argv[0]} --dataset {args.dataset} "
              f"--data_dir {args.data_dir} --source {args.source} --target {args.target} --max_steps 1")

@@ -5,6 +5,7 @@
     python tests/benchmark.py variants                     # --compile, channels_last and bf16, cnn
     python tests/benchmark.py stopwatch                    # the step with and without stopwatch and hook, 2 processes
     python tests/benchmark.py scaling --models cnn gpt     # 2 processes of 1 thread against 1 of 1 thread
+    python tests/benchmark.py predict --data_dir DATA      # on slow links (as root): predicted and measured speedup
     python tests/benchmark.py pipeline                     # hybrid/gpt.py: bubble, speed and memory of its schedules
     python tests/benchmark.py backends                     # int8: linear layers by torch.ao, torchao and pt2e
     python tests/benchmark.py start                        # from the end of the imports to the first step
@@ -14,7 +15,8 @@
     python tests/benchmark.py bigmnist --data_dir EMPTY    # making it, reading it, training on it: 20 GB are written
     python tests/benchmark.py gpt --nanogpt FOLDER         # gpt.py against the train.py of karpathy/nanoGPT
 
-`--steps` shortens what is timed; DATA holds MNIST/raw, imdb, multi30k; FOLDER is nanoGPT's, with data/shakespeare_char.
+`--steps` shortens what is timed; DATA holds MNIST/raw, imdb, ag_news, multi30k; FOLDER is nanoGPT's, with
+data/shakespeare_char.
 """
 
 import argparse
@@ -302,6 +304,61 @@ def rate(command):
         )
         with open(f"{folder}/log.csv") as file:
             return float([row for row in csv.DictReader(file) if row["epoch"] == "1"][0]["samples/s"])
+
+
+def predict(options):
+    """Speedup of two nodes of one thread on links of known speed: measured, and as report.py says it beforehand."""
+    import link
+
+    sys.path.insert(0, str(ROOT))
+    import report
+
+    def summary(log):
+        rows, notes = report.read_logs([log])
+        return report.runs_of(rows, 1, notes)[0]
+
+    def run_on_link(spaces, script, *arguments):
+        commands = link.commands_on(spaces, 29400, script, *arguments)
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "veth", "CUDA_VISIBLE_DEVICES": ""}
+        running = [subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL) for words in commands]
+        if any([process.wait() for process in running]):
+            sys.exit(f"{script} failed")
+
+    if missing := link.what_is_missing():
+        sys.exit(missing)
+    news = ["--dataset", "ag_news", "--data_dir", options.data_dir, "--seq_len", "128", "--model", "transformer"]
+    results = {}
+    with tempfile.TemporaryDirectory() as folder, link.two_nodes() as spaces:
+        sizes = "--d_model 320 --n_heads 5 --num_layers 8 --seq_len 256 --batch_size 16 --vocab_size 256"
+        models = {
+            "text, transformer, small": ("text.py", 64, 30, [*news, "--size", "small"]),
+            "text, transformer, large": ("text.py", 64, 6, [*news, "--size", "large"]),
+            "images, mlp": ("images.py", 64, 60, ["--model", "mlp"]),
+            "images, cnn": ("images.py", 256, 12, ["--model", "cnn"]),
+            "gpt, 9.9 M parameters": ("gpt.py", 16, 4, ["--dataset", token_folder(folder), *sizes.split()]),
+        }
+        for number, mbit in itertools.product(range(options.rounds), (100, 1000, None)):
+            link.shape(spaces, mbit)
+            measured = Path(folder, "link.json")
+            run_on_link(spaces, "multinode/allreduce.py", "--max_bytes", 1 << 24, "--out", measured)
+            links = report.read_links([measured])
+            for name, (script, batch, steps, arguments) in models.items():
+                one, two = (Path(folder, f"{name}, {mbit}, {number}, {count}.csv") for count in "12")
+                common = [*arguments, "--batch_size", batch, "--epochs", 2, "--max_steps", options.steps or steps]
+                command = [sys.executable, ROOT / "singlegpu" / script, *common, "--threads", 1, "--log", one]
+                subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+                run_on_link(spaces, f"multinode/{script}", *common, "--log", two)
+                alone, both = summary(one), summary(two)
+                step = report.step_of(alone)
+                found = report.predict_speedup(step, 2, "strong", links, 0), both["samples/s"] / alone["samples/s"]
+                prediction, steps_of_two = report.predict_step(step, 2, "strong", links, 0), report.step_of(both)
+                print(mbit, name, *found, prediction, {k: 1000 * v for k, v in steps_of_two.items()}, flush=True)
+                results.setdefault((name, mbit), []).append((*found, prediction["R"], both["R"]))
+    for (name, mbit), values in results.items():
+        predicted, speedup, r_predicted, r = (statistics.median(column) for column in zip(*values))
+        off = statistics.median(value[0] / value[1] - 1 for value in values)
+        where = f"{mbit} Mbit/s" if mbit else "unshaped"
+        print(f"| {name} | {where} | {predicted:.2f} | {speedup:.2f} | {off:+.0%} | {r_predicted:.2f} | {r:.2f} |")
 
 
 def pipeline(options):
@@ -674,7 +731,7 @@ def main():
         "what",
         choices=(
             *("feed", "epoch", "variants", "stopwatch", "scaling", "start", "memory", "padding", "similar", "gpt"),
-            *("bigmnist", "pipeline", "backends"),
+            *("bigmnist", "pipeline", "backends", "predict"),
         ),
     )
     parser.add_argument("--data_dir", default="data")

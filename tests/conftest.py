@@ -185,19 +185,23 @@ def assert_refused(results, cases):
         assert len(err.splitlines()) == 1 and "Traceback" not in err, (case, err)
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """A --data_dir whose bigmnist holds 1,200 training and 101 (a prime number of) validation images."""
-    folder = tmp_path_factory.mktemp("data") / "bigmnist"
-    folder.mkdir()
+def write_tiny(folder):
+    """Make the folder a --data_dir: a bigmnist of 1,200 training and 101 (a prime number of) validation images."""
+    (folder / "bigmnist").mkdir(parents=True)
     random = np.random.default_rng(0)
     patterns = random.integers(0, 120, (10, 28, 28))
     for split, size in (("train", 1200), ("test", 101)):
         labels = random.integers(0, 10, size)
         images = patterns[labels] + random.integers(0, 136, (size, 28, 28))
-        np.save(folder / f"{split}_images.npy", images.astype(np.uint8))
-        np.save(folder / f"{split}_labels.npy", labels)
-    return folder.parent
+        np.save(folder / "bigmnist" / f"{split}_images.npy", images.astype(np.uint8))
+        np.save(folder / "bigmnist" / f"{split}_labels.npy", labels)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """That folder."""
+    return write_tiny(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")
@@ -240,10 +244,10 @@ def assert_same_weights(path, other):
         assert torch.equal(a[name], b[name]), name
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=60, pause=0.01):
     """Poll until the condition holds."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(pause)
     return value

@@ -330,21 +330,6 @@ def test_data_that_cannot_be_downloaded(run, tmp_path):
         assert len(err.splitlines()) == 1, err
 
 
-def test_two_jobs_at_once(start, tiny, tmp_path):
-    """Jobs started at the same moment on one machine do not meet."""
-    arguments = tiny_arguments(tiny, "--epochs", "1", "--max_steps", "10")
-    jobs = [
-        start(folder, *arguments, "--log", tmp_path / f"{folder}{number}.csv", processes=2)
-        for folder in ("multigpu", "multinode")
-        for number in range(2)
-    ]
-    for job in jobs:
-        status, _, err = job.wait()
-        assert status == 0, err
-    losses = {row["train_loss"] for path in tmp_path.glob("*.csv") for row in rows(path)}
-    assert len(losses) == 1
-
-
 def test_non_finite_loss_keeps_the_snapshot(run, tiny, tmp_path):
     """A loss that overflows stops all processes; the snapshot is the last good one."""
     snapshot = tmp_path / "s.pt"
@@ -354,28 +339,6 @@ def test_non_finite_loss_keeps_the_snapshot(run, tiny, tmp_path):
     for folder, processes in (("singlegpu", 1), ("multigpu", 2)):
         status, _, err = run(folder, *arguments, processes=processes)
         assert status == 1 and "not finite" in err and not snapshot.exists(), err
-
-
-def test_children_end_with_the_parent(start, tiny, tmp_path):
-    """No orphans after the parent of the spawned processes was killed."""
-    snapshot = tmp_path / "s.pt"
-    job = start("multigpu", *long_arguments(tiny, snapshot), processes=2)
-    wait_for(snapshot.exists)
-    workers = job.workers()
-    assert len(workers) == 2
-    os.kill(job.process.pid, signal.SIGKILL)
-    wait_for(lambda: not job.processes(), 30)
-
-
-def test_hung_process_ends_the_job(start, tiny, tmp_path):
-    """A stopped process: the others give up after --timeout, nothing is left behind."""
-    snapshot = tmp_path / "s.pt"
-    job = start("multigpu", *long_arguments(tiny, snapshot), "--timeout", "5", processes=2)
-    wait_for(snapshot.exists)
-    os.kill(job.workers()[-1], signal.SIGSTOP)
-    status, _, err = job.wait(5 + 15)
-    assert status != 0 and "no answer of ranks [1]" in err, err
-    wait_for(lambda: not job.processes(), 10)
 
 
 def test_epochs_differ_and_ranks_are_disjoint():

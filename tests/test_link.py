@@ -1,13 +1,12 @@
 """All-reduces over a link of known speed: two network namespaces, joined by a pair of veth that `tc` slows down."""
 
-import contextlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 
+import link
 import numpy as np
 import pytest
 from conftest import ROOT, Job, assert_refused, free_port, rows
@@ -15,61 +14,26 @@ from conftest import ROOT, Job, assert_refused, free_port, rows
 
 @pytest.fixture(scope="module")
 def run_on_link():
-    """run_on_link(script, *arguments, mbit=...) runs it as two nodes of one process; returns rank 0's output."""
-    missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if os.geteuid() or missing or sys.platform != "linux":
-        reason = f"needs root on Linux, and {' and '.join(missing) or 'ip and tc'}"
-        assert not os.environ.get("REQUIRE_SLURM"), reason
-        pytest.skip(reason)
-    spaces = [f"link{os.getpid()}{side}" for side in "ab"]
+    """run_on_link(script, *arguments, mbit=...) runs it as two nodes of one process; returns all output."""
+    if missing := link.what_is_missing():
+        assert not os.environ.get("REQUIRE_SLURM"), missing
+        pytest.skip(missing)
+    with link.two_nodes() as spaces:
 
-    def command(*words):
-        subprocess.run(list(map(str, words)), check=True)
+        def run_on_link(script, *arguments, mbit, timeout=180):
+            link.shape(spaces, mbit)
+            commands = link.commands_on(spaces, free_port(), script, *arguments)
+            jobs = [Job(command, ROOT, {"GLOO_SOCKET_IFNAME": "veth"}) for command in commands]
+            try:
+                ended = [job.wait(timeout) for job in jobs]
+            finally:
+                for job in jobs:
+                    job.end()
+            for status, _, err in ended:
+                assert status == 0, err
+            return "".join(out for _, out, _ in ended)
 
-    for space in spaces:
-        command("ip", "netns", "add", space)
-        command("ip", "-n", space, "link", "set", "lo", "up")
-    command("ip", "-n", spaces[0], "link", "add", "veth", "type", "veth", "peer", "name", "veth", "netns", spaces[1])
-    for number, space in enumerate(spaces, start=1):
-        command("ip", "-n", space, "address", "add", f"10.99.0.{number}/24", "dev", "veth")
-        command("ip", "-n", space, "link", "set", "veth", "up")
-
-    def run_on_link(folder, script, *arguments, mbit, timeout=180):
-        for space in spaces:
-            limit = ("rate", f"{mbit}mbit", "burst", f"{max(100_000, mbit * 320)}", "latency", "500ms")
-            command("tc", "-n", space, "qdisc", "replace", "dev", "veth", "root", "tbf", *limit)
-        port = free_port()
-        jobs = []
-        for number, space in enumerate(spaces, start=1):
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-            torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=10.99.0.1:{port}", f"--local_addr=10.99.0.{number}"]
-            torchrun += [f"--rdzv_conf=is_host={number == 1}"]  # which it does not find out where names mean nothing
-            words = [
-                "ip",
-                "netns",
-                "exec",
-                space,
-                *torchrun,
-                "--",
-                ROOT / folder / script,
-                "--threads",
-                "1",
-                *arguments,
-            ]
-            jobs.append(Job(list(map(str, words)), ROOT, {"GLOO_SOCKET_IFNAME": "veth"}))
-        try:
-            ended = [job.wait(timeout) for job in jobs]
-        finally:
-            for job in jobs:
-                job.end()
-        for status, _, err in ended:
-            assert status == 0, err
-        return "".join(out for _, out, _ in ended)
-
-    yield run_on_link
-    for space in spaces:
-        with contextlib.suppress(subprocess.CalledProcessError):
-            command("ip", "netns", "del", space)
+        yield run_on_link
 
 
 @pytest.mark.parametrize("mbit", [200, 1000])
@@ -78,13 +42,14 @@ def test_fitted_bandwidth(run_on_link, tmp_path, mbit):
     out = tmp_path / "link.json"
     sizes = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 24, "--seconds", "2", "--out", out)
     for _ in range(3):
-        run_on_link("multinode", "allreduce.py", *sizes, mbit=mbit)
-        link = json.loads(out.read_text())
-        assert link["processes"] == link["nodes"] == 2 and link["sizes"] == [1 << bits for bits in range(20, 25)]
-        assert link["bandwidth_bytes_per_s"] * 8 < 1.05 * mbit * 1e6
-        if link["bandwidth_bytes_per_s"] * 8 > 0.95 * mbit * 1e6:
+        run_on_link("multinode/allreduce.py", *sizes, mbit=mbit)
+        found = json.loads(out.read_text())
+        assert found["processes"] == found["nodes"] == 2 and found["sizes"] == [1 << bits for bits in range(20, 25)]
+        measured = found["bandwidth_bytes_per_s"] * 8 / 1e6
+        assert measured < 1.05 * mbit
+        if measured > 0.95 * mbit:
             return
-    pytest.fail(f"{link['bandwidth_bytes_per_s'] * 8 / 1e6:.1f} Mbit/s of {mbit}")
+    pytest.fail(f"{measured:.1f} Mbit/s of {mbit}")
 
 
 def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path):
@@ -93,7 +58,7 @@ def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path):
     for hook in ("none", "bf16"):
         log = tmp_path / f"{hook}.csv"
         arguments = ("--model", "mlp", "--batch_size", "32", "--max_steps", "10", "--epochs", "2", "--comm_hook", hook)
-        run_on_link("multinode", "images.py", *arguments, "--log", log, mbit=200)
+        run_on_link("multinode/images.py", *arguments, "--log", log, mbit=200)
         later = [row for row in rows(log) if row["epoch"] == 1]
         totals[hook] = np.mean([row["comm_total"] for row in later]) / 10
     expected = rows(log)[0]["parameters"] * 4 / (200e6 / 8)
@@ -109,14 +74,14 @@ def test_allreduce_on_a_node(run, tmp_path):
     assert status == 0, err
     table = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in table[0][:4]] == ["bytes", "time_us", "algbw_GB/s", "busbw_GB/s"]
-    link = json.loads(path.read_text())
-    assert [int(row[0]) for row in table[2:]] == link["sizes"] == [1 << bits for bits in range(12, 17)]
-    for row, seconds in zip(table[2:], link["seconds"]):
+    found = json.loads(path.read_text())
+    assert [int(row[0]) for row in table[2:]] == found["sizes"] == [1 << bits for bits in range(12, 17)]
+    for row, seconds in zip(table[2:], found["seconds"]):
         size, microseconds, algbw, busbw, _ = map(float, row)
         assert microseconds == pytest.approx(1e6 * seconds, abs=0.06)
         assert algbw == pytest.approx(size / seconds / 1e9, abs=6e-4)
         assert busbw == pytest.approx(algbw * 4 / 3, abs=1e-3)
-    assert "sums right" in out and link["processes"] == 3 and link["nodes"] == 1
+    assert "sums right" in out and found["processes"] == 3 and found["nodes"] == 1
 
 
 def test_fit_finds_the_line():
