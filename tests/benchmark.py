@@ -331,11 +331,11 @@ def predict(options):
     with tempfile.TemporaryDirectory() as folder, link.two_nodes() as spaces:
         sizes = "--d_model 320 --n_heads 5 --num_layers 8 --seq_len 256 --batch_size 16 --vocab_size 256"
         models = {
-            "text, transformer, small": ("text.py", 64, 30, [*news, "--size", "small"]),
-            "text, transformer, large": ("text.py", 64, 6, [*news, "--size", "large"]),
-            "images, mlp": ("images.py", 64, 60, ["--model", "mlp"]),
-            "images, cnn": ("images.py", 256, 12, ["--model", "cnn"]),
-            "gpt, 9.9 M parameters": ("gpt.py", 16, 4, ["--dataset", token_folder(folder), *sizes.split()]),
+            "text, transformer, small": ("text.py", 64, 10, [*news, "--size", "small"]),
+            "text, transformer, large": ("text.py", 64, 4, [*news, "--size", "large"]),
+            "images, mlp": ("images.py", 64, 30, ["--model", "mlp"]),
+            "images, cnn": ("images.py", 256, 8, ["--model", "cnn"]),
+            "gpt, 9.9 M parameters": ("gpt.py", 16, 3, ["--dataset", token_folder(folder), *sizes.split()]),
         }
         for number, mbit in itertools.product(range(options.rounds), (100, 1000, None)):
             link.shape(spaces, mbit)
@@ -351,14 +351,38 @@ def predict(options):
                 alone, both = summary(one), summary(two)
                 step = report.step_of(alone)
                 found = report.predict_speedup(step, 2, "strong", links, 0), both["samples/s"] / alone["samples/s"]
-                prediction, steps_of_two = report.predict_step(step, 2, "strong", links, 0), report.step_of(both)
-                print(mbit, name, *found, prediction, {k: 1000 * v for k, v in steps_of_two.items()}, flush=True)
+                prediction = report.predict_step(step, 2, "strong", links, 0)
+                print(mbit, name, *found, step, prediction, report.step_of(both), both["comm"], flush=True)
                 results.setdefault((name, mbit), []).append((*found, prediction["R"], both["R"]))
+    points = {}
     for (name, mbit), values in results.items():
         predicted, speedup, r_predicted, r = (statistics.median(column) for column in zip(*values))
         off = statistics.median(value[0] / value[1] - 1 for value in values)
-        where = f"{mbit} Mbit/s" if mbit else "unshaped"
+        where = f"{mbit} Mbit/s" if mbit else "not slowed down"
         print(f"| {name} | {where} | {predicted:.2f} | {speedup:.2f} | {off:+.0%} | {r_predicted:.2f} | {r:.2f} |")
+        points.setdefault(where, []).append((r, speedup))
+    draw_speedups(points, ROOT / "when_ddp_pays.png")
+
+
+def draw_speedups(points, path):
+    """Speedup of two processes over R, {link: [(R, speedup)]}, beside what it is if nothing is hidden."""
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    lowest, highest = (f(r for values in points.values() for r, _ in values) for f in (min, max))
+    line = np.geomspace(lowest / 1.3, highest * 1.3)
+    axes.plot(line, 2 * line / (1 + line), color="black", label="2 R / (1 + R): nothing hidden")
+    for (where, values), mark, colour in zip(points.items(), "os^", ("#D55E00", "#0072B2", "#009E73")):
+        axes.plot(*zip(*values), mark, color=colour, label=where)
+    axes.axhline(1, color="grey", linestyle=":")
+    axes.axvline(3, color="grey", linestyle=":")
+    axes.set(xscale="log", ylim=(0, 2.1), xlabel="R = compute / communication", ylabel="speedup of two processes")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
 
 
 def pipeline(options):

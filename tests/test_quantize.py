@@ -236,7 +236,7 @@ def test_bad_input(run_many, trained, tmp_path):
         ("--snapshot", tmp_path / "cut.pt"): "not a zip file",
         ("--snapshot", tmp_path / "flipped.pt"): "cannot read",
         ("--snapshot", tmp_path / "sizes.pt"): "does not fit the model",
-        ("--snapshot", tmp_path / "words.pt"): "does not fit the model",
+        ("--snapshot", tmp_path / "words.pt"): "it is not a snapshot of a",
         (*good, "--engine", "abacus"): "--engine abacus: this CPU has",
         (*good, "--engine", "none"): "--engine none: this CPU has",
         (*good, "--threads", "0"): "--threads 0 is out of range",
