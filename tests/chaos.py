@@ -51,11 +51,12 @@ class Run:
         self.snapshot, self.partial, self.log = (self.folder / each for each in ("s.pt", "s.pt.tmp", "log.csv"))
         source = ("--dataset", data / "text.txt") if self.script == "gpt.py" else ("--data_dir", data)
         files = ("--snapshot", self.snapshot, "--snapshot_every", "5", "--log", self.log)
-        self.arguments = [*arguments, *source, *files, "--threads", "1"]
+        self.arguments = [*arguments, *source, *files, "--threads", "1", "--timeout", "60"]
 
     def start(self, *more):
         """Returns its jobs: one, or one an agent."""
-        commands = commands_of(self.kind, self.script, self.processes, (), [*self.arguments, *more])
+        wait = ("--rdzv_conf=join_timeout=60",) if self.processes == (2, 1) else ()  # for the other node
+        commands = commands_of(self.kind, self.script, self.processes, wait, [*self.arguments, *more])
         environment = environment_of(commands, {"TMPDIR": str(self.folder / "tmp")})
         return [Job([sys.executable, *command], self.folder, environment) for command in commands]
 

@@ -328,7 +328,7 @@ def logs(draw, content):
 def tell(outcome, tmp_path, monkeypatch):
     """tell(log, *arguments) is report.py's outcome on a log of these bytes, the link file being link.json."""
     monkeypatch.chdir(tmp_path)
-    log = write(tmp_path / "log.csv", rows_of("a", 1, [9, 11, 11]), rows_of("b", 2, [9, 6]))
+    log = write(tmp_path / "log.csv", rows_of("a", 1, [9, 11, 11], model="a/b"), rows_of("b", 2, [9, 6], model="a/b"))
     (tmp_path / "link.json").write_text('{"processes": 2, "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9}')
 
     def tell(content, *arguments):
