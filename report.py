@@ -13,14 +13,14 @@ backward pass hides. Serial is Amdahl's serial fraction, as Karp and Flatt measu
 processor performance"), fitted over all counts by least squares; 1 / serial is the largest speedup that it allows.
 
 A prediction needs the log of one process, and link files of allreduce.py. Its model (after Li et al. 2020, "PyTorch
-Distributed", section 3.2, and the ring of Patarasu and Yuan 2009): with N processes, forward and backward pass take
-1 / N of their time at the same global batch, the optimizer's time stays; the gradients, 4 bytes a parameter, leave in
-buckets as DDP makes them, of 1 MiB and then 25 MiB, each when the backward pass has come as far as its share of the
-bytes; they pass one after the other, a bucket of n bytes in latency (N - 1) / (N' - 1) + n 2 (N - 1) / N / bandwidth,
-measured with N' processes; what is left after the backward pass is exposed. Over nodes the slower link counts, and the
-latencies of both. The model does not know of compute that slows down because it shares cores or memory with the
-communication or with other processes, of small batches that a GPU computes less efficiently, of skew, or of links that
-others use.
+Distributed", section 3.2, and the ring of Patarasu and Yuan 2009): with N processes, data, forward and backward pass
+take the time of 1 / N of the global batch, in proportion or, if the log also has runs that differ from this one in the
+batch alone, in a line between the batches that were measured; the optimizer's time stays. The gradients, 4 bytes a
+parameter, leave in buckets as DDP makes them, of 1 MiB and then 25 MiB, each when the backward pass has come as far as
+its share of the bytes; they pass one after the other, a bucket of n bytes in latency (N - 1) / (N' - 1) +
+n 2 (N - 1) / N / bandwidth, measured with N' processes; what is left after the backward pass is exposed. Over nodes the
+slower link counts, and the latencies of both. The model does not know of compute that slows down because it shares cores
+or memory with the communication or with other processes, of skew, or of links that others use.
 """
 import argparse
 import io
@@ -120,14 +120,18 @@ def runs_of(rows, warmup, notes):
     return runs
 
 
+def settings_of(run):
+    """What compared runs have alike."""
+    return tuple("" if pd.isna(run[name]) else str(run[name]) for name in SAME)
+
+
 def groups_of(runs):
     """Yields ("strong" or "weak", what the runs have alike, the runs): those that differ in the processes alone."""
     for scaling in ("strong", "weak"):
         groups = {}
         for run in runs:
             batch = run["batch_size"] if scaling == "strong" else run["batch_size"] / run["processes"]
-            same = tuple("" if pd.isna(run[name]) else str(run[name]) for name in SAME)
-            groups.setdefault((same, batch), []).append(run)
+            groups.setdefault((settings_of(run), batch), []).append(run)
         for (same, batch), group in groups.items():
             group.sort(key=lambda run: (run["processes"], run["nodes"]))
             if group[0]["processes"] < group[-1]["processes"]:
@@ -304,12 +308,12 @@ def all_reduce_seconds(size, processes, links, gpus_per_node):
 
 
 def predict_step(step, processes, scaling, links, gpus_per_node, batch=1, compression=1):
-    """The times of a step of many processes, from the phases, in s, and the parameters of a step of one.
+    """The times of a step of many processes, from what step_of says of one.
 
     With a batch that is `batch` times as large, and gradients `compression` times as small.
     """
-    share = batch / processes if scaling == "strong" else batch
-    data, forward, backward = (step[name] * share for name in ("data", "forward", "backward"))
+    share = step["batch_size"] * (batch / processes if scaling == "strong" else batch)
+    data, forward, backward = (time_at(step["measured"], name, share) for name in ("data", "forward", "backward"))
     sizes, clock, comm_total = buckets_of(step["parameters"]), 0.0, 0.0
     for size, sent in zip(sizes, np.cumsum(sizes)):
         took = all_reduce_seconds(size / compression, processes, links, gpus_per_node) if processes > 1 else 0.0
@@ -321,11 +325,26 @@ def predict_step(step, processes, scaling, links, gpus_per_node, batch=1, compre
             "R": compute / comm_total if comm_total else math.nan}
 
 
-def step_of(run):
-    """What predict_step wants of a run of one process: the times of a step, in s, and the number of parameters."""
+def phases_of(run):
+    """The times of a step of a run, in s."""
     steps = run["samples/s"] * (run["time"] - run["eval"] - run["save"]) / run["batch_size"]
-    step = {name: run[name] / steps for name in ("data", "forward", "backward", "optimizer")}
-    return step | {"parameters": int(run["parameters"])}
+    return {name: run[name] / steps for name in ("data", "forward", "backward", "optimizer")}
+
+
+def step_of(run, runs):
+    """What predict_step wants of a run of one process, among others of different batches: times in s, and sizes."""
+    alike = [other for other in runs if settings_of(other) == settings_of(run)]
+    return {"batch_size": run["batch_size"], "parameters": int(run["parameters"]),
+            "optimizer": phases_of(run)["optimizer"],
+            "measured": {other["batch_size"]: phases_of(other) for other in [*alike, run]}}
+
+
+def time_at(measured, name, batch):
+    """Of a phase at this batch, in s, from {batch: phases}: in a line between batches, beyond them in proportion."""
+    batches = sorted(measured)
+    if batch > batches[-1]:
+        return measured[batches[-1]][name] * batch / batches[-1]
+    return float(np.interp(batch, [0, *batches], [0, *(measured[each][name] for each in batches)]))
 
 
 def predict_speedup(step, processes, scaling, links, gpus_per_node, **change):
@@ -345,10 +364,10 @@ def predict(rows, warmup, notes, link_files, gpus_per_node):
     if not runs:
         fail("--predict needs the log of a run of one process")
     for run in runs:
-        step = step_of(run)
+        step, now = step_of(run, runs), sum(phases_of(run).values())
         name = f"{run['folder']}/{run['script']}, {run['model']}, {run['dataset']}, {run['precision']}"
         lines += [f"## prediction: {name}, {step['parameters']:,} parameters, batch {run['batch_size']}, steps of "
-                  f"{1000 * sum(step[key] for key in ('data', 'forward', 'backward', 'optimizer')):.1f} ms", ""]
+                  f"{1000 * now:.1f} ms", ""]
         for scaling in ("strong", "weak"):
             predictions = [predict_step(step, 2 ** power, scaling, links, gpus_per_node) for power in range(1, 11)]
             for row in predictions:

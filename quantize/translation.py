@@ -112,6 +112,8 @@ def read_weights(args, names):
         dtypes = {tensor.numpy().dtype.name for tensor in snapshot[kind].values()}
         if not dtypes <= ({"int8", "float32", "float64"} if args.load else {"float32"}):
             raise ValueError(f"its tensors are {', '.join(sorted(dtypes))}")
+        if not all(tensor.isfinite().all() for tensor in snapshot[kind].values()):
+            raise ValueError("its weights are not finite")
         for name in names:
             if getattr(args, name, None) is None:
                 setattr(args, name, shape[name])

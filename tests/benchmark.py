@@ -343,16 +343,18 @@ def predict(options):
             run_on_link(spaces, "multinode/allreduce.py", "--max_bytes", 1 << 24, "--out", measured)
             links = report.read_links([measured])
             for name, (script, batch, steps, arguments) in models.items():
-                one, two = (Path(folder, f"{name}, {mbit}, {number}, {count}.csv") for count in "12")
-                common = [*arguments, "--batch_size", batch, "--epochs", 2, "--max_steps", options.steps or steps]
-                command = [sys.executable, ROOT / "singlegpu" / script, *common, "--threads", 1, "--log", one]
-                subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-                run_on_link(spaces, f"multinode/{script}", *common, "--log", two)
-                alone, both = summary(one), summary(two)
-                step = report.step_of(alone)
+                logs = [Path(folder, f"{name}, {mbit}, {number}, {side}.csv") for side in ("one", "half", "two")]
+                common = [*arguments, "--epochs", 2, "--max_steps", options.steps or steps]
+                for part, log in enumerate(logs[:2], start=1):
+                    single = [ROOT / "singlegpu" / script, *common, "--batch_size", batch // part, "--log", log]
+                    command = [sys.executable, *single, "--threads", 1]
+                    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+                run_on_link(spaces, f"multinode/{script}", *common, "--batch_size", batch, "--log", logs[2])
+                alone, half, both = (summary(log) for log in logs)
+                step = report.step_of(alone, [alone, half])
                 found = report.predict_speedup(step, 2, "strong", links, 0), both["samples/s"] / alone["samples/s"]
                 prediction = report.predict_step(step, 2, "strong", links, 0)
-                print(mbit, name, *found, step, prediction, report.step_of(both), both["comm"], flush=True)
+                print(mbit, name, *found, step, prediction, report.phases_of(both), flush=True)
                 results.setdefault((name, mbit), []).append((*found, prediction["R"], both["R"]))
     points = {}
     for (name, mbit), values in results.items():

@@ -62,8 +62,12 @@ class Run:
 
     def finish(self, jobs, seconds=240):
         """Waits until they and all that they started have ended; returns the worst status and all of stderr."""
-        ended = [job.wait(seconds) for job in jobs]
-        wait_for(lambda: not any(job.processes() for job in jobs), 30)
+        try:
+            ended = [job.wait(seconds) for job in jobs]
+            wait_for(lambda: not any(job.processes() for job in jobs), 75)
+        finally:
+            for job in jobs:
+                job.end()
         return max(abs(status) for status, _, _ in ended), "".join(err for _, _, err in ended)
 
     def complete(self):

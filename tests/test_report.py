@@ -163,6 +163,16 @@ def test_prediction_by_hand(tmp_path):
     assert "times as fast; it pays" in text and text.count("\n- ") == 3
 
 
+def test_prediction_from_two_batches(tmp_path):
+    """Half the batch was measured, too: 20 steps in 10 s, so its phases, and a line on to the whole one's."""
+    log = write(tmp_path / "a.csv", rows_of("a", 1, [11, 11]), rows_of("b", 1, [11, 11], batch_size=32, forward=4.0))
+    status, text, err = run_report(log, "--predict", link(tmp_path / "l.json", bandwidth=1e15, latency=0))
+    assert status == 0, err
+    whole = [table for table in tables(text) if float(table[0]["step_ms"]) > 0][0]
+    assert float(whole[0]["step_ms"]) == pytest.approx(1000 * (0.05 + 0.2 + 0.2 + 0.1), rel=1e-3)
+    assert float(whole[1]["step_ms"]) == pytest.approx(1000 * (0.025 + 0.1 + 0.1 + 0.1), rel=1e-3)
+
+
 def test_prediction_over_nodes(tmp_path):
     """Inside a node the fast link counts, over nodes the slow one."""
     log = write(tmp_path / "a.csv", rows_of("a", 1, [11, 11]))
