@@ -19,8 +19,8 @@ batch alone, in a line between the batches that were measured; the optimizer's t
 parameter, leave in buckets as DDP makes them, of 1 MiB and then 25 MiB, each when the backward pass has come as far as
 its share of the bytes; they pass one after the other, a bucket of n bytes in latency (N - 1) / (N' - 1) +
 n 2 (N - 1) / N / bandwidth, measured with N' processes; what is left after the backward pass is exposed. Over nodes the
-slower link counts, and the latencies of both. The model does not know of compute that slows down because it shares cores
-or memory with the communication or with other processes, of skew, or of links that others use.
+slower link counts, and the latencies of both. The model does not know of compute that slows down because it shares
+cores or memory with the communication or with other processes, of skew, or of links that others use.
 """
 import argparse
 import io
