@@ -460,9 +460,10 @@ def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() and args.backend == "torchao" else "cpu")
     torch.set_num_threads(args.threads)
     tensors = read_weights(args, NAMES)
-    if args.seq_len < 4 or args.d_model % args.n_heads:
-        fail(f"sequences of {args.seq_len} tokens are too short for a prompt and what follows it, or its width "
-             f"{args.d_model} is not that of {args.n_heads} heads")
+    if args.seq_len < 4:
+        fail(f"sequences of {args.seq_len} tokens are too short for a prompt and what follows it")
+    if args.d_model % args.n_heads:
+        fail(f"a width of {args.d_model} does not divide into {args.n_heads} heads")
     _, tokens = read_tokens(args)
     prompts = torch.from_numpy(tokens[:args.seq_len // 2].astype(np.int64)).expand(args.batch_size, -1).to(device)
     num_new = args.seq_len - prompts.shape[1]

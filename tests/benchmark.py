@@ -307,7 +307,10 @@ def rate(command):
 
 
 def predict(options):
-    """Speedup of two nodes of one thread on links of known speed: measured, and as report.py says it beforehand."""
+    """Speedup of two nodes of one thread on links of known speed: measured, and as report.py says it beforehand.
+
+    Draws when_ddp_pays.png.
+    """
     import link
 
     sys.path.insert(0, str(ROOT))
@@ -353,9 +356,8 @@ def predict(options):
                 alone, half, both = (summary(log) for log in logs)
                 step = report.step_of(alone, [alone, half])
                 found = report.predict_speedup(step, 2, "strong", links, 0), both["samples/s"] / alone["samples/s"]
-                prediction = report.predict_step(step, 2, "strong", links, 0)
-                print(mbit, name, *found, step, prediction, report.phases_of(both), flush=True)
-                results.setdefault((name, mbit), []).append((*found, prediction["R"], both["R"]))
+                r = report.predict_step(step, 2, "strong", links, 0)["R"]
+                results.setdefault((name, mbit), []).append((*found, r, both["R"]))
     points = {}
     for (name, mbit), values in results.items():
         predicted, speedup, r_predicted, r = (statistics.median(column) for column in zip(*values))

@@ -44,10 +44,12 @@ def two_nodes():
 def shape(spaces, mbit):
     """Slow the link down to so many Mbit/s each way; or, with None, let it be."""
     for space in spaces:
-        rate = ("rate", f"{mbit or 1}mbit", "burst", f"{max(100_000, (mbit or 1) * 320)}", "latency", "500ms")
-        command("tc", "-n", space, "qdisc", "replace", "dev", "veth", "root", "tbf", *rate)
-        if not mbit:
-            command("tc", "-n", space, "qdisc", "del", "dev", "veth", "root")
+        qdisc, device = ("tc", "-n", space, "qdisc"), ("dev", "veth", "root")
+        if mbit:
+            rate = ("rate", f"{mbit}mbit", "burst", f"{max(100_000, mbit * 320)}", "latency", "500ms")
+            command(*qdisc, "replace", *device, "tbf", *rate)
+        else:
+            subprocess.run([*qdisc, "del", *device], stderr=subprocess.DEVNULL)  # there may be none
 
 
 def commands_on(spaces, port, script, *arguments):

@@ -79,7 +79,7 @@ def test_full_disk(run, data, tmp_path, folder, processes):
         arguments = [*ARGUMENTS, "--data_dir", data, "--epochs", "2", "--max_steps", "20", *files]
         status, out, err = run(folder, *arguments, processes=processes)
         assert status == 0, err
-        assert err.count("warning: snapshot not saved") == 6 - 1 and "Traceback" not in err, err
+        assert err.count("warning: snapshot not saved") == 5 and "Traceback" not in err, err  # of 6 that were due
         assert sorted(path.name for path in disk.iterdir()) == ["log.csv", "s.pt"]
         assert torch.load(disk / "s.pt", weights_only=True)["state"]["step"] == 10
         assert len(rows(disk / "log.csv")) == 2 * processes

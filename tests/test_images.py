@@ -390,11 +390,11 @@ def test_powersgd(run, tiny, tmp_path):
     "folder, processes, model, accuracy, epochs, more",
     [
         ("singlegpu", 1, "mlp", 0.975, 3, ["--batch_size", "128"]),
-        ("multigpu", 2, "cnn", 0.98, 2, ["--max_steps", "300"]),  # the losses of one process: test_one_loss_curve
+        ("multigpu", 2, "cnn", 0.985, 2, ["--max_steps", "750"]),  # the losses of one process: test_one_loss_curve
     ],
 )
 def test_real_mnist(run, real_data, tmp_path, folder, processes, model, accuracy, epochs, more):
-    """These accuracies, on the real images."""
+    """These accuracies, in fewer steps than their 10 and 2 epochs have."""
     log = tmp_path / "log.csv"
     arguments = ["--model", model, "--dataset", "mnist", "--data_dir", real_data, "--epochs", epochs, "--threads", "1"]
     status, _, err = run(folder, *arguments, *more, "--log", log, processes=processes, timeout=400)
