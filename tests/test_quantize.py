@@ -220,6 +220,9 @@ def test_bad_input(run_many, trained, tmp_path):
     other = torch.load(trained("gpt")[0], weights_only=True)
     other["args"]["d_model"] = 32
     torch.save(other, tmp_path / "sizes.pt")
+    other = torch.load(trained("gpt")[0], weights_only=True)
+    next(iter(other["model"].values())).view(-1)[5] = math.nan
+    torch.save(other, tmp_path / "nan.pt")
     other["args"]["d_model"] = "wide"
     torch.save(other, tmp_path / "words.pt")
     good = ("--snapshot", trained("gpt")[0])
@@ -236,6 +239,7 @@ def test_bad_input(run_many, trained, tmp_path):
         ("--snapshot", tmp_path / "cut.pt"): "not a zip file",
         ("--snapshot", tmp_path / "flipped.pt"): "cannot read",
         ("--snapshot", tmp_path / "sizes.pt"): "does not fit the model",
+        ("--snapshot", tmp_path / "nan.pt"): "its weights are not finite",
         ("--snapshot", tmp_path / "words.pt"): "it is not a snapshot of a",
         (*good, "--engine", "abacus"): "--engine abacus: this CPU has",
         (*good, "--engine", "none"): "--engine none: this CPU has",
