@@ -369,7 +369,7 @@ class CommTimer:
 
     def __init__(self, watch, inner_hook, inner_state):
         self.watch, self.inner_hook, self.inner_state = watch, inner_hook, inner_state
-        self.spans, self.last = [], watch.last
+        self.spans = []
 
     def hook(self, state, bucket):
         start = self.watch.now()
@@ -383,11 +383,11 @@ class CommTimer:
         return self.inner_hook(self.inner_state, bucket).then(ended)
 
     def read(self):
-        """Add the spans, their overlaps once, to the watch's seconds."""
-        for start, end in self.spans:
-            span = min(self.watch.between(start, end), self.watch.between(self.last, end))
-            self.watch.seconds["comm_total"] += max(0.0, span)
-            self.last = end
+        """Add the time in which any of them ran to the watch's seconds: gloo runs several at once, NCCL one by one."""
+        until = -math.inf
+        for start, end in sorted([self.watch.between(self.spans[0][0], at) for at in span] for span in self.spans):
+            self.watch.seconds["comm_total"] += max(0.0, end - max(start, until))
+            until = max(until, end)
         self.spans.clear()
 
 
