@@ -309,7 +309,8 @@ def rate(command):
 def predict(options):
     """Speedup of two nodes of one thread on links of known speed: measured, and as report.py says it beforehand.
 
-    Draws when_ddp_pays.png.
+    It is told what one process takes for the batch and, as both nodes share this machine's memory, what each of two
+    processes takes for half of it that run at once without a word to each other. Draws when_ddp_pays.png.
     """
     import link
 
@@ -320,44 +321,47 @@ def predict(options):
         rows, notes = report.read_logs([log])
         return report.runs_of(rows, 1, notes)[0]
 
-    def run_on_link(spaces, script, *arguments):
-        commands = link.commands_on(spaces, 29400, script, *arguments)
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "veth", "CUDA_VISIBLE_DEVICES": ""}
+    def run_at_once(commands, **environment):
+        environment |= os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        commands = [list(map(str, words)) for words in commands]
         running = [subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL) for words in commands]
         if any([process.wait() for process in running]):
-            sys.exit(f"{script} failed")
+            sys.exit(f"failed: {commands[0]}")
+
+    def run_on_link(*command):
+        run_at_once(link.commands_on(spaces, 29400, *command), GLOO_SOCKET_IFNAME="veth")
 
     if missing := link.what_is_missing():
         sys.exit(missing)
     news = ["--dataset", "ag_news", "--data_dir", options.data_dir, "--seq_len", "128", "--model", "transformer"]
     results = {}
     with tempfile.TemporaryDirectory() as folder, link.two_nodes() as spaces:
-        sizes = "--d_model 320 --n_heads 5 --num_layers 8 --seq_len 256 --batch_size 16 --vocab_size 256"
+        sizes = "--d_model 320 --n_heads 5 --num_layers 8 --seq_len 256 --vocab_size 256"
         models = {
-            "text, transformer, small": ("text.py", 64, 10, [*news, "--size", "small"]),
-            "text, transformer, large": ("text.py", 64, 4, [*news, "--size", "large"]),
-            "images, mlp": ("images.py", 64, 30, ["--model", "mlp"]),
-            "images, cnn": ("images.py", 256, 8, ["--model", "cnn"]),
-            "gpt, 9.9 M parameters": ("gpt.py", 16, 3, ["--dataset", token_folder(folder), *sizes.split()]),
+            "text, transformer, small": ("text.py", 64, 15, [*news, "--size", "small"]),
+            "text, transformer, large": ("text.py", 64, 6, [*news, "--size", "large"]),
+            "images, mlp": ("images.py", 64, 60, ["--model", "mlp"]),
+            "images, cnn": ("images.py", 256, 10, ["--model", "cnn"]),
+            "gpt, 9.9 M parameters": ("gpt.py", 16, 4, ["--dataset", token_folder(folder), *sizes.split()]),
         }
-        for number, mbit in itertools.product(range(options.rounds), (100, 1000, None)):
+        for _, mbit in itertools.product(range(options.rounds), (100, 400, 1000, None)):
             link.shape(spaces, mbit)
             measured = Path(folder, "link.json")
-            run_on_link(spaces, "multinode/allreduce.py", "--max_bytes", 1 << 24, "--out", measured)
+            sizes_of_buckets = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 25)
+            run_on_link("multinode/allreduce.py", *sizes_of_buckets, "--out", measured)
             links = report.read_links([measured])
             for name, (script, batch, steps, arguments) in models.items():
-                logs = [Path(folder, f"{name}, {mbit}, {number}, {side}.csv") for side in ("one", "half", "two")]
-                common = [*arguments, "--epochs", 2, "--max_steps", options.steps or steps]
-                for part, log in enumerate(logs[:2], start=1):
-                    single = [ROOT / "singlegpu" / script, *common, "--batch_size", batch // part, "--log", log]
-                    command = [sys.executable, *single, "--threads", 1]
-                    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-                run_on_link(spaces, f"multinode/{script}", *common, "--batch_size", batch, "--log", logs[2])
-                alone, half, both = (summary(log) for log in logs)
+                one, *halves, two = (Path(tempfile.mkdtemp(dir=folder), "log.csv") for _ in range(4))
+                common = [*arguments, "--epochs", 2, "--max_steps", options.steps or steps, "--threads", 1]
+                single = [sys.executable, ROOT / "singlegpu" / script, *common]
+                run_at_once([[*single, "--batch_size", batch, "--log", one]])
+                run_at_once([*single, "--batch_size", batch // 2, "--log", log] for log in halves)
+                run_on_link(f"multinode/{script}", *common, "--batch_size", batch, "--log", two)
+                alone, half, both = map(summary, (one, halves[0], two))
                 step = report.step_of(alone, [alone, half])
-                found = report.predict_speedup(step, 2, "strong", links, 0), both["samples/s"] / alone["samples/s"]
-                r = report.predict_step(step, 2, "strong", links, 0)["R"]
-                results.setdefault((name, mbit), []).append((*found, r, both["R"]))
+                predicted = report.predict_step(step, 2, "strong", links, 0)
+                speedups = report.predict_speedup(step, 2, "strong", links, 0), both["samples/s"] / alone["samples/s"]
+                results.setdefault((name, mbit), []).append((*speedups, predicted["R"], both["R"]))
     points = {}
     for (name, mbit), values in results.items():
         predicted, speedup, r_predicted, r = (statistics.median(column) for column in zip(*values))
@@ -380,7 +384,7 @@ def draw_speedups(points, path):
     lowest, highest = (f(r for values in points.values() for r, _ in values) for f in (min, max))
     line = np.geomspace(lowest / 1.3, highest * 1.3)
     axes.plot(line, 2 * line / (1 + line), color="black", label="2 R / (1 + R): nothing hidden")
-    for (where, values), mark, colour in zip(points.items(), "os^", ("#D55E00", "#0072B2", "#009E73")):
+    for (where, values), mark, colour in zip(points.items(), "ovs^", ("#D55E00", "#CC79A7", "#0072B2", "#009E73")):
         axes.plot(*zip(*values), mark, color=colour, label=where)
     axes.axhline(1, color="grey", linestyle=":")
     axes.axvline(3, color="grey", linestyle=":")
