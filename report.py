@@ -12,15 +12,16 @@ speedup over the ratio of processes; R = compute / communication; hidden is the 
 backward pass hides. Serial is Amdahl's serial fraction, as Karp and Flatt measure it (1990, "Measuring parallel
 processor performance"), fitted over all counts by least squares; 1 / serial is the largest speedup that it allows.
 
-A prediction needs the log of one process, and link files of allreduce.py. Its model (after Li et al. 2020, "PyTorch
-Distributed", section 3.2, and the ring of Patarasu and Yuan 2009): with N processes, data, forward and backward pass
-take the time of 1 / N of the global batch, in proportion or, if the log also has runs that differ from this one in the
-batch alone, in a line between the batches that were measured; the optimizer's time stays. The gradients, 4 bytes a
-parameter, leave in buckets as DDP makes them, of 1 MiB and then 25 MiB, each when the backward pass has come as far as
-its share of the bytes; they pass one after the other, a bucket of n bytes in latency (N - 1) / (N' - 1) +
-n 2 (N - 1) / N / bandwidth, measured with N' processes; what is left after the backward pass is exposed. Over nodes the
-slower link counts, and the latencies of both. The model does not know of compute that slows down because it shares
-cores or memory with the communication or with other processes, of skew, or of links that others use.
+A prediction needs the log of one process, and link files of allreduce.py, best of messages as large as buckets
+(--min_bytes 1048576). Its model (after Li et al. 2020, "PyTorch Distributed", section 3.2, and the ring of Patarasu and
+Yuan 2009): with N processes, data, forward and backward pass take the time of 1 / N of the global batch, in proportion
+or, if the log also has runs that differ from this one in the batch alone, in a line between the batches that were
+measured; the optimizer's time stays. The gradients, 4 bytes a parameter, leave in buckets as DDP makes them, of 1 MiB
+and then 25 MiB, each when the backward pass has come as far as its share of the bytes; they pass one after the other, a
+bucket of n bytes in latency (N - 1) / (N' - 1) + n 2 (N - 1) / N / bandwidth, measured with N' processes; what is left
+after the backward pass is exposed. Over nodes the slower link counts, and the latencies of both. The model does not
+know of compute that slows down because it shares cores or memory with the communication or with other processes, of
+skew, or of links that others use.
 """
 import argparse
 import io
