@@ -6,25 +6,33 @@ Each line of stdin is a request, as JSON:
      "together": false, "cwd": "/tmp", "env": {"OMP_NUM_THREADS": "1"}, "timeout": 300}
 
 Its answer is a line of JSON, too: [[exit status, stdout, stderr, peak resident memory in KiB], ...], in the same order.
-What has not ended after `timeout` seconds is killed, and has the status null. Processes that the commands start are new
-interpreters, as ever.
+What has not ended after `timeout` seconds is killed, and has the status null. What a command spawns by
+torch.multiprocessing or starts as torchrun is a fork of it, too; other processes are new interpreters, as ever.
 """
 
+import functools
 import importlib
 import json
+import math
 import os
 import resource
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 
+import torch.multiprocessing
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
 
 def run(command, cwd, env):
     """In a fork: what the interpreter does with the command."""
     status = 0
+    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    SubprocessHandler._popen = lambda handler, command, env: Worker(command, env)
     try:
         os.chdir(cwd)
         os.environ.update(env)
@@ -44,6 +52,30 @@ def run(command, cwd, env):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class Worker:
+    """What subprocess.Popen is to torchrun: a process of `python -u SCRIPT ARGUMENTS...`."""
+
+    def __init__(self, command, env):
+        self.returncode, self.pid = None, os.fork()
+        if not self.pid:
+            os.setsid()
+            run(list(command[2:]), os.getcwd(), env)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout=math.inf):
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("worker", timeout)
+            time.sleep(0.01)
+        return self.returncode
 
 
 def start(command, cwd, env):
