@@ -51,7 +51,8 @@ class Run:
         self.snapshot, self.partial, self.log = (self.folder / each for each in ("s.pt", "s.pt.tmp", "log.csv"))
         source = ("--dataset", data / "text.txt") if self.script == "gpt.py" else ("--data_dir", data)
         files = ("--snapshot", self.snapshot, "--snapshot_every", "5", "--log", self.log)
-        self.arguments = [*arguments, *source, *files, "--threads", "1", "--timeout", "60"]
+        timeout = () if self.kind == "singlegpu" else ("--timeout", "60")
+        self.arguments = [*arguments, *source, *files, "--threads", "1", *timeout]
 
     def start(self, *more):
         """Returns its jobs: one, or one an agent."""
