@@ -23,7 +23,7 @@ def data(tmp_path_factory):
     return chaos.make_data(tmp_path_factory.mktemp("chaos") / "data")
 
 
-@pytest.mark.parametrize("name", ["multinode, 2 nodes", "hybrid, stages", "hybrid, pipeline"])
+@pytest.mark.parametrize("name", ["singlegpu", "multinode, 2 nodes", "hybrid, stages", "hybrid, pipeline"])
 def test_killed(data, tmp_path, name):
     """Once, at random; the seed is printed. The others: test_resume_is_bit_identical in test_images.py."""
     seed = random.randrange(1000)
