@@ -322,7 +322,7 @@ def predict(options):
         return report.runs_of(rows, 1, notes)[0]
 
     def run_at_once(commands, **environment):
-        environment |= os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment
         commands = [list(map(str, words)) for words in commands]
         running = [subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL) for words in commands]
         if any([process.wait() for process in running]):
