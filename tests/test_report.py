@@ -124,6 +124,9 @@ def test_damaged_and_cut_short(tmp_path):
     rank_lost = write(tmp_path / "lost.csv", list(rows_of("a", 2, [9, 5]))[:-1], rows_of("b", 1, [9, 9]))
     status, text, _ = run_report(rank_lost)
     assert "epochs left out that not all processes told of" in text
+    beyond = write(tmp_path / "beyond.csv", *(rows_of(run, 2, [9, 9, 9], R=1.7e308) for run in "ab"))
+    status, text, err = run_report(beyond)
+    assert status == 0 and not err and "e+" not in text and "inf" not in text, err
 
 
 def test_missing_baseline(tmp_path):
