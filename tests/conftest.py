@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import fcntl
 import json
 import os
 import re
@@ -25,14 +26,23 @@ SCRIPTS = sorted(
 )
 # Launches that give one loss curve: folder, processes (of each torchrun agent), parts of accumulation.
 LAUNCHES = [("singlegpu", 1, 1), ("multigpu", 2, 3), ("multigpu", 3, 1), ("multinode", (2, 2), 2)]
+LONG = "time_limit|real_|preempted"  # tests so named
 # Tests are small: one thread each, so that those side by side do not slow each other.
 torch.set_num_threads(1)
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first, so that nobody waits for one at the end."""
-    items.sort(key=lambda item: not re.search("time_limit|real_|preempted", item.name))
+    """The longest first, so that nobody waits for one at the end; there, those that run alone."""
+    items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not re.search(LONG, item.name)))
+
+
+@pytest.fixture(autouse=True)
+def alone(request):
+    """Nothing is tested beside a test with this mark, which measures."""
+    with open(ROOT / "tests" / "conftest.py") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        yield
 
 
 def processes_of(mark):

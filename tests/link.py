@@ -33,7 +33,7 @@ def two_nodes():
         command("ip", "-n", spaces[0], "link", "add", "veth", *peer)
         for number, space in enumerate(spaces, start=1):
             command("ip", "-n", space, "address", "add", f"10.99.0.{number}/24", "dev", "veth")
-            command("ip", "-n", space, "link", "set", "veth", "up")
+            command("ip", "-n", space, "link", "set", "veth", "mtu", "9000", "up")  # 0.7% are headers; of 1500, 4.4%
         yield spaces
     finally:
         for space in spaces:

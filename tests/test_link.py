@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import uuid
 
 import link
 import numpy as np
@@ -36,12 +37,13 @@ def run_on_link():
         yield run_on_link
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("mbit", [200, 1000])
 def test_fitted_bandwidth(run_on_link, tmp_path, mbit):
-    """That of the link, to 5%; once in three times, for what else this machine does can only slow it down."""
+    """That of the link, to 5%; once in eight times, for what else this machine does can only slow it down."""
     out = tmp_path / "link.json"
-    sizes = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 24, "--seconds", "2", "--out", out)
-    for _ in range(3):
+    sizes = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 24, "--seconds", "1", "--out", out)
+    for _ in range(8):
         run_on_link("multinode/allreduce.py", *sizes, mbit=mbit)
         found = json.loads(out.read_text())
         assert found["processes"] == found["nodes"] == 2 and found["sizes"] == [1 << bits for bits in range(20, 25)]
@@ -52,22 +54,32 @@ def test_fitted_bandwidth(run_on_link, tmp_path, mbit):
     pytest.fail(f"{measured:.1f} Mbit/s of {mbit}")
 
 
+@pytest.mark.alone
 def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path):
     """What a training script says of communication, on a slow link; compressed to bf16, half of it.
 
     The cnn's first bucket, nearly all of it, is under way when its second one starts and ends: no time must be missing.
+    Its steps are long, so that on a busy machine one process waits for the other, which can only add: once in three.
     """
-    totals = {}
-    for model, batch, hook in (("mlp", 32, "none"), ("mlp", 32, "bf16"), ("cnn", 128, "none")):
-        log = tmp_path / f"{model}_{hook}.csv"
+
+    def share(model, batch, hook):
+        """Of bytes over bandwidth."""
+        log = tmp_path / f"{uuid.uuid4()}.csv"
         arguments = ("--model", model, "--batch_size", batch, "--max_steps", "10", "--epochs", "2")
         run_on_link("multinode/images.py", *map(str, arguments), "--comm_hook", hook, "--log", log, mbit=200)
         later = [row for row in rows(log) if row["epoch"] == 1]
         seconds = np.mean([row["comm_total"] for row in later]) / 10
-        totals[model, hook] = seconds / (later[0]["parameters"] * 4 / (200e6 / 8))
-    assert totals["mlp", "none"] == pytest.approx(1, rel=0.10)
-    assert totals["mlp", "bf16"] == pytest.approx(totals["mlp", "none"] / 2, rel=0.10)
-    assert 0.9 < totals["cnn", "none"] < 1.5  # on a busy machine one process waits for the other, whose steps are long
+        return seconds / (later[0]["parameters"] * 4 / (200e6 / 8))
+
+    plain = share("mlp", 32, "none")
+    assert plain == pytest.approx(1, rel=0.10)
+    assert share("mlp", 32, "bf16") == pytest.approx(plain / 2, rel=0.10)
+    for _ in range(3):
+        measured = share("cnn", 128, "none")
+        assert measured > 0.9
+        if measured < 1.1:
+            return
+    pytest.fail(f"{measured:.2f} times bytes over bandwidth")
 
 
 def test_allreduce_on_a_node(run, tmp_path):
