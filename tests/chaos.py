@@ -61,7 +61,7 @@ class Run:
         environment = environment_of(commands, {"TMPDIR": str(self.folder / "tmp")})
         return [Job([sys.executable, *command], self.folder, environment) for command in commands]
 
-    def finish(self, jobs, seconds=240):
+    def finish(self, jobs, seconds=400):  # torchrun waits up to 300 for one on another node, which may have been killed
         """Waits until they and all that they started have ended; returns the worst status and all of stderr."""
         try:
             ended = [job.wait(seconds) for job in jobs]
