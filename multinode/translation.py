@@ -246,10 +246,12 @@ def similar_batches(ends, args, epoch):
     return random.permutation(batches.reshape(-1, args.batch_size))[:args.max_steps]
 
 
-def num_targets(split, indices, args):
-    """How many target tokens there are to predict in these pairs: all but the start, cut at --seq_len."""
-    ends = split[1][1]
-    return int(np.minimum(ends[indices + 1] - ends[indices] - 1, args.seq_len).sum())
+def tokens_of_a_batch(split, args):
+    """How many target tokens a batch has to predict, in the mean: of each sentence all but the start, cut at --seq_len.
+
+    Every batch's loss is divided by it, so that all tokens of an epoch count alike, those of short sentences, too.
+    """
+    return args.batch_size * np.minimum(np.diff(split[1][1]) - 1, args.seq_len).mean()
 
 
 def padded(side, indices, longest):
@@ -265,7 +267,7 @@ def padded(side, indices, longest):
 def create_dataloader(split, batches, args, device):
     """Yields sources (B, S), their lengths (B,) on the CPU, targets (B, T + 1), from pairs of indices and num_tokens.
 
-    The batch's loss is to be divided by num_tokens, so that each token of a global batch counts alike.
+    The batch's loss is to be divided by num_tokens.
     """
     for indices, num_tokens in batches:
         source, lengths = padded(split[0], indices, args.seq_len)
@@ -359,7 +361,7 @@ class Block(nn.Module):
         return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
 
     def feed_forward(self, x):
-        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
     def forward(self, x, mask=None):
         return self.feed_forward(self.attend(x, mask))
@@ -711,6 +713,7 @@ def main(args):
     (train_split, val_split, test_split), words, references = read_pairs(args)
     num_train, num_val, num_test = (len(split[0][1]) - 1 for split in (train_split, val_split, test_split))
     ends = train_split[0][1] + train_split[1][1]  # by which similar_batches knows the lengths of both sides
+    num_tokens = tokens_of_a_batch(train_split, args)
     torch.manual_seed(args.seed)
     model = create_model(args, *map(len, words)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
@@ -746,7 +749,7 @@ def main(args):
         for group in optimizer.param_groups:
             group["lr"] = args.learning_rate * (1 - state["epoch"] / args.epochs)
         first_step, batches = state["step"], similar_batches(ends, args, state["epoch"])
-        shares = ((indices[rank::world_size], num_targets(train_split, indices, args) / world_size)  # DDP divides, too
+        shares = ((indices[rank::world_size], num_tokens / world_size)  # DDP divides, too
                   for indices in batches[first_step:])
         loader = create_dataloader(train_split, shares, args, device)
         if train(ddp_model, loader, len(batches), parts, state, watch, comm_timer, stop_signals, args, device):

@@ -490,7 +490,7 @@ class Block(nn.Module):
         return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
 
     def feed_forward(self, x):
-        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
     def forward(self, x, mask=None):
         return self.feed_forward(self.attend(x, mask))

@@ -554,7 +554,7 @@ def similar(options):
         torch.manual_seed(1)
         models[name] = model = translation.create_model(args, *map(len, words))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-        shares = ((indices, translation.num_targets(train, indices, args)) for indices in batches)
+        shares = ((indices, translation.tokens_of_a_batch(train, args)) for indices in batches)
         loader = translation.create_dataloader(train, shares, args, device)
 
         def side(model=model, optimizer=optimizer, loader=loader):

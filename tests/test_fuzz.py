@@ -483,11 +483,11 @@ def test_tokens_of_pairs(outcome, bomb, tmp_path):
             splits, words, references = done[0]
             for split in splits:
                 indices = np.arange(len(split[0][1]) - 1)
-                batches = [(indices, translation.num_targets(split, indices, args))]
+                batches = [(indices, len(indices))]
                 for source, lengths, target, num_tokens in translation.create_dataloader(split, batches, args, "cpu"):
                     for tokens, known in ((source, words[0]), (target, words[1])):
                         assert 0 <= tokens.min() <= tokens.max() < len(known)
-                    assert lengths.min() > 0 and num_tokens >= len(indices) == len(target) == len(source)
+                    assert lengths.min() > 0 and num_tokens == len(indices) == len(target) == len(source)
             assert len(references) == len(splits[2][0][1]) - 1
             assert all(type(text) is str for texts in (*words, references) for text in texts)
         return done

@@ -121,6 +121,12 @@ def test_padding_and_order(model):
     assert not torch.allclose(before[5:], after[5:])
 
 
+def test_tokens_of_a_batch():
+    """In the mean; of each sentence all but the start, as many as are read."""
+    split = (None, None), (None, np.array([0, 4, 6, 31]))
+    assert translation.tokens_of_a_batch(split, namespace(batch_size=6, seq_len=20)) == 6 * (3 + 1 + 20) / 3
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_decoding_does_not_depend_on_the_batches(model):
     """Greedy decoding gives the same words however the sentences are batched and shared out."""
