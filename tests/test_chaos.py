@@ -32,11 +32,17 @@ def test_killed(data, tmp_path, name):
     chaos.kill(run, reference.complete(), random.Random(seed), 1, collections.Counter())
 
 
-@pytest.mark.parametrize("name", ["multigpu", "multinode"])
-def test_stopped(data, tmp_path, name):
-    """A process that hangs is named, and the job ends; the same command finishes it."""
-    reference, run = (chaos.Run(name, tmp_path / each, data) for each in ("whole", "broken"))
-    chaos.stop(run, reference.complete(), random.Random(0))
+@pytest.fixture(scope="module")
+def reference(request, data, tmp_path_factory):
+    """A job of that name that nothing disturbed; with this scope, it runs before its test waits to be alone."""
+    return chaos.Run(request.param, tmp_path_factory.mktemp("whole") / "run", data).complete()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("reference", ["multigpu", "multinode"], indirect=True)
+def test_stopped(data, tmp_path, reference):
+    """A process that hangs is named, and the job ends in time; the same command finishes it."""
+    chaos.stop(chaos.Run(reference.name, tmp_path / "broken", data), reference, random.Random(0))
 
 
 def test_jobs_at_once(data, tmp_path):
