@@ -533,7 +533,7 @@ def padding(options):
 
 
 def similar(options):
-    """An epoch of the transformer on Multi30k in batches of similar length, and one in random batches."""
+    """Steps of the transformer on Multi30k in batches of similar length, and in random ones, the rate falling to 0."""
     import numpy as np
     import torch
 
@@ -563,6 +563,7 @@ def similar(options):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] -= 1e-3 / (steps * (options.rounds + 1))
 
         sides[name] = side
     show(alternate(sides, options.rounds), "ms a step", steps / 1000)
