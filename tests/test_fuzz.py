@@ -488,6 +488,7 @@ def test_tokens_of_pairs(outcome, bomb, tmp_path):
                     for tokens, known in ((source, words[0]), (target, words[1])):
                         assert 0 <= tokens.min() <= tokens.max() < len(known)
                     assert lengths.min() > 0 and num_tokens == len(indices) == len(target) == len(source)
+                assert np.diff(split[1][1]).min() >= 2  # the start, and a word to predict
             assert len(references) == len(splits[2][0][1]) - 1
             assert all(type(text) is str for texts in (*words, references) for text in texts)
         return done
