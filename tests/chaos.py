@@ -61,8 +61,9 @@ class Run:
         environment = environment_of(commands, {"TMPDIR": str(self.folder / "tmp")})
         return [Job([sys.executable, *command], self.folder, environment) for command in commands]
 
-    def finish(self, jobs, seconds=400):  # torchrun waits up to 300 for one on another node, which may have been killed
+    def finish(self, jobs, seconds=None):
         """Waits until they and all that they started have ended; returns the worst status and all of stderr."""
+        seconds = seconds or (400 if len(jobs) > 1 else 240)  # torchrun waits 300 for another node's
         try:
             ended = [job.wait(seconds) for job in jobs]
             wait_for(lambda: not any(job.processes() for job in jobs), 75)
