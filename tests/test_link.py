@@ -5,12 +5,14 @@ import math
 import os
 import subprocess
 import sys
-import uuid
 
 import link
 import numpy as np
 import pytest
 from conftest import ROOT, Job, assert_refused, free_port, rows
+
+sys.path.insert(0, str(ROOT / "multigpu"))
+import allreduce  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +42,18 @@ def run_on_link():
 @pytest.mark.alone
 @pytest.mark.parametrize("mbit", [200, 1000])
 def test_fitted_bandwidth(run_on_link, tmp_path, mbit):
-    """That of the link, to 5%; once in eight times, for what else this machine does can only slow it down."""
+    """That of the link, to 5%; of the fastest of up to three times, for what else this machine does slows them down."""
     out = tmp_path / "link.json"
-    sizes = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 24, "--seconds", "1", "--out", out)
-    for _ in range(8):
+    sizes = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 24, "--seconds", "2", "--out", out)
+    fastest = np.full(5, np.inf)
+    for _ in range(3):
         run_on_link("multinode/allreduce.py", *sizes, mbit=mbit)
         found = json.loads(out.read_text())
         assert found["processes"] == found["nodes"] == 2 and found["sizes"] == [1 << bits for bits in range(20, 25)]
-        measured = found["bandwidth_bytes_per_s"] * 8 / 1e6
+        fitted = allreduce.fit_line(found["sizes"], found["seconds"], 2)[1]
+        assert found["bandwidth_bytes_per_s"] == pytest.approx(fitted) and fitted * 8 / 1e6 < 1.05 * mbit
+        fastest = np.minimum(fastest, found["seconds"])
+        measured = allreduce.fit_line(found["sizes"], fastest, 2)[1] * 8 / 1e6
         assert measured < 1.05 * mbit
         if measured > 0.95 * mbit:
             return
@@ -64,7 +70,8 @@ def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path):
 
     def share(model, batch, hook):
         """Of bytes over bandwidth."""
-        log = tmp_path / f"{uuid.uuid4()}.csv"
+        log = tmp_path / "log.csv"
+        log.unlink(missing_ok=True)
         arguments = ("--model", model, "--batch_size", batch, "--max_steps", "10", "--epochs", "2")
         run_on_link("multinode/images.py", *map(str, arguments), "--comm_hook", hook, "--log", log, mbit=200)
         later = [row for row in rows(log) if row["epoch"] == 1]
@@ -102,9 +109,6 @@ def test_allreduce_on_a_node(run, tmp_path):
 
 def test_fit_finds_the_line():
     """Of exact times, exactly; of noisy ones, nearly; never a negative latency."""
-    sys.path.insert(0, str(ROOT / "multigpu"))
-    import allreduce
-
     sizes = [1 << bits for bits in range(12, 28)]
     for processes in (2, 5):
         exact = [50e-6 + size * 2 * (processes - 1) / processes / 1.25e9 for size in sizes]
