@@ -546,7 +546,7 @@ def similar(options):
     (train, val, _), words, _ = translation.read_pairs(args)
     order = translation.similar_batches(train[0][1] + train[1][1], args, 0)
     steps = (options.steps or len(order)) // (options.rounds + 1)
-    sides, models = {}, {}
+    num_tokens, sides, models = translation.tokens_of_a_batch(train, args), {}, {}
     for name, batches in (
         ("random", np.random.default_rng(1).permutation(order.ravel()).reshape(order.shape)),
         ("similar", order),
@@ -554,7 +554,7 @@ def similar(options):
         torch.manual_seed(1)
         models[name] = model = translation.create_model(args, *map(len, words))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-        shares = ((indices, translation.tokens_of_a_batch(train, args)) for indices in batches)
+        shares = ((indices, num_tokens) for indices in batches)
         loader = translation.create_dataloader(train, shares, args, device)
 
         def side(model=model, optimizer=optimizer, loader=loader):

@@ -26,15 +26,15 @@ SCRIPTS = sorted(
 )
 # Launches that give one loss curve: folder, processes (of each torchrun agent), parts of accumulation.
 LAUNCHES = [("singlegpu", 1, 1), ("multigpu", 2, 3), ("multigpu", 3, 1), ("multinode", (2, 2), 2)]
-LONG = "time_limit|real_|preempted"  # tests so named
 # Tests are small: one thread each, so that those side by side do not slow each other.
 torch.set_num_threads(1)
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first, so that nobody waits for one at the end; there, those that run alone."""
-    items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not re.search(LONG, item.name)))
+    """The longest first, so that nobody waits for one at the end; last those that run alone, which wait for others."""
+    long = re.compile("time_limit|real_|preempted")
+    items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not long.search(item.name)))
 
 
 @pytest.fixture(autouse=True)
