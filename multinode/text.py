@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from contextlib import nullcontext, suppress
@@ -647,16 +648,32 @@ def main(args):
     cleanup()
 
 
-def name_the_silent(rank, world_size):
-    """After a failed collective: tell which processes do not report within 5 s that theirs has failed, too."""
-    silent = [0]  # whose node serves the store
-    with suppress(dist.DistError):
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=5))
-        store.set(f"failed/{rank}", "")
-        time.sleep(5)
-        silent = [other for other in range(world_size) if not store.check([f"failed/{other}"])]
+def end_the_silent(rank, world_size):
+    """After a failed collective: name the processes that do not report within 5 s that theirs has failed, too.
+
+    Those of this node are killed, as torchrun would do 30 s after its own signal.
+    """
+    silent = [0] if rank else []  # which serves the store, or its torchrun does
+
+    def ask():
+        with suppress(dist.DistError):
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, timeout=timedelta(seconds=5))
+            store.set(f"failed/{rank}", "")
+            time.sleep(5)
+            silent[:] = [other for other in range(world_size) if not store.check([f"failed/{other}"])]
+
+    asking = threading.Thread(target=ask, daemon=True)  # which a store that hangs keeps for ever, whatever its timeout
+    asking.start()
+    asking.join(8)
     if silent:
         print(f"{sys.argv[0]}: error: rank {rank} failed; no answer of ranks {silent}", file=sys.stderr, flush=True)
+    torchrun, told = os.getppid(), {f"RANK={other}" for other in silent}
+    with suppress(OSError), open(f"/proc/{torchrun}/task/{torchrun}/children") as children:  # OSError: not Linux
+        for pid in children.read().split():
+            with open(f"/proc/{pid}/environ", errors="replace") as environ:
+                if told & set(environ.read().split("\0")):
+                    os.kill(int(pid), signal.SIGKILL)
 
 
 def run_under_torchrun(args):
@@ -667,7 +684,7 @@ def run_under_torchrun(args):
         main(args)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError):  # of which the others know nothing yet
-            name_the_silent(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+            end_the_silent(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         raise
     leave()
 
