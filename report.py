@@ -195,7 +195,8 @@ def report(rows, warmup, notes, out):
         lines.append("")
         if out:
             name = f"{number + 1}_{scaling}_{settings['script'].removesuffix('.py')}_{settings['model']}"
-            draw(out, "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in name), scaling, group)
+            name = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in name[:50])  # or too long
+            draw(out, name, scaling, group)
     alone = [run for run in runs if id(run) not in told]
     if alone:
         lines += ["## not compared: no run that differs in the processes alone", "",

@@ -344,6 +344,7 @@ def tell(outcome, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("arguments, share", [((), 1), (("--predict", "link.json"), 1), (("--out", "out"), 10)])
 def test_logs_of_a_report(tell, arguments, share):
+    assert tell(tell.valid.replace("a/b", "𐐀" * 300).encode(), *arguments)  # no file can have such a name
     fuzz(lambda content: tell(content, *arguments), tell.valid.encode(), logs(tell.valid), EXAMPLES // share)
 
 
