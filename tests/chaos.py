@@ -118,10 +118,10 @@ def wait_for_moment(run, jobs, moment, chance):
     time.sleep(chance.uniform(0, 0.1 if moment == "step" else 0.02))
 
 
-def kill(run, reference, chance, kills, counts):
+def kill(run, reference, chance, kills, counts, victims=("rank", "launcher")):
     """Breaks a run up to so many times, and adds to the counts; then it must end as the undisturbed one."""
     for _ in range(kills):
-        moment, whom = chance.choice(MOMENTS), chance.choice(("rank", "launcher"))
+        moment, whom = chance.choice(MOMENTS), chance.choice(victims)
         signum = chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
         jobs = run.start()
         wait_for_moment(run, jobs, moment, chance)

@@ -20,8 +20,8 @@ FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 MAY_DIFFER = {"main", "parse_args", "create_model", "create_dataloader", "train", "__doc__"}
 DISTRIBUTION = re.compile(
     r"rank|world_size|dist\.|distributed|ddp|comm_|comm\b|all_reduce|no_sync|nullcontext|process|spawn|torchrun|node|"
-    r"num_gpus|launch|cleanup|atexit|leave|socket|import (ctypes|logging|signal|threading)|timedelta|timeout|multiprocessing|"
-    r"singlegpu|multigpu|GPUs?\b|to_come|stop\b|seconds_of|SIGNALS = ",
+    r"num_gpus|launch|cleanup|atexit|leave|socket|import (ctypes|logging|signal|threading)|timedelta|timeout|"
+    r"multiprocessing|singlegpu|multigpu|GPUs?\b|to_come|stop\b|seconds_of|SIGNALS = ",
     re.I,
 )
 

@@ -25,11 +25,15 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["singlegpu", "multinode, 2 nodes", "hybrid, stages", "hybrid, pipeline"])
 def test_killed(data, tmp_path, name):
-    """Once, at random; the seed is printed. The others: test_resume_is_bit_identical in test_images.py."""
+    """Once, at random; the seed is printed. The others: test_resume_is_bit_identical in test_images.py.
+
+    Not a torchrun of two nodes, for which the other one may wait 300 s.
+    """
     seed = random.randrange(1000)
     print("seed", seed)
     reference, run = (chaos.Run(name, tmp_path / each, data) for each in ("whole", "broken"))
-    chaos.kill(run, reference.complete(), random.Random(seed), 1, collections.Counter())
+    victims = ("rank",) if "nodes" in name else ("rank", "launcher")
+    chaos.kill(run, reference.complete(), random.Random(seed), 1, collections.Counter(), victims)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ TINY = {
     "translation": ["--seq_len", "16", *COMMON],
     "gpt": ["--d_model", "16", "--n_heads", "2", "--num_layers", "1", "--seq_len", "32", *COMMON],
 }
+POLL = 0.3  # s between two questions to Slurm, each a process
 PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 2, "hybrid": 2}  # of a job with the options below
 
 
@@ -121,7 +122,7 @@ class Site:
     def wait(self, job, seconds=240):
         """The state in which the job ended."""
         ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        wait_for(lambda: self.show(job)["JobState"] in ended, seconds)
+        wait_for(lambda: self.show(job)["JobState"] in ended, seconds, POLL)
         return self.show(job)["JobState"]
 
 
@@ -130,7 +131,7 @@ def site(tmp_path, cluster):
     site = Site(tmp_path, cluster)
     yield site
     subprocess.run(["scancel", "--user=root", "--quiet"], env=cluster)
-    wait_for(lambda: not site.command("squeue", "--noheader"), 60)
+    wait_for(lambda: not site.command("squeue", "--noheader"), 60, POLL)
 
 
 def test_quantize_job(site):
@@ -186,7 +187,7 @@ def test_make_bigmnist(site, tmp_path):
     )
     wait_for(lambda: images.exists() and images.stat().st_size > 1 << 20, 60)
     site.command("scancel", "--signal=USR2", job)
-    wait_for(lambda: site.show(job)["Restarts"] == "1", 60)
+    wait_for(lambda: site.show(job)["Restarts"] == "1", 60, POLL)
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert "480,000 training and 10,000 test images" in site.output(job)
     assert int(re.search(r"augmented ([\d,]+) images", site.output(job))[1].replace(",", "")) < 240_000
@@ -265,7 +266,7 @@ def test_preempted_jobs_go_on(site, undisturbed, tiny, tmp_path, folder, how):
         site.command("scontrol", "requeue", job)
     else:
         site.command("scancel", "--signal=USR2", job)
-    wait_for(lambda: site.show(job)["Restarts"] == "1", 60)
+    wait_for(lambda: site.show(job)["Restarts"] == "1", 60, POLL)
     assert site.wait(job) == "COMPLETED", site.output(job)
     out = site.output(job)
     stopped = re.findall(r"stopped by a signal: epoch (\d+), step (\d+)", out)
