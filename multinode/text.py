@@ -659,6 +659,8 @@ def end_the_silent(rank, world_size):
         with suppress(dist.DistError):
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.TCPStore(*address, timeout=timedelta(seconds=5))
+            if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":  # then it knows of failures before a restart
+                store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
             store.set(f"failed/{rank}", "")
             time.sleep(5)
             silent[:] = [other for other in range(world_size) if not store.check([f"failed/{other}"])]

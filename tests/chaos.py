@@ -55,12 +55,16 @@ class Run:
         timeout = () if self.kind == "singlegpu" else ("--timeout", "60")
         self.arguments = [*arguments, *source, *files, "--threads", "1", *timeout]
 
-    def start(self, *more, restarts=0):
-        """Returns its jobs: one, or one an agent."""
+    def commands(self, *more, restarts=0):
+        """Returns what follows `python`, for each agent, and their environment."""
         options = (f"--max_restarts={restarts}", "--rdzv_conf=join_timeout=60") if self.processes == (2, 1) else ()
         commands = commands_of(self.kind, self.script, self.processes, options, [*self.arguments, *more])
         environment = {"TMPDIR": str(self.folder / "tmp"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        environment = environment_of(commands, environment)
+        return commands, environment_of(commands, environment)
+
+    def start(self, *more, restarts=0):
+        """Returns its jobs: one, or one an agent."""
+        commands, environment = self.commands(*more, restarts=restarts)
         return [Job([sys.executable, *command], self.folder, environment) for command in commands]
 
     def finish(self, jobs, seconds=None):

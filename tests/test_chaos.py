@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import os
 import random
 import re
@@ -23,30 +24,38 @@ def data(tmp_path_factory):
     return chaos.make_data(tmp_path_factory.mktemp("chaos") / "data")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(fork, data, tmp_path_factory):
+    """undisturbed(name) is a job of that name that nothing disturbed."""
+
+    @functools.cache
+    def undisturbed(name):
+        run = chaos.Run(name, tmp_path_factory.mktemp("whole") / "run", data)
+        commands, environment = run.commands()
+        for status, _, err, _ in fork(commands, run.folder, environment, together=True):
+            assert status == 0, err
+        return run
+
+    return undisturbed
+
+
 @pytest.mark.parametrize("name", ["singlegpu", "multinode, 2 nodes", "hybrid, stages", "hybrid, pipeline"])
-def test_killed(data, tmp_path, name):
+def test_killed(data, tmp_path, undisturbed, name):
     """Once, at random; the seed is printed. The others: test_resume_is_bit_identical in test_images.py.
 
     Not a torchrun of two nodes, for which the other one may wait 300 s.
     """
     seed = random.randrange(1000)
     print("seed", seed)
-    reference, run = (chaos.Run(name, tmp_path / each, data) for each in ("whole", "broken"))
-    victims = ("rank",) if "nodes" in name else ("rank", "launcher")
-    chaos.kill(run, reference.complete(), random.Random(seed), 1, collections.Counter(), victims)
-
-
-@pytest.fixture(scope="module")
-def reference(request, data, tmp_path_factory):
-    """A job of that name that nothing disturbed; with this scope, it runs before its test waits to be alone."""
-    return chaos.Run(request.param, tmp_path_factory.mktemp("whole") / "run", data).complete()
+    run, victims = chaos.Run(name, tmp_path / "broken", data), ("rank",) if "nodes" in name else ("rank", "launcher")
+    chaos.kill(run, undisturbed(name), random.Random(seed), 1, collections.Counter(), victims)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("reference", ["multigpu", "multinode"], indirect=True)
-def test_stopped(data, tmp_path, reference):
+@pytest.mark.parametrize("name", ["multigpu", "multinode"])
+def test_stopped(data, tmp_path, undisturbed, name):
     """A process that hangs is named, and the job ends in time; the same command finishes it."""
-    chaos.stop(chaos.Run(reference.name, tmp_path / "broken", data), reference, random.Random(0))
+    chaos.stop(chaos.Run(name, tmp_path / "broken", data), undisturbed(name), random.Random(0))
 
 
 def test_jobs_at_once(data, tmp_path):
