@@ -54,8 +54,8 @@ def test_killed(data, tmp_path, undisturbed, name):
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["multigpu", "multinode"])
 def test_stopped(data, tmp_path, undisturbed, name):
-    """A process that hangs is named, and the job ends in time; the same command finishes it."""
-    chaos.stop(chaos.Run(name, tmp_path / "broken", data), undisturbed(name), random.Random(0))
+    """A process that hangs, here rank 0, is named, and the job ends in time; the same command finishes it."""
+    chaos.stop(chaos.Run(name, tmp_path / "broken", data), undisturbed(name), random.Random(1))
 
 
 def test_jobs_at_once(data, tmp_path):
