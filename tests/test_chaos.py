@@ -51,11 +51,17 @@ def test_killed(data, tmp_path, undisturbed, name):
     chaos.kill(run, undisturbed(name), random.Random(seed), 1, collections.Counter(), victims)
 
 
+@pytest.fixture(scope="module")
+def reference(request, undisturbed):
+    """With this scope, it runs before its test waits to be alone."""
+    return undisturbed(request.param)
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize("name", ["multigpu", "multinode"])
-def test_stopped(data, tmp_path, undisturbed, name):
+@pytest.mark.parametrize("reference", ["multigpu", "multinode"], indirect=True)
+def test_stopped(data, tmp_path, reference):
     """A process that hangs, here rank 0, is named, and the job ends in time; the same command finishes it."""
-    chaos.stop(chaos.Run(name, tmp_path / "broken", data), undisturbed(name), random.Random(1))
+    chaos.stop(chaos.Run(reference.name, tmp_path / "broken", data), reference, random.Random(1))
 
 
 def test_jobs_at_once(data, tmp_path):

@@ -390,7 +390,7 @@ def test_powersgd(run, tiny, tmp_path):
     "folder, processes, model, accuracy, epochs, more",
     [
         ("singlegpu", 1, "mlp", 0.975, 3, ["--batch_size", "128"]),
-        ("multigpu", 2, "cnn", 0.985, 2, ["--max_steps", "750"]),  # the losses of one process: test_one_loss_curve
+        ("multigpu", 2, "cnn", 0.985, 2, ["--batch_size", "32", "--max_steps", "900"]),  # as one: test_one_loss_curve
     ],
 )
 def test_real_mnist(run, real_data, tmp_path, folder, processes, model, accuracy, epochs, more):
