@@ -605,7 +605,7 @@ def end_the_silent(rank, world_size):
         with suppress(dist.DistError):
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.TCPStore(*address, timeout=timedelta(seconds=5))
-            if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":  # then it knows of failures before a restart
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it knows of failures before a restart
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
             store.set(f"failed/{rank}", "")
             time.sleep(5)
@@ -616,12 +616,13 @@ def end_the_silent(rank, world_size):
     asking.join(8)
     if silent:
         print(f"{sys.argv[0]}: error: rank {rank} failed; no answer of ranks {silent}", file=sys.stderr, flush=True)
-    torchrun, told = os.getppid(), {f"RANK={other}" for other in silent}
+    torchrun, job = os.getppid(), f"MASTER_PORT={os.environ['MASTER_PORT']}"
     with suppress(OSError), open(f"/proc/{torchrun}/task/{torchrun}/children") as children:  # OSError: not Linux
         for pid in children.read().split():
             with open(f"/proc/{pid}/environ", errors="replace") as environ:
-                if told & set(environ.read().split("\0")):
-                    os.kill(int(pid), signal.SIGKILL)
+                told = environ.read().split("\0")
+            if job in told and any(f"RANK={other}" in told for other in silent):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def run_under_torchrun(args):
