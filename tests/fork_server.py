@@ -1,13 +1,13 @@
-"""Run commands, each in a fork of this interpreter, which has paid for the imports: those of torch take four seconds.
+"""Run commands in forks of this interpreter, which has imported torch: that takes four seconds.
 
-Each line of stdin is a request, as JSON:
+Each line of stdin is a request in JSON, and its commands run at the same time:
 
     {"commands": [["singlegpu/gpt.py", "--epochs", "1"], ["-m", "torch.distributed.run", "--help"]],
-     "together": false, "cwd": "/tmp", "env": {"OMP_NUM_THREADS": "1"}, "timeout": 300}
+     "cwd": "/tmp", "env": {"OMP_NUM_THREADS": "1"}, "timeout": 300}
 
-Its answer is a line of JSON, too: [[exit status, stdout, stderr, peak resident memory in KiB], ...], in the same order.
-What has not ended after `timeout` seconds is killed, and has the status null. What a command spawns by
-torch.multiprocessing or starts as torchrun is a fork of it, too; other processes are new interpreters, as ever.
+The answer is a line of JSON: [[exit status, stdout, stderr], ...], in the order of the commands.
+The status is null if the timeout ended the command. Processes that a command starts by
+torch.multiprocessing or as torchrun are forks, too.
 """
 
 import functools
@@ -15,7 +15,6 @@ import importlib
 import json
 import math
 import os
-import resource
 import runpy
 import signal
 import subprocess
@@ -27,11 +26,14 @@ import traceback
 import torch.multiprocessing
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+IMPORTS = "numpy sacrebleu tokenizers torch._dynamo torch.distributed.run torchvision tqdm".split()
+
 
 def run(command, cwd, env):
-    """In a fork: what the interpreter does with the command."""
+    """Do in a fork what the interpreter does with the command."""
     status = 0
-    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    start = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    torch.multiprocessing.spawn = start
     SubprocessHandler._popen = lambda handler, command, env: Worker(command, env)
     try:
         os.chdir(cwd)
@@ -55,7 +57,7 @@ def run(command, cwd, env):
 
 
 class Worker:
-    """What subprocess.Popen is to torchrun: a process of `python -u SCRIPT ARGUMENTS...`."""
+    """A process of torchrun, which would start `python -u SCRIPT ARGUMENTS...`."""
 
     def __init__(self, command, env):
         self.returncode, self.pid = None, os.fork()
@@ -79,43 +81,37 @@ class Worker:
 
 
 def start(command, cwd, env):
-    """Returns the fork's id, and the files that its output goes to."""
-    out, err = (tempfile.TemporaryFile("w+") for _ in range(2))
+    """Returns the id of the fork, and the files that receive its stdout and stderr."""
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
     child = os.fork()
     if not child:
-        for number, file in enumerate((open(os.devnull), out, err)):
+        for number, file in enumerate((open(os.devnull), *files)):
             os.dup2(file.fileno(), number)
         run(command, cwd, env)
-    return child, out, err
+    return child, files
 
 
-def finish(child, out, err, timeout):
-    """Waits for the fork; returns its row of the answer."""
-    end = time.monotonic() + timeout
-    while not (ended := os.wait4(child, os.WNOHANG))[0] and time.monotonic() < end:
+def finish(child, files, end):
+    """Wait for the fork until the time `end`; returns its part of the answer."""
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
         time.sleep(0.01)
-    in_time = ended[0]
-    if not in_time:
+    status = os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
+    if status is None:
         os.kill(child, signal.SIGKILL)
-        ended = os.wait4(child, 0)
-    for file in (out, err):
+        os.waitpid(child, 0)
+    for file in files:
         file.seek(0)
-    return os.waitstatus_to_exitcode(ended[1]) if in_time else None, out.read(), err.read(), ended[2].ru_maxrss
+    return status, *(file.read() for file in files)
 
 
 def main():
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for name in ("numpy", "sacrebleu", "tokenizers", "torch._dynamo", "torch.distributed.run", "torchvision", "tqdm"):
+    for name in IMPORTS:
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
-        place, timeout = (request["cwd"], request["env"]), request["timeout"]
-        if request["together"]:
-            started = [start(command, *place) for command in request["commands"]]
-            results = [finish(*job, timeout) for job in started]
-        else:
-            results = [finish(*start(command, *place), timeout) for command in request["commands"]]
-        print(json.dumps(results), flush=True)
+        end = time.monotonic() + request["timeout"]
+        forks = [start(command, request["cwd"], request["env"]) for command in request["commands"]]
+        print(json.dumps([finish(*fork, end) for fork in forks]), flush=True)
 
 
 if __name__ == "__main__":
