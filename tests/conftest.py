@@ -186,7 +186,7 @@ def write_mnist(folder):
         labels = generator.integers(0, 10, size)
         images = patterns[labels] + generator.integers(0, 136, (size, 28, 28))
         for name, kind, array in (("images-idx3", 2051, images), ("labels-idx1", 2049, labels)):
-            content = np.array([kind, *array.shape], ">i4").tobytes() + bytes(array.ravel().tolist())
+            content = np.array([kind, *array.shape], ">i4").tobytes() + array.astype("u1").tobytes()
             (folder / f"MNIST/raw/{split}-{name}-ubyte").write_bytes(content)
     return folder
 

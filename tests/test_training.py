@@ -17,6 +17,7 @@ from conftest import (
     ENVIRONMENT,
     ROOT,
     SCRIPTS,
+    TIMEOUT,
     assert_same_weights,
     curve,
     load,
@@ -100,7 +101,7 @@ def test_resume(start, run, data, tmp_path, chance, folder):
         else:
             job.process.send_signal(signum)
         status, _, err = job.wait()
-        told = signum != signal.SIGKILL and folder != "multinode"  # torchrun has a status of its own
+        told = signum != signal.SIGKILL and folder != "multinode"  # torchrun has its own status
         assert status == 128 + signum if told else status, err
         wait_for(lambda job=job: not job.processes())
     epoch, step = load(cut)["place"]
@@ -286,12 +287,12 @@ def test_the_main_comparison(tmp_path):
 
     Without a GPU, multigpu starts two processes by itself.
     """
-    environment = {name: value for name, value in ENVIRONMENT.items() if name != "OMP_NUM_THREADS"}
-    for words in ("singlegpu/images.py --max_steps 10 --log", "multigpu/images.py --max_steps 10 --log",
-                  "report.py"):  # fmt: skip
+    environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name != "OMP_NUM_THREADS"}
+    steps = "--max_steps 10 --log"
+    for words in (f"singlegpu/images.py {steps}", f"multigpu/images.py {steps}", "report.py"):
         command = [sys.executable, *words.split(), tmp_path / "a.csv"]
         pipes = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
-        done = subprocess.run(command, timeout=600, **pipes)
+        done = subprocess.run(command, timeout=TIMEOUT, **pipes)
         assert done.returncode == 0, done.stderr
     assert [row["processes"] for row in rows(tmp_path / "a.csv")] == [1, 1, 2, 2, 2, 2]
     assert "speedup" in done.stdout and "not compared" not in done.stdout, done.stdout
