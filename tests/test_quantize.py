@@ -11,8 +11,8 @@ from test_models import gpt, module, namespace
 TRAIN = {
     "gpt": "--d_model 64 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --epochs 4 "
     "--learning_rate 3e-3",
-    "text": "--model transformer --seq_len 32 --epochs 1 --max_steps 150",
-    "translation": "--model lstm --seq_len 8 --epochs 1 --max_steps 25 --batch_size 64 "
+    "text": "--model transformer --seq_len 32 --epochs 1 --max_steps 60",
+    "translation": "--model lstm --seq_len 8 --epochs 1 --max_steps 25 --batch_size 48 "
     "--learning_rate 3e-3",
 }
 
@@ -39,7 +39,7 @@ def table(out):
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if "precision" in cells:
             head = cells
-        elif len(cells) == len(head) and "---" not in cells[0]:
+        elif head and len(cells) == len(head) and "---" not in cells[0]:
             row = dict(zip(head, cells))
             found[row["precision"]] = row
     return found
