@@ -27,6 +27,11 @@ TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any co
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Slurm first: all of its tests are one worker's, and take long."""
+    items.sort(key=lambda item: "test_slurm" not in item.nodeid)
+
+
 def processes_of(mark):
     """The living processes that have `mark` in their environment: {id: command line}."""
     found = {}

@@ -92,7 +92,7 @@ def test_resume(start, run, data, tmp_path, chance, folder):
     """Killed, stopped and started again: the weights of one undisturbed run, bit for bit."""
     script, processes = f"{folder}/images.py", 1 if folder == "singlegpu" else 2
     cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.csv"))
-    base = [*arguments_of("cnn", data), "--dropout", "0.5", "--snapshot_every", "5"]
+    base = [*arguments_of("mlp", data), "--dropout", "0.5", "--snapshot_every", "5"]
     for signum in (signal.SIGKILL, STOPS[folder]):
         job = start(script, *base, "--epochs", 10_000, "--snapshot", cut, processes=processes)
         wait_for_saves(job, cut, chance.randint(1, 6))
