@@ -32,6 +32,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "test_slurm" not in item.nodeid)
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """After the soak, a table of what held, with the seconds that it took."""
+    if not config.getini("python_files")[0].startswith("soak"):
+        return
+    lines = []
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.getreports(outcome):
+            name = report.nodeid.split("soak_")[-1].replace(".py::test_", ": ")
+            held = {"passed": "yes", "skipped": "skipped"}.get(outcome, "NO")
+            lines.append(f"| {name} | {report.duration:.0f} | {held} |")
+    print("\n| what | seconds | held |", "| --- | --- | --- |", *sorted(lines), sep="\n")
+
+
 def processes_of(mark):
     """The living processes that have `mark` in their environment: {id: command line}."""
     found = {}

@@ -5,10 +5,9 @@
 #   sbatch ...; squeue; scontrol show job ...
 #   bash tests/slurm_cluster.sh down "$CLUSTER"
 #
-# Each node is a network namespace with its own address, hostname and /etc/hosts, so that n1 and n2 are two hosts to
-# torchrun and gloo. The GPUs are fake: Slurm counts them and sets CUDA_VISIBLE_DEVICES, nothing more; GPUS=8 gives a
-# node 8 instead of 4. LOOPBACK=1 does without namespaces, as happens by itself where none can be made: n1 and n2 are
-# then two names of this machine, kept in /etc/hosts until `down`.
+# Each node is a network namespace with its own address, hostname and /etc/hosts, so that n1 and n2
+# are two hosts to torchrun and gloo. The GPUs are fake: Slurm counts them and sets
+# CUDA_VISIBLE_DEVICES, nothing more; GPUS=8 gives a node 8 instead of 4.
 set -euo pipefail
 
 die() { echo "slurm_cluster: $2" >&2; exit "$1"; }
@@ -17,7 +16,7 @@ start() { # HOST PROGRAM ARGUMENT...
     local enter=()
     # Not `ip netns exec`: it mounts a new /sys, without the cgroups that slurmd looks for.
     # shellcheck disable=SC2016
-    [ "$net" = loopback ] || enter=(nsenter --net="/run/netns/$net-$1" unshare --uts --mount sh -c
+    enter=(nsenter --net="/run/netns/$net-$1" unshare --uts --mount sh -c
         'hostname "$0" && mount --bind "$1/hosts" /etc/hosts && shift && exec "$@"' "$1" "$dir")
     # The child notes its pid itself: none goes unnoted if this script is killed meanwhile.
     # shellcheck disable=SC2016
@@ -39,15 +38,6 @@ down() {
     local host net
     net=$(cat "$dir/net")
     export SLURM_CONF=$dir/slurm.conf
-    if [ "$net" = loopback ]; then # only Slurm knows the processes of the jobs
-        timeout 5 scancel --quiet --user=root 2>/dev/null || true
-        { for host in n1 n2; do timeout 5 scontrol listpids '*' $host; done |
-            awk '$1 + 0 > 1 { print $1 }' | xargs -r kill -KILL; } 2>/dev/null || true
-        for _ in {1..40}; do [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break; sleep 0.5; done
-        # Written in place: a new file under the name, as by `sed -i`, would unmount what other clusters mounted on it.
-        # shellcheck disable=SC2016
-        flock /etc/hosts bash -c 'rest=$(grep -v "# $0\$" /etc/hosts) && echo "$rest" >/etc/hosts' "$dir" || true
-    fi
     for _ in {1..50}; do
         [ -n "$(pids)" ] || break
         pids | xargs -r kill -KILL 2>/dev/null || true
@@ -80,21 +70,8 @@ namespaces() { # joined by a bridge, where this machine is .254, in a range set 
     done
 }
 
-loopback() {
-    echo 'slurm_cluster: no network namespaces, n1 and n2 are names of this machine' >&2
-    echo loopback >"$dir/net"
-    local own p=$((20000 + RANDOM % 10000))
-    net=loopback controller=$(uname -n)
-    bind=CommunicationParameters=NoCtldInAddrAny,NoInAddrAny hostname=NodeHostname=$controller
-    # The machine's own address, since torchrun holds its rendezvous on the node whose name has the endpoint's.
-    own=$(getent ahostsv4 "$controller" | awk '{ print $1; exit }')
-    while ss -Hltn "sport >= :$p and sport <= :$((p + 2))" | grep -q .; do p=$((p + 3)); done
-    address=("$own" "$own" "$own") port=("$p" $((p + 1)) $((p + 2)))
-    printf "%s n%d # $dir\n" "$own" 1 "$own" 2 | flock /etc/hosts tee -a /etc/hosts >/dev/null
-}
-
 up() {
-    local bind='' hostname='' gpus=${GPUS:-4} address port controller net=none n
+    local gpus=${GPUS:-4} address port controller net=none n
     dir=$(realpath -m "${1:-$(mktemp -d -t slurm_cluster.XXXXXX)}")
     [[ $dir =~ ^[A-Za-z0-9/._-]{1,60}$ ]] || die 2 "Slurm cannot keep its files and sockets in $dir"
     mkdir -p "$dir"
@@ -106,17 +83,12 @@ up() {
     mkdir -p "$dir"/{dev,log,pid,state,spool/n1,spool/n2}
     for ((n = 0; n < gpus; n++)); do mknod "$dir/dev/gpu$n" c 1 3; done
     (umask 077 && head -c 128 /dev/urandom >"$dir/munge.key")
-    if [ -z "${LOOPBACK:-}" ] && unshare --net --uts --mount ip link add try type bridge 2>/dev/null; then
-        namespaces
-    else
-        loopback
-    fi
+    namespaces
     echo "NodeName=n[1-2] Name=gpu File=$dir/dev/gpu[0-$((gpus - 1))]" >"$dir/gres.conf"
     cat >"$dir/slurm.conf" <<CONF
 ClusterName=test
 SlurmctldHost=${controller%%.*}(${address[2]})
 SlurmctldPort=${port[2]}
-$bind
 # cred_expire is also how long a requeued job waits before it starts again: 120 s by default, and no less than 5
 AuthInfo=socket=$dir/munge.socket,cred_expire=5
 StateSaveLocation=$dir/state
@@ -138,8 +110,8 @@ GresTypes=gpu
 # the machine need not have what its nodes are said to have
 SlurmdParameters=config_overrides
 NodeName=DEFAULT CPUs=64 RealMemory=500000 Gres=gpu:$gpus
-NodeName=n1 NodeAddr=${address[0]} Port=${port[0]} $hostname
-NodeName=n2 NodeAddr=${address[1]} Port=${port[1]} $hostname
+NodeName=n1 NodeAddr=${address[0]} Port=${port[0]}
+NodeName=n2 NodeAddr=${address[1]} Port=${port[1]}
 PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1
 # its jobs requeue those in main when they need their place
 PartitionName=urgent Nodes=n1,n2 PriorityTier=2
@@ -159,6 +131,7 @@ CONF
 }
 
 [ "$(id -u)" = 0 ] || die 3 'needs root'
+unshare --net --uts --mount ip link add try type bridge 2>/dev/null || die 3 'no namespaces here'
 for need in munged:munge slurmctld:slurmctld slurmd:slurmd scontrol:slurm-client ip:iproute2; do
     type "${need%:*}" >/dev/null 2>&1 || die 3 "${need%:*} is missing: install ${need#*:}"
 done
