@@ -224,7 +224,7 @@ def save_snapshot(args, parts, progress):
 def load_snapshot(args, parts):
     """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
     if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0, 0.0, 0.0]}
+        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
@@ -247,11 +247,10 @@ def image_loss(model, images, labels, args):
 
 
 @torch.no_grad()
-def evaluate(model, split, args):
-    """Returns the sums (3,) of image_loss over a split, which is on the device."""
+def evaluate(batch_loss, model, loader, args):
+    """Returns the sum over all batches of the sums that batch_loss returns."""
     model.eval()
-    small_batches = zip(*(tensor.split(128) for tensor in split))
-    return sum(image_loss(model, images, labels, args)[1] for images, labels in small_batches)
+    return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
 
 def epoch_row(settings, progress, val_sums, seconds, num_samples):
@@ -291,6 +290,7 @@ def main(rank, args, init_method):
     torch.backends.cudnn.benchmark = True
     train_split = read_images(args, "train")
     val_split = [torch.tensor(array).to(device) for array in read_images(args, "test")]
+    val_batches = list(zip(*(tensor[rank::world_size].split(128) for tensor in val_split)))
     num_steps = min(len(train_split[1]) // args.batch_size, args.max_steps or sys.maxsize)
 
     torch.manual_seed(args.seed)
@@ -331,7 +331,7 @@ def main(rank, args, init_method):
                 last = number == args.grad_accum_steps
                 ddp_model.require_backward_grad_sync = last  # as ddp_model.no_sync() does
                 loss, loss_sums = image_loss(ddp_model, images, labels, args)
-                sums += loss_sums
+                sums = sums + loss_sums
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward", at=watch.backward_end if last else None)
@@ -359,7 +359,7 @@ def main(rank, args, init_method):
         if stop:
             break
 
-        val_sums = evaluate(model, [tensor[rank::world_size] for tensor in val_split], args)
+        val_sums = evaluate(image_loss, model, val_batches, args)
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
@@ -369,7 +369,7 @@ def main(rank, args, init_method):
         dist.all_gather_object(epoch_rows, row)
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": [0.0, 0.0, 0.0]}
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
             print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
                   "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row))

@@ -170,7 +170,7 @@ def save_snapshot(args, parts, progress):
 def load_snapshot(args, parts):
     """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
     if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0, 0.0, 0.0]}
+        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
@@ -193,11 +193,10 @@ def image_loss(model, images, labels, args):
 
 
 @torch.no_grad()
-def evaluate(model, split, args):
-    """Returns the sums (3,) of image_loss over a split, which is on the device."""
+def evaluate(batch_loss, model, loader, args):
+    """Returns the sum over all batches of the sums that batch_loss returns."""
     model.eval()
-    small_batches = zip(*(tensor.split(128) for tensor in split))
-    return sum(image_loss(model, images, labels, args)[1] for images, labels in small_batches)
+    return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
 
 def epoch_row(settings, progress, val_sums, seconds, num_samples):
@@ -237,6 +236,7 @@ def main(args):
     torch.backends.cudnn.benchmark = True
     train_split = read_images(args, "train")
     val_split = [torch.tensor(array).to(device) for array in read_images(args, "test")]
+    val_batches = list(zip(*(tensor.split(128) for tensor in val_split)))
     num_steps = min(len(train_split[1]) // args.batch_size, args.max_steps or sys.maxsize)
 
     torch.manual_seed(args.seed)
@@ -271,7 +271,7 @@ def main(args):
             watch.mark("data")
             for images, labels in micro_batches:
                 loss, loss_sums = image_loss(model, images, labels, args)
-                sums += loss_sums
+                sums = sums + loss_sums
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward")
@@ -293,7 +293,7 @@ def main(args):
                 if ARRIVED:
                     sys.exit(128 + ARRIVED[0])
 
-        val_sums = evaluate(model, val_split, args)
+        val_sums = evaluate(image_loss, model, val_batches, args)
         watch.mark("eval")
         watch.read()
         num_samples = (num_steps - first_step) * args.batch_size
@@ -306,7 +306,7 @@ def main(args):
             head = [] if os.path.exists(args.log) else [row]
             with open(args.log, "a", newline="") as file:
                 csv.writer(file).writerows([*head, row.values()])
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": [0.0, 0.0, 0.0]}
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows:
