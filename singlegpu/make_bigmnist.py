@@ -23,7 +23,7 @@ from torchvision import datasets
 from torchvision.transforms.v2 import functional as v2
 from tqdm import tqdm
 
-BLOCK = 1000  # images that are augmented together, with random numbers of their own
+BATCH = 1000  # images that are augmented together, with random numbers of their own
 
 
 def parse_args():
@@ -104,7 +104,7 @@ def write_images(path, images, args):
     header = buffer.getvalue()
 
     def augment_block(version, start):
-        return augment(images[start:start + BLOCK], (version, start), device)
+        return augment(images[start:start + BATCH], (version, start), device)
 
     with open(path, "a+b") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
         file.seek(0)
@@ -118,7 +118,7 @@ def write_images(path, images, args):
         file.flush()
         for number in tqdm(range(done, total), "versions", total, initial=done, mininterval=1):
             if number < args.versions:
-                starts = range(0, len(images), BLOCK)
+                starts = range(0, len(images), BATCH)
                 for block in pool.map(augment_block, [number] * len(starts), starts):
                     file.write(block)
                 file.flush()
