@@ -131,10 +131,10 @@ CONF
 }
 
 [ "$(id -u)" = 0 ] || die 3 'needs root'
-unshare --net --uts --mount ip link add try type bridge 2>/dev/null || die 3 'no namespaces here'
 for need in munged:munge slurmctld:slurmctld slurmd:slurmd scontrol:slurm-client ip:iproute2; do
     type "${need%:*}" >/dev/null 2>&1 || die 3 "${need%:*} is missing: install ${need#*:}"
 done
+unshare --net --uts --mount ip link add try type bridge 2>/dev/null || die 3 'no namespaces here'
 case "${1:-} $#" in
 'up 1' | 'up 2') up "${2:-}" ;;
 'down 2') dir=$(realpath -m "$2") && down ;;

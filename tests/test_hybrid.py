@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_weights, curve, load, rows, saved_at, wait_for, wait_for_saves
-from test_training import PHASES, arguments_of, steps_of
+from test_launchers import steps_of
+from test_training import PHASES, arguments_of
 
 PIPELINE = "hybrid/gpt.py"
 GPT = "--d_model 32 --n_heads 2 --num_layers 8 --seq_len 32 --batch_size 48 --learning_rate 3e-4"

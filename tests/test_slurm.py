@@ -12,18 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import (
-    ENVIRONMENT,
-    FOLDERS,
-    ROOT,
-    assert_same_weights,
-    rows,
-    saved_at,
-    wait_for,
-)
+from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights
+from conftest import rows, saved_at, wait_for
 from test_training import arguments_of
 
-pytestmark = pytest.mark.xdist_group("slurm")  # one cluster
 CLUSTER = ["bash", ROOT / "tests/slurm_cluster.sh"]
 SMALL = ["--model", "mlp", "--epochs", "2", "--batch_size", "64", "--max_steps", "5"]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}

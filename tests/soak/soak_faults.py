@@ -11,16 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import (
-    Job,
-    assert_same_weights,
-    commands_of,
-    curve,
-    load,
-    rows,
-    wait_for,
-    wait_for_saves,
-)
+from conftest import Job, assert_same_weights, commands_of, curve, load
+from conftest import rows, wait_for, wait_for_saves
 
 KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
 IMAGES = "--dataset mnist --batch_size 24 --epochs 4 --dropout 0.5"

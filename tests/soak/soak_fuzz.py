@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_models import module
 from test_report import rows_of, write
-from test_training import Bomb
+from test_launchers import Bomb
 
 sys.path.insert(0, str(ROOT))
 import report  # noqa: E402
