@@ -8,7 +8,7 @@
 `diff singlegpu/autoencoder.py multigpu/autoencoder.py` shows what distribution adds,
 multinode/autoencoder.py is for many nodes.
 To train on your own images, replace read_pixels and create_model.
-Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
+Shapes: N images of a split, B of a batch, C channels, H height, W width.
 """
 import argparse
 import csv

@@ -7,7 +7,7 @@ r"""Train a convolutional autoencoder on the GPUs of many nodes, or on CPU proce
 
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
 To train on your own images, replace read_pixels and create_model.
-Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
+Shapes: N images of a split, B of a batch, C channels, H height, W width.
 """
 import argparse
 import csv
