@@ -124,8 +124,9 @@ def classic(options):
 
 def nanogpt(options):
     """train.py of karpathy/nanoGPT in the setting that its README gives for a CPU."""
-    words = "train.py config/train_shakespeare_char.py --device=cpu --eval_iters=1 --log_interval=1 "
-    words += "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0 "
+    words = "train.py config/train_shakespeare_char.py --device=cpu --eval_iters=1 "
+    words += "--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
+    words += "--n_embd=128 --dropout=0.0 "
     words += "--lr_decay_iters=2000 --eval_interval=100000 --dtype=float32 "
     words += f"--compile={options.compile} --max_iters={options.max_steps or 300} "
     words += f"--out_dir={tempfile.gettempdir()}"

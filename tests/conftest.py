@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,7 @@ FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / name).glob("*.py"))
 # One thread a process: tests side by side do not slow each other. No test gives a flag for it.
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 
@@ -37,13 +39,11 @@ def pytest_terminal_summary(terminalreporter, config):
     """After the soak, a table of what held, with the seconds that it took."""
     if not config.getini("python_files")[0].startswith("soak"):
         return
-    lines = []
-    for outcome in ("passed", "failed", "error", "skipped"):
+    print("\n| what | seconds | held |\n| --- | --- | --- |")
+    for outcome, held in {"passed": "yes", "failed": "NO", "error": "NO", "skipped": "-"}.items():
         for report in terminalreporter.getreports(outcome):
             name = report.nodeid.split("soak_")[-1].replace(".py::test_", ": ")
-            held = {"passed": "yes", "skipped": "skipped"}.get(outcome, "NO")
-            lines.append(f"| {name} | {report.duration:.0f} | {held} |")
-    print("\n| what | seconds | held |", "| --- | --- | --- |", *sorted(lines), sep="\n")
+            print(f"| {name} | {report.duration:.0f} | {held} |")
 
 
 def processes_of(mark):
@@ -66,7 +66,7 @@ def kill(mark):
 class Job:
     """A started command. A variable in their environment tells its processes, which a test ends."""
 
-    def __init__(self, command, cwd, env):
+    def __init__(self, command, cwd, **env):
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         env = ENVIRONMENT | env | {"TEST_JOB": self.mark.split("=")[1]}
         command = list(map(str, command))
@@ -97,31 +97,38 @@ class Job:
             self.process.communicate()
 
 
-def commands_of(script, arguments, processes=1, before=(), options=()):
-    """What follows `python`, and more environment. The words `before` precede the script.
+def words_of(script, arguments, processes):
+    """Returns the script with its arguments, and the numbers of torchrun agents and processes.
 
-    `processes` (2, 2) is two torchrun agents of two processes each; `options` are torchrun's.
+    `processes` (2, 1) is two agents of one process each. Without torchrun there are 0 agents.
     """
     folder = Path(script).parent.name
     count = ["--num_gpus", processes] if folder == "multigpu" else []
-    words = list(map(str, [*before, ROOT / script, *count, *arguments]))
+    words = list(map(str, [ROOT / script, *count, *arguments]))
     if folder not in ("multinode", "hybrid"):
-        return [words], {}
-    agents, each = processes if isinstance(processes, tuple) else (1, processes)
-    meet = ["--standalone"]
+        return words, 0, 1
+    return words, *(processes if isinstance(processes, tuple) else (1, processes))
+
+
+def commands_of(script, arguments, processes=1):
+    """What follows `python`: one command, or one for each torchrun agent."""
+    words, agents, each = words_of(script, arguments, processes)
+    meet = [f"--nproc_per_node={each}", "--standalone"]
     if agents > 1:
-        endpoint = f"--rdzv_endpoint=localhost:{free_port()}"
-        meet = [f"--nnodes={agents}", "--rdzv_backend=c10d", endpoint]
-    torchrun = ["-m", "torch.distributed.run", *meet, f"--nproc_per_node={each}", *options, "--"]
-    return [[*torchrun, *words]] * agents, {"GLOO_SOCKET_IFNAME": "lo"} if agents > 1 else {}
+        meet[1:] = [f"--nnodes={agents}", "--rdzv_backend=c10d"]
+        meet.append(f"--rdzv_endpoint=localhost:{free_port()}")
+    torchrun = ["-m", "torch.distributed.run", *meet, "--"]
+    return [[*torchrun, *words]] * agents or [words]
+
+
+PORTS = itertools.count(10_000 + os.getpid() % 5_000 * 4)  # below those that the system gives
 
 
 def free_port():
-    """A port that nobody listens on, below those that the system itself gives to others."""
-    for port in range(10_000 + os.getpid() % 10_000 * 2, 32_000):
+    """A port that nobody listens on."""
+    for port in PORTS:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise OSError("no free port")
 
 
 @pytest.fixture
@@ -129,10 +136,10 @@ def start(tmp_path):
     """start(script, *arguments, processes=1) starts it as a user does: a Job, or one an agent."""
     jobs = []
 
-    def start(script, *arguments, processes=1, options=(), env=None):
-        commands, more = commands_of(script, arguments, processes, options=options)
-        more |= env or {}
-        started = [Job([sys.executable, *command], tmp_path, more) for command in commands]
+    def start(script, *arguments, processes=1):
+        commands = commands_of(script, arguments, processes)
+        env = LOOPBACK if len(commands) > 1 else {}
+        started = [Job([sys.executable, *command], tmp_path, **env) for command in commands]
         jobs.extend(started)
         return started[0] if len(started) == 1 else started
 
@@ -142,35 +149,49 @@ def start(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def fork_server():
-    """fork_server(commands, cwd, env) runs them at the same time, and returns its answer."""
+def fork_server(tmp_path_factory):
+    """fork_server(commands, envs) runs them at the same time, and returns its answer."""
     command, pipe = [sys.executable, ROOT / "tests/fork_server.py"], subprocess.PIPE
+    folder = tmp_path_factory.mktemp("cwd")
     with subprocess.Popen(command, env=ENVIRONMENT, text=True, stdin=pipe, stdout=pipe) as server:
 
-        def fork_server(commands, cwd, env):
-            mark = str(uuid.uuid4())
-            request = {"commands": commands, "cwd": str(cwd), "env": env | {"TEST_JOB": mark}}
-            print(json.dumps(request | {"timeout": TIMEOUT}), file=server.stdin, flush=True)
-            results = json.loads(server.stdout.readline())
-            kill(f"TEST_JOB={mark}")
-            assert None not in [status for status, *_ in results], f"no end: {commands}, {results}"
-            return results
+        def fork_server(commands, envs=None):
+            mark = {"TEST_JOB": str(uuid.uuid4())}
+            envs = [env | mark for env in envs or [{}] * len(commands)]
+            request = {"commands": commands, "envs": envs, "cwd": str(folder), "timeout": TIMEOUT}
+            print(json.dumps(request), file=server.stdin, flush=True)
+            answer = json.loads(server.stdout.readline())
+            kill(f"TEST_JOB={mark['TEST_JOB']}")
+            assert None not in [status for status, *_ in answer], f"no end: {commands}, {answer}"
+            return answer
 
         yield fork_server
         server.kill()
 
 
+def torchrun_env(rank, agents, each):
+    """What torchrun tells the process of this rank."""
+    env = {"RANK": rank, "LOCAL_RANK": rank % each, "GROUP_RANK": rank // each}
+    env |= {"WORLD_SIZE": agents * each, "LOCAL_WORLD_SIZE": each, "TORCHELASTIC_RUN_ID": "test"}
+    env |= {"TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": False}
+    return {name: str(value) for name, value in env.items()}
+
+
 @pytest.fixture(scope="session")
-def attempt(fork_server, tmp_path_factory):
-    """attempt(script, *arguments, processes=1) starts it without the imports, and waits.
+def attempt(fork_server):
+    """attempt(script, *arguments, processes=1) runs it without torchrun and a start's imports.
 
-    Returns (exit status, stdout, stderr); of several agents, the worst status and all output.
+    Returns (exit status, stdout, stderr); of several processes the worst, and all output. The
+    words `before` precede the script.
     """
-    folder = tmp_path_factory.mktemp("cwd")
 
-    def attempt(script, *arguments, processes=1, before=(), env=None):
-        commands, more = commands_of(script, arguments, processes, before)
-        statuses, outs, errs = zip(*fork_server(commands, folder, more | (env or {})))
+    def attempt(script, *arguments, processes=1, before=(), **env):
+        words, agents, each = words_of(script, arguments, processes)
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= LOOPBACK if agents > 1 else {}
+        envs = [torchrun_env(rank, agents, each) | env for rank in range(agents * each)] or [env]
+        commands = [[*map(str, before), *words]] * len(envs)
+        statuses, outs, errs = zip(*fork_server(commands, envs))
         return max(map(abs, statuses)), "".join(outs), "".join(errs)
 
     return attempt

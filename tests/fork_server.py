@@ -2,48 +2,39 @@
 
 Each line of stdin is a request in JSON, and its commands run at the same time:
 
-    {"commands": [["singlegpu/gpt.py", "--epochs", "1"], ["-m", "torch.distributed.run", "--help"]],
-     "cwd": "/tmp", "env": {"OMP_NUM_THREADS": "1"}, "timeout": 300}
+    {"commands": [["singlegpu/gpt.py", "--epochs", "1"], ["singlegpu/text.py", "--help"]],
+     "envs": [{"OMP_NUM_THREADS": "1"}, {}], "cwd": "/tmp", "timeout": 300}
 
 The answer is a line of JSON: [[exit status, stdout, stderr], ...], in the order of the commands.
-The status is null if the timeout ended the command. Processes that a command starts by
-torch.multiprocessing or as torchrun are forks, too.
+Where one fails, the others are killed 20 s later, as torchrun would do. The status is null if the
+timeout ended the command. Processes that a command starts by torch.multiprocessing are forks, too.
 """
 
 import functools
 import importlib
 import json
-import math
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 
 import torch.multiprocessing
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-IMPORTS = "numpy sacrebleu tokenizers torch._dynamo torch.distributed.run torchvision tqdm".split()
+IMPORTS = "numpy sacrebleu tokenizers torch._dynamo torchvision tqdm".split()
 
 
 def run(command, cwd, env):
     """Do in a fork what the interpreter does with the command."""
-    status = 0
-    start = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
-    torch.multiprocessing.spawn = start
-    SubprocessHandler._popen = lambda handler, command, env: Worker(command, env)
+    status, start = 0, torch.multiprocessing.start_processes
+    torch.multiprocessing.spawn = functools.partial(start, start_method="fork")
     try:
         os.chdir(cwd)
         os.environ.update(env)
-        if command[0] == "-m":
-            sys.argv = command[1:]
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = command
-            runpy.run_path(command[0], run_name="__main__")
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -54,30 +45,6 @@ def run(command, cwd, env):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-class Worker:
-    """A process of torchrun, which would start `python -u SCRIPT ARGUMENTS...`."""
-
-    def __init__(self, command, env):
-        self.returncode, self.pid = None, os.fork()
-        if not self.pid:
-            os.setsid()
-            run(list(command[2:]), os.getcwd(), env)
-
-    def poll(self):
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout=math.inf):
-        end = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("worker", timeout)
-            time.sleep(0.01)
-        return self.returncode
 
 
 def start(command, cwd, env):
@@ -91,27 +58,36 @@ def start(command, cwd, env):
     return child, files
 
 
-def finish(child, files, end):
-    """Wait for the fork until the time `end`; returns its part of the answer."""
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
-        time.sleep(0.01)
-    status = os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
-    if status is None:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    for file in files:
-        file.seek(0)
-    return status, *(file.read() for file in files)
+def wait(children, timeout):
+    """Returns {child: exit status}, with None for those that had to be killed."""
+    statuses, end = {}, time.monotonic() + timeout
+    while len(statuses) < len(children):
+        for child in children - statuses.keys():
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                statuses[child] = os.waitstatus_to_exitcode(status)
+                end = min(end, time.monotonic() + 20) if status else end
+            elif time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                statuses[child] = -signal.SIGKILL if any(statuses.values()) else None
+        time.sleep(0.005)
+    return statuses
 
 
 def main():
     for name in IMPORTS:
         importlib.import_module(name)
     for line in sys.stdin:
-        request = json.loads(line)
-        end = time.monotonic() + request["timeout"]
-        forks = [start(command, request["cwd"], request["env"]) for command in request["commands"]]
-        print(json.dumps([finish(*fork, end) for fork in forks]), flush=True)
+        request, answer = json.loads(line), []
+        pairs = zip(request["commands"], request["envs"])
+        forks = [start(command, request["cwd"], env) for command, env in pairs]
+        statuses = wait({child for child, _ in forks}, request["timeout"])
+        for child, files in forks:
+            for file in files:
+                file.seek(0)
+            answer.append((statuses[child], *(file.read() for file in files)))
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def shape(spaces, mbit):
     for space in spaces:
         qdisc, device = ("tc", "-n", space, "qdisc"), ("dev", "veth", "root")
         if mbit:
-            rate = ("rate", f"{mbit}mbit", "burst", f"{max(100_000, mbit * 160)}", "latency", "500ms")
+            burst = max(100_000, mbit * 160)
+            rate = ("rate", f"{mbit}mbit", "burst", burst, "latency", "500ms")
             command(*qdisc, "replace", *device, "tbf", *rate)
         else:
             subprocess.run([*qdisc, "del", *device], stderr=subprocess.DEVNULL)  # if any

@@ -50,7 +50,7 @@ def test_a_wrong_sum_is_found(tmp_path):
     assert "    wrong = (" in text
     copy = tmp_path / "allreduce.py"
     copy.write_text(text.replace("    wrong = (", wrong))
-    job = Job([sys.executable, copy, "--num_gpus", 2, *SIZES], tmp_path, {})
+    job = Job([sys.executable, copy, "--num_gpus", 2, *SIZES], tmp_path)
     status, _, err = job.wait()
     assert status and "wrong on rank 1" in err, err
 

@@ -2,6 +2,7 @@
 
 import filecmp
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -97,14 +98,8 @@ def test_training_on_windows(big, start, run, tmp_path):
     assert_same_weights(cut, whole)
 
 
-def test_missing_files(big, attempt, tmp_path):
-    """A file that is missing or cut short ends the training."""
-    (tmp_path / "bigmnist").mkdir()
-    for name in FILES[1:]:
-        os.link(big / name, tmp_path / "bigmnist" / name)
-    base = [*TRAIN, "--data_dir", tmp_path]
-    status, _, err = attempt("singlegpu/images.py", *base)
-    assert status in (1, 2) and FILES[0] in err and "Traceback" not in err, err
-    (tmp_path / "bigmnist" / FILES[0]).write_bytes((big / FILES[0]).read_bytes()[:-1000])
-    status, _, err = attempt("singlegpu/images.py", *base)
-    assert status and "bigmnist" in err, err
+def test_a_file_that_is_cut_short(big, attempt, tmp_path):
+    shutil.copytree(big, tmp_path / "bigmnist")
+    os.truncate(tmp_path / "bigmnist" / FILES[0], 1000)
+    status, _, err = attempt("singlegpu/images.py", *TRAIN, "--data_dir", tmp_path)
+    assert status in (1, 2) and "bigmnist" in err and "Traceback" not in err, err

@@ -6,7 +6,6 @@ import signal
 
 import numpy as np
 import pytest
-import torch
 from conftest import assert_same_weights, curve, load, rows, saved_at, wait_for, wait_for_saves
 from test_launchers import steps_of
 from test_training import PHASES, arguments_of
@@ -46,36 +45,15 @@ def test_images_snapshots_move(run, data, tmp_path):
         np.testing.assert_allclose(found, curve(one), rtol=1e-5)
 
 
-def gradients(snapshot):
-    """Those of a run of one step: AdamW then holds a tenth of them, for its beta1 is 0.9."""
-    state = torch.load(snapshot, weights_only=True)["optimizer"]["state"]
-    return [10 * each["exp_avg"] for each in state.values()]
-
-
-def test_gpt_first_gradients(run, words, tmp_path):
-    """Whatever the schedule and the micro-batches: the gradients of the model in one piece."""
-    whole = tmp_path / "whole.pt"
-    run("singlegpu/gpt.py", *words, "--max_steps", 1, "--snapshot", whole)
-    expected = gradients(whole)
-    scale = max(gradient.abs().max().item() for gradient in expected)
-    cases = (2, 2, "gpipe", 3), (4, 2, "1f1b", 6), (2, 2, "interleaved", 4), (4, 4, "1f1b", 6)
-    for processes, num_stages, schedule, parts in cases:
-        snapshot = tmp_path / f"{schedule}{processes}{num_stages}.pt"
-        more = ("--num_stages", num_stages, "--schedule", schedule, "--num_microbatches", parts)
-        more += ("--max_steps", 1, "--snapshot", snapshot)
-        run(PIPELINE, *words, *more, processes=processes)
-        for a, b in zip(gradients(snapshot), expected, strict=True):
-            assert a.shape == b.shape and (a - b).abs().max() < 1e-5 * scale, more
-
-
 def test_gpt_one_loss_curve(run, words, tmp_path):
-    """The same losses as on one process; the phases, with the bubble, add up to wall time."""
+    """The losses of one process, whatever the schedule; phases and bubble are the wall time."""
     base, one = [*words, "--epochs", 2, "--max_steps", 10], tmp_path / "one.csv"
     run("singlegpu/gpt.py", *base, "--log", one)
     assert curve(one)[1, 0] < curve(one)[0, 0]
-    for processes, num_stages in (((2, 2), 2), (3, 3)):
+    for processes, num_stages, schedule in (((2, 2), 2, "1f1b"), (3, 3, "gpipe"), (4, 4, "1f1b")):
         log = tmp_path / f"{num_stages}.csv"
-        more = ("--num_stages", num_stages, "--num_microbatches", 4, "--log", log)
+        more = ("--num_stages", num_stages, "--schedule", schedule, "--num_microbatches", 4)
+        more += ("--log", log)
         run(PIPELINE, *base, *more, processes=processes)
         np.testing.assert_allclose(curve(log), curve(one), rtol=1e-5)
         for row in rows(log):
@@ -115,14 +93,10 @@ def test_gpt_resume_and_move(start, run, words, tmp_path, chance):
 
 def test_bad_arguments(attempt, words, tmp_path):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
-    cases = {
-        ("hybrid/images.py", "--num_stages", "4", "--model", "mlp"): "--num_stages",
-        (PIPELINE, "--num_stages", "3"): "--num_stages",
-        (PIPELINE, "--num_microbatches", "1"): "--num_microbatches",
-    }
-    for (script, *more), message in cases.items():
-        status, _, err = attempt(script, *more, processes=2)
-        assert status and message in err, err
+    for script, flag, value in (("hybrid/images.py", "--num_stages", 9),
+                                (PIPELINE, "--num_stages", 3), (PIPELINE, "--num_microbatches", 1)):
+        status, _, err = attempt(script, flag, value, processes=2)
+        assert status and flag in err, err
     foreign = tmp_path / "foreign.pt"
     run_one = (*words, "--max_steps", 1, "--snapshot", foreign)
     assert attempt("singlegpu/gpt.py", *run_one)[0] == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, SCRIPTS, TIMEOUT, assert_same_weights, curve, load
-from conftest import rows, wait_for, wait_for_saves
+from conftest import rows, torchrun_env, wait_for, wait_for_saves
 from test_training import arguments_of
 
 
@@ -126,18 +126,17 @@ def test_snapshots_that_do_not_fit(attempt, run, data, tmp_path):
     assert status and str(path) in err, err
 
 
-def test_bad_arguments(fork_server, attempt, data, tmp_path):
+def test_bad_arguments(fork_server, attempt, data):
     """Each script names the flag; those of torchrun say that they need it; parts are equal."""
-    launched = dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
-    launched |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    launched = [torchrun_env(0, 1, 1)] * len(SCRIPTS)
     texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
     flags = {name: re.search(r'"(--\w+)", type=int', text)[1] for name, text in texts.items()}
     commands = [[str(ROOT / script), flag, "many"] for script, flag in flags.items()]
-    for script, (status, _, err) in zip(SCRIPTS, fork_server(commands, tmp_path, launched)):
+    for script, (status, _, err) in zip(SCRIPTS, fork_server(commands, launched)):
         assert status == 2 and "Traceback" not in err, (script, err)
         assert f"argument {flags[script]}: invalid int value: 'many'" in err, (script, err)
     commands = [[str(ROOT / name)] for name in SCRIPTS if name.startswith(("multinode", "hybrid"))]
-    for command, (status, _, err) in zip(commands, fork_server(commands, tmp_path, {})):
+    for command, (status, _, err) in zip(commands, fork_server(commands)):
         assert status in (1, 2) and "torchrun " in err and "Traceback" not in err, (command, err)
     for folder, parts in (("singlegpu", 2), ("multigpu", 1), ("multinode", 1)):
         more = ("--batch_size", 25, "--grad_accum_steps", parts)
@@ -152,7 +151,7 @@ def test_missing_data(attempt, tmp_path):
     cases = ("singlegpu", "mnist"), ("singlegpu", "bigmnist"), ("multigpu", "mnist")
     for folder, dataset in cases:
         more = ("--dataset", dataset, "--data_dir", tmp_path / "none")
-        status, _, err = attempt(f"{folder}/images.py", *more, processes=2, env=blocked)
+        status, _, err = attempt(f"{folder}/images.py", *more, processes=2, **blocked)
         assert status and dataset in err, err
         assert folder == "multigpu" or "Traceback" not in err, err
 

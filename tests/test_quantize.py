@@ -93,11 +93,3 @@ def test_snapshots_that_do_not_fit(attempt, trained, tmp_path):
     for path in (tmp_path / "none.pt", tmp_path / "cut.pt", trained("text")[0]):
         status, _, err = attempt("quantize/gpt.py", "--snapshot", path)
         assert status in (1, 2) and path.name in err and "Traceback" not in err, err
-
-
-def test_converting_nothing_is_an_error():
-    """A model without layers that can be converted is not called int8."""
-    model = torch.nn.Sequential(torch.nn.LayerNorm(4))
-    for backend in ("torch.ao", "torchao"):
-        with pytest.raises(SystemExit):
-            module("quantize/gpt.py").quantize(model, namespace(backend=backend))

@@ -119,7 +119,7 @@ def test_real_data(run, real_data, tmp_path, script):
     log, before = tmp_path / "log.csv", sorted(real_data.iterdir())
     words = (*REAL[script].format(data=real_data).split(), "--epochs", 2, "--log", log)
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    run(f"multigpu/{script}", *words, processes=2, env=offline)
+    run(f"multigpu/{script}", *words, processes=2, **offline)
     assert curve(log)[1, 1] < curve(log)[0, 1] and math.isfinite(curve(log)[1, 1])
     if script not in ("text.py", "translation.py"):  # until they leave it to `datasets`
         assert sorted(real_data.iterdir()) == before

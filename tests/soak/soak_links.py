@@ -19,7 +19,7 @@ def run_on_link():
         def run_on_link(script, *arguments, mbit):
             link.shape(spaces, mbit)
             commands = link.commands_on(spaces, free_port(), script, *arguments)
-            jobs = [Job(command, ROOT, {"GLOO_SOCKET_IFNAME": "veth"}) for command in commands]
+            jobs = [Job(command, ROOT, GLOO_SOCKET_IFNAME="veth") for command in commands]
             ended = [job.wait() for job in jobs]
             assert all(status == 0 for status, *_ in ended), ended
 

@@ -101,11 +101,6 @@ def test_cancelled_job_stays_cancelled(site, long):  # noqa: F811
     assert site.show(job)["JobState"] == "CANCELLED" and site.show(job)["Restarts"] == "0"
 
 
-def test_two_jobs_on_the_same_nodes(site):  # noqa: F811
-    jobs = [site.submit("multinode_images", *SMALL, options=options("multinode")) for _ in "ab"]
-    assert [site.wait(job) for job in jobs] == ["COMPLETED"] * 2, [site.output(job) for job in jobs]
-
-
 def test_killed_process_is_restarted(site, long, tmp_path):  # noqa: F811
     """torchrun starts all processes again after one was killed, from the snapshot."""
     job = long("multinode", 30)

@@ -33,7 +33,7 @@ def test_quality(run, real_data, tmp_path, figure):
         words = [*command.format(data=real_data).split(), "--seed", seed, "--log", log]
         words += ["--data_dir", real_data] if "{data}" not in command else []
         folder = "singlegpu" if processes == 1 else "multigpu"
-        run(f"{folder}/{script}", *words, processes=processes, env=env)
+        run(f"{folder}/{script}", *words, processes=processes, **env)
         values.append(rows(log)[-1][column])
     print("FIGURE", *figure, " ".join(f"{value:.4f}" for value in values))
     if seeds > 1:
