@@ -153,7 +153,7 @@ def split_model(model, devices):
     if len(devices) > len(starts) + 1:
         sys.exit(f"--num_stages must be at most {len(starts) + 1}, the layers that have weights")
     cuts = min(itertools.combinations(starts, len(devices) - 1),
-               key=lambda cuts: max(part.sum() for part in np.split(sizes, cuts)))
+               key=lambda cuts: sorted(map(np.sum, np.split(sizes, cuts)), reverse=True))
     for device, (start, end) in zip(devices, itertools.pairwise((0, *cuts, len(layers)))):
         yield nn.Sequential(*layers[start:end]).to(device)
 
