@@ -300,13 +300,13 @@ def main(args):
         row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}  "
               "{seconds:7.2f}  {samples/s:9.0f}".format_map(row))
         if args.log:
             head = [] if os.path.exists(args.log) else [row]
             with open(args.log, "a", newline="") as file:
                 csv.writer(file).writerows([*head, row.values()])
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows:
