@@ -1,11 +1,12 @@
-"""Prove that what bears the same name in two scripts has the same text, and that folders differ by distribution alone.
+"""Prove what the collection promises of its files.
 
-    python tests/check_copies.py          # exit status 1 and a diff for each drifted copy
-    python tests/check_copies.py --fix    # carry an edit made in one file to its copies
+    python tests/check_copies.py          # exit status 1 and a line or a diff for each broken promise
+    python tests/check_copies.py --fix    # carry an edit made in one script to its copies
 
-With --fix the text that the last commit does not have wins; where two files were edited differently, none does.
+What bears the same name in two scripts has the same text. Each hunk of `diff singlegpu/x.py
+multigpu/x.py` is about distribution. Scripts keep within their lines and 100 columns. The job files of
+a folder differ in the script's name and arguments alone. --fix takes the text that is not committed.
 """
-
 import argparse
 import ast
 import difflib
@@ -17,79 +18,88 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
-MAY_DIFFER = {"main", "parse_args", "create_model", "create_dataloader", "train", "__doc__"}
+LINES = {"images": (320, 410), "autoencoder": (300, 390), "text": (360, 450), "gpt": (360, 450),
+         "translation": (440, 530)}  # of singlegpu, and of multigpu and multinode
+LINES |= {"singlegpu/make_bigmnist.py": 170, "report.py": 340, "hybrid/images.py": 460,
+          "hybrid/gpt_pipeline.py": 540, "hybrid/gpt_fsdp.py": 470, "quantize/text.py": 290,
+          "quantize/gpt.py": 300, "quantize/translation.py": 360,
+          "multigpu/allreduce.py": 160, "multinode/allreduce.py": 160}
+NOT_YET = {f"{folder}/{task}.py" for folder in FOLDERS for task in ("text", "gpt", "translation")}
+NOT_YET |= {"report.py", "multigpu/allreduce.py", "multinode/allreduce.py"}
+MAY_DIFFER = {"main", "parse_args", "create_model", "batches", "train"}
+TASK = {"SAME_ON_RESUME", "LOGGED"}  # constants that describe a task: the same in its folders
 DISTRIBUTION = re.compile(
-    r"rank|world_size|dist\.|distributed|ddp|comm_|comm\b|all_reduce|no_sync|nullcontext|process|spawn|torchrun|node|"
-    r"num_gpus|launch|cleanup|atexit|leave|socket|import (ctypes|logging|signal|threading)|timedelta|timeout|"
-    r"multiprocessing|singlegpu|multigpu|GPUs?\b|to_come|stop\b|seconds_of|SIGNALS = ",
-    re.I,
-)
+    r"rank|world_size|dist\.|distributed|ddp|comm|all_(reduce|gather)|process|torchrun|node|num_gpus|"
+    r"launch|init_method|tempfile|timedelta|timeout|singlegpu|GPUs|stop\b|ARRIVED|last\b|totals", re.I)
 
 
 def blocks(source):
-    """Each top-level function, class and constant: name -> (first line, last line, text), lines counted from 0.
-
-    Comment lines right above a block belong to it.
-    """
+    """Top-level functions, classes and constants: name -> (first line, end line, text), from 0."""
     lines, found = source.splitlines(keepends=True), {}
     for node in ast.parse(source).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            name, first = node.name, min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
+            name = node.name
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name, first = node.targets[0].id, node.lineno - 1
         else:
             continue
-        while first and lines[first - 1].startswith("#"):
-            first -= 1
-        found[name] = first, node.end_lineno, "".join(lines[first : node.end_lineno])
+        found[name] = first, node.end_lineno, "".join(lines[first:node.end_lineno])
     return found
-
-
-def committed(path):
-    """The file's text in the last commit, or nothing."""
-    name = path.relative_to(ROOT).as_posix()
-    show = subprocess.run(["git", "show", f"HEAD:{name}"], cwd=ROOT, capture_output=True, text=True)
-    return show.stdout if show.returncode == 0 else ""
 
 
 def drifted(paths):
     """Yields (name, {path: text}) for each block whose copies differ."""
-    texts = {}
+    copies = {}
     for path in paths:
-        for name, (_, _, text) in blocks(path.read_text()).items():
-            # A constant describes its task: it must agree between folders, not between tasks, nor with hybrids.
-            key = name if not name.isupper() else (path.parent.name == "hybrid", path.name, name)
-            texts.setdefault(key, {})[path] = text
-    for name, copies in texts.items():
-        if name not in MAY_DIFFER and len(set(copies.values())) > 1:
-            yield name if isinstance(name, str) else name[-1], copies
+        not_yet = path.relative_to(ROOT).as_posix() in NOT_YET
+        for block, (_, _, text) in blocks(path.read_text()).items():
+            if not (not_yet and path.parent.name in FOLDERS[3:]):
+                key = block, path.name if block in TASK or not_yet else "all"
+                copies.setdefault(key, {})[path] = text
+    for (block, _), texts in copies.items():
+        if block not in MAY_DIFFER and len(set(texts.values())) > 1:
+            yield block, texts
 
 
 def fix(name, copies):
-    """Write the one text that is new since the last commit to all copies; returns whether there was one."""
-    old = {path: blocks(committed(path)).get(name, (0, 0, ""))[2] for path in copies}
-    new = {text for path, text in copies.items() if text != old[path]}
+    """Writes the one text that is new since the last commit to all copies, if there is one."""
+    new = set()
+    for path, text in copies.items():
+        show = ["git", "show", f"HEAD:{path.relative_to(ROOT).as_posix()}"]
+        old = subprocess.run(show, cwd=ROOT, capture_output=True, text=True).stdout
+        if text != blocks(old).get(name, (0, 0, ""))[2]:
+            new.add(text)
     if len(new) != 1:
         return False
     for path in copies:
+        first, end, _ = blocks(path.read_text())[name]
         lines = path.read_text().splitlines(keepends=True)
-        first, last, _ = blocks(path.read_text())[name]
-        lines[first:last] = new
-        path.write_text("".join(lines))
+        path.write_text("".join([*lines[:first], *new, *lines[end:]]))
     return True
 
 
 def foreign_hunks(a, b):
-    """The hunks between two files in which no line is about distribution."""
+    """Yields the hunks between two files in which no line is about distribution."""
     left, right = a.read_text().splitlines(), b.read_text().splitlines()
-    for tag, i, j, k, m in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        if tag != "equal" and not DISTRIBUTION.search(text := "\n".join(left[i:j] + right[k:m])) and text.strip():
+    matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
+    for tag, i, j, k, m in matcher.get_opcodes():
+        text = "\n".join(left[i:j] + right[k:m])
+        if tag != "equal" and text.strip() and not DISTRIBUTION.search(text):
             yield f"{a.relative_to(ROOT)}:{i + 1} against {b.relative_to(ROOT)}:{k + 1}\n{text}"
 
 
+def job_text(path):
+    """A job file without its comments, the lines to edit, the script's name and its arguments."""
+    folder, script = path.stem.split("_", 1)
+    text = path.read_text().replace(script, "SCRIPT")
+    text = re.sub(r'(--\w+ "\$SLURM_JOB_NAME-\$SLURM_JOB_ID\.\w+" )?"\$@"', '"$@"', text)
+    return [line for line in text.splitlines() if "EDIT" not in line and not line.startswith("# ")]
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--fix", action="store_true", help="carry an edit made in one file to its copies")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fix", action="store_true", help="carry an edit in one file to its copies")
     args = parser.parse_args()
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
     problems = []
@@ -97,18 +107,24 @@ def main():
         where = ", ".join(str(path.relative_to(ROOT)) for path in copies)
         if args.fix and fix(name, copies):
             print(f"{name}: carried to {where}")
-            continue
-        variants = sorted(set(copies.values()))
-        problems.append(
-            f"{name} differs between {where}\n"
-            + "".join(
-                difflib.unified_diff(variants[0].splitlines(keepends=True), variants[1].splitlines(keepends=True))
-            )
-        )
+        else:
+            a, b = [text.splitlines(keepends=True) for text in sorted(set(copies.values()))[:2]]
+            diff = "".join(difflib.unified_diff(a, b))
+            problems.append(f"{name} differs between {where}\n{diff}")
     for first, second in itertools.pairwise(FOLDERS[:3]):
         for path in sorted((ROOT / first).glob("*.py")):
-            if (other := ROOT / second / path.name).exists():
+            if (other := ROOT / second / path.name).exists() and f"{first}/{path.name}" not in NOT_YET:
                 problems += foreign_hunks(path, other)
+    for path in [*paths, ROOT / "report.py"]:
+        name, lines = path.relative_to(ROOT).as_posix(), path.read_text().splitlines()
+        bound = LINES.get(name) or LINES[path.stem][path.parent.name != "singlegpu"]
+        if name not in NOT_YET and (len(lines) > bound or max(map(len, lines)) > 100):
+            problems.append(f"{name}: {len(lines)} lines of {bound}, or more than 100 columns")
+    for folder in FOLDERS:
+        files = sorted((ROOT / "slurm").glob(f"{folder}_*.slurm"))
+        for path in files[1:]:
+            if job_text(path) != job_text(files[0]):
+                problems.append(f"slurm/{path.name} and {files[0].name} differ in more than a name")
     print(*problems, sep="\n\n", file=sys.stderr)
     return bool(problems)
 
