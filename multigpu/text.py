@@ -1,322 +1,196 @@
-"""Train a text classifier on all GPUs of a node or, on a machine that has none, on several CPU processes.
+"""Train a text classifier on all GPUs of a node, or on two CPU processes where there is no GPU.
 
-    python multigpu/text.py                                 # every GPU; a bag of words on a synthetic set, no download
-    python multigpu/text.py --num_gpus 2 --model nbow --dataset imdb --data_dir data --epochs 10
-    python multigpu/text.py --model transformer --size large --dataset ag_news --seq_len 128 --learning_rate 5e-4 \
-        --snapshot text.pt                                  # stop it at any time: the same command goes on
-    sbatch slurm/multigpu_text.slurm --model transformer --dataset imdb
+    python multigpu/text.py                                        # synthetic texts: no download
+    python multigpu/text.py --model transformer --dataset imdb --snapshot text.pt  # or resume it
+    sbatch slurm/multigpu_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
-It is singlegpu/text.py and what distribution adds: see `diff`. On many nodes: multinode/text.py.
-Shapes: N texts of a split, B of a batch, T tokens of the longest, D = d_model, V vocabulary, K classes.
+`diff singlegpu/text.py multigpu/text.py` shows what is new. Many nodes: multinode/text.py.
+To train on your own texts, name their folder: splits train and test, columns text and label.
+Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 import argparse
-import atexit
 import csv
-import ctypes
-import json
-import logging
-import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
-import zipfile
-from contextlib import nullcontext, suppress
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
+from datasets import Dataset, exceptions, load_dataset
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-CLASSES = {"synthetic": 4, "ag_news": 4, "imdb": 2}
-HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # where a data set is that --data_dir lacks
-SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # d_model, n_heads, dim_feedforward, num_layers
-VOCAB_SIZE = 20_000  # the most frequent words, each seen twice or more; 0 fills up, 1 is any other word
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FIXED = ("model", "size", "dataset", "seq_len", "batch_size", "learning_rate", "dropout", "seed")  # of a resumed run
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
-              "fp16": default_hooks.fp16_compress_hook, "powersgd": powerSGD_hook.powerSGD_hook}
-CHECK_EVERY = 8  # steps between looks at the loss and the stop signals: a look waits for the GPU
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-LOSSES = dict.fromkeys(("train_loss", "train_acc", "val_loss", "val_acc"), ".4f")
-NUM_SUMS = 3  # of the losses, the right answers, the texts
-BEST = {"best_acc": ".4f", "best_epoch": ""}
-TIMES = {"time": ".2f", "samples/s": ".0f", **dict.fromkeys((*PHASES, "comm_total"), ".3f"), "R": ".2f", "skew": ".3f"}
-EPOCH = {"epoch": "", **LOSSES, **TIMES}  # columns of the table of epochs, and how they are formatted; times in seconds
-SUMMARY = dict.fromkeys(("script", "model", "dataset", "precision", "processes", "batch_size", "epochs"), "")
-LOG = ("run", "epoch", "rank", *SUMMARY, "nodes", "device", "threads", "torch", "parameters", "vocab_size", "seq_len",
-       "train_texts", "val_texts", "grad_accum_steps", "comm_hook", "compile", "learning_rate", "dropout", "max_steps",
-       "seed", *LOSSES, *BEST, *TIMES)
-SUMMARY |= LOSSES | BEST | TIMES  # columns of results.md
-HEADER = ("{script}: {model}, {parameters:,} parameters, vocabulary {vocab_size}; {dataset}, {train_texts:,} + "
-          "{val_texts:,} texts of {seq_len} tokens at most; global batch {batch_size} = {micro_batch_size} x "
-          "{processes} process(es) x {grad_accum_steps} accumulation; {precision}; {nodes} node(s), {device}, "
-          "{threads} threads; torch {torch}; epoch {epoch}, step {step}")
+SAME_ON_RESUME = ("model", "size", "dataset", "seq_len", "batch_size", "learning_rate", "dropout",
+                  "precision", "seed")
+LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
+COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
+              "fp16": default_hooks.fp16_compress_hook}
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+ARRIVED = []  # the signals that this process has received
+HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
+SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
+VOCAB_SIZE = 20_000  # the most frequent words that occur at least twice
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Train a text classifier on all GPUs of a node, or on the CPU.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--num_gpus", type=int, default=torch.cuda.device_count() or 1, help="processes; without GPUs, on the CPU")
-    add("--model", choices=("nbow", "transformer"), default="nbow", help="mean of the words, before or after attention")
-    add("--size", choices=tuple(SIZES), default="small", help="width 128, 2 layers; or 256, 4 layers")
-    add("--dataset", choices=tuple(CLASSES), default="synthetic", help="texts; synthetic needs no download")
-    add("--data_dir", default="data", help="folder that holds the data set's own folder, and receives its tokens")
-    add("--seq_len", type=int, default=256, help="tokens of a text that are read")
+    add("--num_gpus", type=int, default=torch.cuda.device_count() or 2, help="processes to start")
+    add("--model", choices=("nbow", "transformer"), default="nbow", help="nbow: a bag of words")
+    add("--size", choices=SIZES, default="small", help="width 128, 2 layers; or 256, 4 layers")
+    add("--dataset", default="synthetic", help="or ag_news, imdb, any folder or name on the hub")
+    add("--data_dir", default="data", help="folder in which --dataset is looked for first")
+    add("--seq_len", type=int, default=256, help="tokens of a text that the model reads")
     add("--epochs", type=int, default=5, help="passes over the training texts")
-    add("--batch_size", type=int, default=64, help="global batch: texts per optimizer step of all processes")
-    add("--grad_accum_steps", type=int, default=1, help="parts that a process's batch is cut into, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="of AdamW; times 0.9 after each epoch")
-    add("--dropout", type=float, default=0.0, help="probability, in each block and before the last layer")
-    add("--precision", choices=tuple(DTYPES), default="fp32", help="of autocast; fp16 scales the loss")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
+    add("--batch_size", type=int, default=64, help="global batch: texts per optimizer step")
+    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--learning_rate", type=float, default=1e-3, help="rate of AdamW; x 0.9 after each epoch")
+    add("--dropout", type=float, default=0.0, help="dropout probability in blocks and classifier")
+    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
     add("--compile", action="store_true", help="use torch.compile")
-    add("--comm_hook", choices=tuple(COMM_HOOKS), default="none", help="compression of gradients")
-    add("--max_steps", type=int, help="optimizer steps after which each epoch is cut short")
-    add("--seed", type=int, default=1, help="of weights, order and dropout")
-    add("--threads", type=int, help="CPU threads of a process; its share of the cores if not given")
-    add("--snapshot", metavar="FILE", help="saved after each epoch and at a stop signal; resumed from if it is there")
-    add("--snapshot_every", type=int, help="steps between snapshots within an epoch")
-    add("--log", metavar="FILE.csv", help="append a row for each epoch and process")
-    add("--timeout", type=int, default=600, help="seconds without a word from a process that end the job")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
+    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
+    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
-    if torch.cuda.is_available() and args.num_gpus > torch.cuda.device_count():
-        fail(f"--num_gpus {args.num_gpus}: this machine has {torch.cuda.device_count()}")
-    check_args(args, parts=args.grad_accum_steps * args.num_gpus)
+    parts = args.num_gpus * args.grad_accum_steps
+    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
+        parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
     return args
 
 
-def fail(message):
-    """End on a user's mistake: one line on stderr, exit status 2."""
-    print(f"{sys.argv[0]}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
+def synthetic_texts():
+    """Yields texts of 5 to 100 random words. Every tenth is one of 50 words that its class has."""
+    generator = np.random.default_rng(0)
+    for label in generator.integers(4, size=12_000).tolist():
+        words = generator.integers(1000, size=generator.integers(5, 101))
+        words[::10] = 50 * label + words[::10] % 50
+        yield {"text": " ".join(map(str, words)), "label": label}
 
 
-def check_args(args, parts):
-    """Refuse what cannot work; `parts` is the number of equal parts that a global batch is cut into."""
-    ranges = {"seed": (0, math.inf), "num_workers": (0, math.inf), "dropout": (0, 1)}
-    for name, value in vars(args).items():
-        low, high = ranges.get(name, (1e-30, math.inf))
-        if type(value) in (int, float) and not low <= value < high:
-            fail(f"--{name} {value} is out of range")
-    if args.batch_size % parts:
-        near = args.batch_size // parts * parts
-        near = f"{near} or {near + parts}" if near else parts
-        fail(f"--batch_size {args.batch_size} does not divide into {parts} equal parts: take {near}")
-    if args.precision == "fp16" and not torch.cuda.is_available():
-        fail("--precision fp16 needs a GPU: on a CPU take bf16 or fp32")
-    for path in filter(None, map(vars(args).get, ("snapshot", "log", "reconstructions"))):
-        if os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            fail(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    if args.log and os.path.exists(args.log):
-        if open(args.log, errors="replace").readline() not in ("", ",".join(LOG) + "\n"):
-            fail(f"--log {args.log} is not a log of this script")
+def learn_vocabulary(batch):
+    """Returns a tokenizer that knows the words of these texts, as a column of one JSON string."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    trainer = trainers.WordLevelTrainer(vocab_size=VOCAB_SIZE, min_frequency=2,
+                                        show_progress=False, special_tokens=["[PAD]", "[UNK]"])
+    tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
+    return {"tokenizer": [tokenizer.to_str()]}
 
 
-def synthetic_texts(num_texts, seed):
-    """Texts of 5 to 200 random words, a tenth of them from the 50 that their class prefers: ids, ends, labels."""
-    random = np.random.default_rng(seed)
-    labels, lengths = random.integers(CLASSES["synthetic"], size=num_texts), random.integers(5, 201, num_texts)
-    ends = np.concatenate(([0], lengths.cumsum()))
-    words, preferred = random.integers(2, 1000, ends[-1]), random.random(ends[-1]) < 0.1
-    return np.where(preferred, 2 + words % 50 + 50 * labels.repeat(lengths), words), ends, labels
+def encode(batch, tokenizer, labels):
+    """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
+    encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
+    tokens = np.array([encoding.ids for encoding in encodings], np.int16)
+    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text is an unknown word
+    return {"tokens": tokens, "length": np.count_nonzero(tokens, axis=1),
+            "class": [labels.index(label) for label in batch["label"]]}
 
 
-def tokenize(args, folder):
-    """Learn the vocabulary from the training texts and write it, with the tokens of all texts, to the folder."""
-    import datasets  # here: when the tokens are there, nobody needs these packages, or the seconds that they take
-    import tokenizers
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    source = f"{args.data_dir}/{args.dataset}"
-    splits = datasets.load_dataset(source if os.path.isdir(source) else HUB[args.dataset])
-    for split in ("train", "test"):
-        if split not in splits or not {"text", "label"} <= set(splits[split].column_names):
-            raise ValueError(f"no columns `text` and `label` in the split {split} of {splits}")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # words, and runs of other characters
-    trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=VOCAB_SIZE, min_frequency=2, show_progress=False,
-                                                   special_tokens=["[PAD]", "[UNK]"])
-    tokenizer.train_from_iterator((text or "" for text in splits["train"]["text"]), trainer)
-    os.makedirs(args.data_dir, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.data_dir, ignore_cleanup_errors=True) as work:
-        tokenizer.save(f"{work}/vocabulary.json")
-        for split in ("train", "test"):
-            ids, lengths = [], []
-            for batch in splits[split].iter(1000):  # some at a time: encodings are large
-                for encoding in tokenizer.encode_batch_fast([text or "" for text in batch["text"]]):
-                    ids.append(np.array(encoding.ids or [1], np.uint16))  # an empty text is an unknown word
-                    lengths.append(len(ids[-1]))
-            arrays = np.concatenate(ids), np.concatenate(([0], np.cumsum(lengths))), np.array(splits[split]["label"])
-            check_texts(*arrays, CLASSES[args.dataset])
-            for name, array in zip(("ids", "ends", "labels"), arrays):
-                np.save(f"{work}/{split}_{name}.npy", array)
-        os.chmod(work, 0o755)
-        with suppress(OSError):  # another job was faster
-            os.rename(work, folder)
-
-
-def check_tokens(ids, ends, vocab_size, shortest):
-    """Raise ValueError unless these are the ids of texts of `shortest` tokens or more, and where each ends (N + 1,)."""
-    known = ids.ndim == ends.ndim == 1 and ids.dtype.kind in "iu" and 0 <= ids.min() <= ids.max() < vocab_size
-    if not (known and ends.dtype == np.int64 and ends.min() == ends[0] == 0 and ends.max() == ends[-1] == len(ids)
-            and np.diff(ends).min() >= shortest):
-        raise ValueError(f"{len(ids)} tokens ({ids.dtype}) are not those of {len(ends) - 1} texts ({ends.dtype})")
-
-
-def check_texts(ids, ends, labels, num_classes):
-    """Raise ValueError unless these are the token ids of all texts, where each ends (N + 1,) and labels (N,)."""
-    if labels.shape != (len(ends) - 1,) or len(ends) < 2 or ends[-1] != len(ids):
-        raise ValueError(f"{len(labels)} labels of {len(ends) - 1} texts, of {len(ids)} tokens")
-    if labels.dtype.kind not in "iu":
-        raise ValueError(f"labels are {labels.dtype}, not numbers")
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"labels from {labels.min()} to {labels.max()} instead of 0 to {num_classes - 1}")
-
-
-def read_texts(args):
-    """The training and the test split, each as token ids of all texts, where each ends (N + 1,), labels (N,); V."""
-    folder, splits = f"{args.data_dir}/{args.dataset}_tokens", []
+def read_texts(args, device):
+    """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
+    folder = os.path.join(args.data_dir, args.dataset)
+    source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        if args.dataset == "synthetic":
-            splits, vocab_size = [synthetic_texts(size, size) for size in (20_000, 2_000)], 1000
-        else:
-            if not os.path.isdir(folder):
-                tokenize(args, folder)
-            with open(f"{folder}/vocabulary.json") as file:
-                vocab_size = len(json.load(file)["model"]["vocab"])
-            splits = [[np.load(f"{folder}/{split}_{name}.npy", "r") for name in ("ids", "ends", "labels")]
-                      for split in ("train", "test")]
-        for split in splits:
-            check_texts(*split, CLASSES[args.dataset])
-            check_tokens(*split[:2], vocab_size, shortest=1)
-    except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {args.data_dir}, which must be writable, "
-             f"and where there is internet (a login node) run: python {sys.argv[0]} --dataset {args.dataset} "
-             f"--data_dir {args.data_dir} --max_steps 1")
-    if args.batch_size > len(splits[0][2]):
-        fail(f"--batch_size {args.batch_size} exceeds the {len(splits[0][2])} training texts")
-    return *splits, vocab_size
+        splits = (load_dataset(source, split=["train", "test"]) if args.dataset != "synthetic" else
+                  Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values())
+        splits = [split.select_columns(["text", "label"]) for split in splits]
+        labels = sorted({label for split in splits for label in split.unique("label")})
+    except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
+        sys.exit(f"cannot read {source}: {error}")
+    options = {"batched": True, "remove_columns": ["text", "label"]}
+    vocabulary = splits[0].map(learn_vocabulary, batch_size=None, **options)
+    tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
+    tokenizer.enable_truncation(args.seq_len)
+    tokenizer.enable_padding(length=args.seq_len)
+    options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
+    splits = [split.map(encode, **options) for split in splits]
+    splits = [split.select(np.argsort(split["length"][:], stable=True)) for split in splits]
+    return *([*part.with_format("torch", device=device)[:].values()] for part in splits), labels
 
 
-def similar_batches(ends, args, epoch):
-    """Indices of an epoch's batches (steps, B): random texts, those of a batch about equally long.
-
-    100 batches at a time are sorted by length and cut, all are shuffled: the same for any number of processes.
-    """
-    random, lengths = np.random.default_rng((args.seed, epoch)), np.minimum(np.diff(ends), args.seq_len)
-    order = random.permutation(len(lengths))[:len(lengths) // args.batch_size * args.batch_size]
-    pools = np.split(order, range(100 * args.batch_size, len(order), 100 * args.batch_size))
-    batches = np.concatenate([pool[lengths[pool].argsort(kind="stable")] for pool in pools])
-    return random.permutation(batches.reshape(-1, args.batch_size))[:args.max_steps]
-
-
-def create_dataloader(split, batches, args, device):
-    """Yields token ids (B, T), with zeros beyond a text's end, lengths (B,) and labels (B,)."""
-    ids, ends, labels = split
-    for indices in batches:
-        lengths = np.minimum(ends[indices + 1] - ends[indices], args.seq_len)
-        columns = np.arange(lengths.max())
-        tokens = ids.take(ends[indices][:, None] + columns, mode="clip").astype(np.int64)
-        tokens[columns >= lengths[:, None]] = 0
-        yield tuple(torch.from_numpy(array).to(device) for array in (tokens, lengths, labels[indices].astype(np.int64)))
+def batches(split, args, epoch, steps):
+    """Yields a list of micro-batches for each step: tokens (B, T), classes (B,)."""
+    tokens, lengths, classes = split
+    size, generator = args.batch_size, np.random.default_rng((args.seed, epoch))
+    order = generator.permutation(len(lengths))[:len(lengths) // size * size]
+    for pool in np.split(order, range(100 * size, len(order), 100 * size)):
+        pool.sort()  # by length, so that batches need little padding
+    order = torch.from_numpy(generator.permutation(order.reshape(-1, size))).to(lengths.device)
+    longest = lengths[order[:, -1]].tolist()
+    for step in steps:
+        rows = order[step, dist.get_rank()::dist.get_world_size()]
+        texts = tokens[rows, :longest[step]], classes[rows]
+        yield list(zip(*(tensor.chunk(args.grad_accum_steps) for tensor in texts)))
 
 
-class Block(nn.Module):
-    """A transformer block with its norms in front, (B, T, D) to (B, T, D).
+class TextEncoder(nn.Module):
+    """A transformer from token ids (B, T) to the mean of its outputs for real tokens (B, D)."""
 
-    It sees what the mask (B, 1, T or 1, T) marks or, without a mask, what came before. Attention itself has no dropout:
-    on a CPU that would cost the fast kernel.
-    """
-
-    def __init__(self, d_model, n_heads, dim_feedforward, dropout):
+    def __init__(self, args):
         super().__init__()
-        self.n_heads, self.dropout = n_heads, nn.Dropout(dropout)
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
-        self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
+        d_model, self.n_heads, dim_feedforward, num_layers = SIZES[args.size]
+        self.embedding = nn.Embedding(VOCAB_SIZE, d_model)
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            qkv = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, 3 * d_model, bias=False))
+            projection = nn.Linear(d_model, d_model, bias=False)
+            feed_forward = nn.Sequential(
+                nn.LayerNorm(d_model), nn.Linear(d_model, dim_feedforward, bias=False), nn.GELU(),
+                nn.Linear(dim_feedforward, d_model, bias=False))
+            self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
+        self.positions = nn.Embedding(args.seq_len, d_model)
+        self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(args.dropout)
 
-    def attend(self, x, mask=None):
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
-
-    def feed_forward(self, x):
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-    def forward(self, x, mask=None):
-        return self.feed_forward(self.attend(x, mask))
-
-
-class TextClassifier(nn.Module):
-    """Token ids (B, T) and lengths (B,) to logits (B, K): a linear layer on the mean over the real tokens."""
-
-    def __init__(self, vocab_size, d_model, n_heads, dim_feedforward, num_layers, seq_len, dropout, num_classes):
-        super().__init__()
-        self.embedding, self.blocks = nn.Embedding(vocab_size, d_model), nn.ModuleList()
-        if num_layers:
-            self.positions, self.norm = nn.Embedding(seq_len, d_model), nn.LayerNorm(d_model)
-            self.blocks.extend(Block(d_model, n_heads, dim_feedforward, dropout) for _ in range(num_layers))
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(d_model, num_classes)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens, lengths):
-        if not self.blocks:  # the mean without making (B, T, D) first
-            return self.head(self.dropout(F.embedding_bag(tokens, self.embedding.weight, padding_idx=0)))
-        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
-        x = self.dropout(self.embedding(tokens) + self.positions.weight[:tokens.shape[1]])  # (B, T, D)
-        for block in self.blocks:
-            x = block(x, mask[:, None, None])
-        mean = (self.norm(x) * mask[:, :, None]).sum(1) / lengths[:, None]  # (B, D)
-        return self.head(self.dropout(mean))
+    def forward(self, tokens):
+        real = tokens > 0  # (B, T)
+        x = self.dropout(self.embedding(tokens) + self.positions.weight[:tokens.shape[1]])
+        for qkv, projection, feed_forward in self.layers:
+            q, k, v = qkv(x).unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
+            x = x + self.dropout(projection(y.transpose(1, 2).flatten(2)))  # (B, T, D)
+            x = x + self.dropout(feed_forward(x))
+        return (self.norm(x) * real[:, :, None]).sum(1) / real.sum(1, keepdim=True)
 
 
-def create_model(args, vocab_size):
-    *sizes, num_layers = SIZES[args.size]
-    return TextClassifier(vocab_size, *sizes, num_layers if args.model == "transformer" else 0, args.seq_len,
-                          args.dropout, CLASSES[args.dataset])
-
-
-def keep_freed_memory():
-    """Have glibc keep what is freed for the next step: fetching it anew can take a third of a step on a CPU."""
-    with suppress(OSError, AttributeError):  # there is no glibc
-        libc = ctypes.CDLL(None)
-        for option, value in ((-4, 0), (-1, 1 << 30), (-2, 1 << 26)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
-            libc.mallopt(option, value)
+def create_model(args, num_classes):
+    """Returns a network from token ids (B, T) to logits (B, K)."""
+    d_model = SIZES[args.size][0]
+    encoder = (TextEncoder(args) if args.model == "transformer" else
+               nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0))
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, num_classes))
+    for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2):
+        nn.init.normal_(matrix, std=0.02)
+    return model
 
 
 class Stopwatch:
-    """mark(phase) gives the time since the previous mark to that phase, so that the phases add up to the whole.
-
-    On CUDA a mark is an event in the stream: only read() waits for the GPU.
-    """
+    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
 
     def __init__(self, device):
-        self.cuda, self.marks, self.seconds = device.type == "cuda", [], dict.fromkeys((*PHASES, "comm_total"), 0.0)
+        self.cuda = device.type == "cuda"
+        self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
+        self.marks = []
         self.last = self.now()
 
     def now(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        if self.cuda:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()
 
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
@@ -325,7 +199,7 @@ class Stopwatch:
         self.marks.append((phase, at or self.now()))
 
     def read(self):
-        """Add the marks up to `seconds`."""
+        """Adds the marks to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
         for phase, at in self.marks:
@@ -334,359 +208,243 @@ class Stopwatch:
         self.marks.clear()
 
 
-class CommTimer:
-    """Times the all-reduces of DDP, which calls `hook` whenever a bucket of gradients is ready."""
+class CommTimer(Stopwatch):
+    """Also times the all-reduces. DDP calls hook() for each bucket (group) of gradients."""
 
-    def __init__(self, watch, inner_hook, inner_state):
-        self.watch, self.inner_hook, self.inner_state = watch, inner_hook, inner_state
-        self.spans = []
+    def __init__(self, device, comm_hook):
+        super().__init__(device)
+        self.comm_hook, self.spans = comm_hook, []
+        self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
-    def hook(self, state, bucket):
-        start = self.watch.now()
-        if bucket.is_last():
-            self.backward_end = start
-
-        def ended(future):
-            self.spans.append((start, self.watch.now()))
+    def hook(self, group, bucket):
+        start = self.backward_end = self.now()  # the last bucket marks the end
+        def sent(future):
+            self.spans.append((start, self.now()))
             return future.value()
-
-        return self.inner_hook(self.inner_state, bucket).then(ended)
+        if self.cuda:  # on a separate stream, so that the backward pass does not wait
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            return self.comm_hook(group, bucket).then(sent)
 
     def read(self):
-        """Add the time in which any of them ran to the watch's seconds: gloo runs several at once, NCCL one by one."""
-        until = -math.inf
-        for start, end in sorted([self.watch.between(self.spans[0][0], at) for at in span] for span in self.spans):
-            self.watch.seconds["comm_total"] += max(0.0, end - max(start, until))
-            until = max(until, end)
+        """Also adds the time in which any all-reduce ran: gloo runs several at once."""
+        origin, covered = self.last, 0.0
+        super().read()
+        spans = [[self.between(origin, at) for at in span] for span in self.spans]
+        for start, end in sorted(spans):
+            self.seconds["comm_total"] += max(0.0, end - max(start, covered))
+            covered = max(covered, end)
         self.spans.clear()
 
 
-def setup(args):
-    """Join the other processes; returns rank, world_size and device."""
-    rank, world_size, local_rank, local_world_size = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    torch.set_num_threads(args.threads or max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    device, place = torch.device("cpu"), f"process {os.getpid()}"
+def setup(args, rank, world_size, init_method):
+    """Joins the process group. Returns the device of this process."""
+    backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Slurm may show a task its own GPU only
+        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        place = f"{device} {torch.cuda.get_device_properties(device).uuid}"
-    if local_world_size == world_size:  # one node: nothing needs to listen to the network
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    elif "GLOO_SOCKET_IFNAME" not in os.environ and socket.gethostbyname(socket.gethostname()).startswith("127."):
-        fail(f"the name {socket.gethostname()} means this machine only (127...), which no other node can reach: set "
-             "GLOO_SOCKET_IFNAME to the network interface that the nodes share, such as eth0")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                            timeout=timedelta(seconds=args.timeout))
-    places = [None] * world_size
-    dist.all_gather_object(places, f"{socket.gethostname()}, {place}")
-    if len(set(places)) < world_size:
-        fail(f"two processes share a GPU: {places}")
-    dist.all_reduce(torch.ones(1, device=device), async_op=True).wait(timedelta(seconds=min(60, args.timeout)))
-    if rank == 0:
-        print(*(f"rank {number}: {place}" for number, place in enumerate(places)), sep="\n")
-    return rank, world_size, device
+    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
+                            device_id=device if backend == "nccl" else None)
+    return device
 
 
-def cleanup():
-    dist.all_reduce(torch.zeros(1))  # a process that leaves early can abort the others
-    dist.destroy_process_group()
-
-
-def leave(status=0):
-    """End without Python's own end: a thread of gloo's that frees its last tensor meanwhile would abort the process."""
-    atexit._run_exitfuncs()
-    os._exit(status)
-
-
-def save_snapshot(args, parts, state):
-    """Written aside, then renamed: the file is whole at any moment."""
-    if not args.snapshot:
-        return
-    if not all(parameter.isfinite().all() for parameter in parts["model"].parameters()):
-        sys.exit(f"{sys.argv[0]}: error: the weights are not finite; {args.snapshot} stays as it was")
-    snapshot = {name: part.state_dict() for name, part in parts.items()}
-    snapshot |= {"state": state, "args": {name: getattr(args, name) for name in FIXED}}
-    try:
-        with open(args.snapshot + ".tmp", "wb") as file:
-            torch.save(snapshot, file)
-            file.flush()
-            os.fsync(file.fileno())
+def save_snapshot(args, parts, progress):
+    """Writes a temporary file and renames it: a snapshot is never half written."""
+    if args.snapshot:
+        snapshot = {name: part.state_dict() for name, part in parts.items()}
+        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        torch.save(snapshot | {"progress": progress}, args.snapshot + ".tmp")
         os.replace(args.snapshot + ".tmp", args.snapshot)
-    except (OSError, RuntimeError) as error:  # a full disk must not end the training
-        print(f"{sys.argv[0]}: warning: snapshot not saved: {error}", file=sys.stderr, flush=True)
-        with suppress(OSError):
-            os.remove(args.snapshot + ".tmp")
 
 
-def load_snapshot(args, parts, **more):
-    """Bring `parts` to where the snapshot, if there is one, was made; returns that place in the run, with `more`."""
-    state = {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": [0.0] * NUM_SUMS, **more}
+def load_snapshot(args, parts):
+    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
     if not args.snapshot or not os.path.exists(args.snapshot):
-        return state
+        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
-        if zipfile.ZipFile(args.snapshot).testzip():  # torch.load does not look at the checksums
-            raise ValueError("wrong checksum")
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        for name in FIXED:
-            if snapshot["args"][name] != getattr(args, name):
-                raise ValueError(f"it was made with --{name} {snapshot['args'][name]}, not {getattr(args, name)}")
+        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
+            raise ValueError(f"it was made with {snapshot['settings']}")
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
-        for parameter, moments in parts["optimizer"].state.items():  # its kernel looks at neither sizes nor strides
-            moments |= {name: torch.empty_like(parameter).copy_(moments[name]) for name in ("exp_avg", "exp_avg_sq")}
-        place = {name: snapshot["state"][name] for name in state}
-        kinds = [[[*map(type, value)] if type(value) is list else type(value) for value in each.values()]
-                 for each in (place, state)]
-        if kinds[0] != kinds[1] or min(place["epoch"], place["step"]) < 0:
-            raise ValueError("it does not tell where in the run it was made")
-        return place
-    except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"cannot resume from {args.snapshot}: {reason}; move it away to start anew")
+        return snapshot["progress"]
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def append_log(path, rows):
-    """Append an epoch's rows, one a process; what a crash left of that epoch, or of a line, is dropped first."""
-    try:
-        with open(path, "a+", newline="", errors="surrogateescape") as file:
-            file.seek(0)
-            lines = file.readlines()
-        epoch = f"{rows[0]['run']},{rows[0]['epoch']},"
-        kept = [line for line in lines if line.endswith("\n") and not line.startswith(epoch)]
-        if kept != lines:
-            with open(path + ".tmp", "w", newline="", errors="surrogateescape") as file:
-                file.writelines(kept)
-            os.replace(path + ".tmp", path)
-        with open(path, "a", newline="", buffering=1 << 20) as file:  # all rows in one write
-            writer = csv.DictWriter(file, LOG, extrasaction="ignore", lineterminator="\n")
-            if not kept:
-                writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:  # a full disk must not end the training
-        print(f"{sys.argv[0]}: warning: log not written: {error}", file=sys.stderr, flush=True)
-
-
-def epoch_rows(settings, state, val_sums, seconds_of, num_samples):
-    """An epoch's rows of the log, one for each process, from the seconds of its phases."""
-    losses = [total / sums[-1] for sums in (state["sums"], val_sums.tolist()) for total in sums[:-1]]
-    compute = [seconds["forward"] + seconds["backward"] + seconds["optimizer"] for seconds in seconds_of]
-    return [{**settings, "epoch": state["epoch"], "rank": rank, **dict(zip(LOSSES, losses)), **seconds,
-             "samples/s": num_samples / (seconds["time"] - seconds["eval"] - seconds["save"]),
-             "R": compute[rank] / (seconds["comm_total"] or math.nan), "skew": max(compute) - min(compute)}
-            for rank, seconds in enumerate(seconds_of)]
-
-
-def average(rows):
-    """The last row, its times the means over all rows."""
-    return rows[-1] | {name: sum(row[name] for row in rows) / len(rows) for name in TIMES}
-
-
-def print_row(columns, row=None):
-    """A row of a Markdown table or, without `row`, its head."""
-    cells = (format(row[name], spec).replace("nan", "-") if row else name for name, spec in columns.items())
-    print("|", " | ".join(cell.rjust(max(7, len(name))) for cell, name in zip(cells, columns)), "|")
-
-
-def print_verdict(summary):
-    """How much of the communication the backward pass hides, and whether more processes would pay."""
-    hidden = max(0, 1 - summary["comm"] / summary["comm_total"])
-    print(f"{hidden:.0%} of the communication is hidden behind the backward pass; R = compute / communication = "
-          f"{summary['R']:.2f}")
-    if summary["R"] < 3:
-        print("R is below 3: more processes will hardly pay, for they wait for gradients more than they compute; "
-              "a larger --batch_size, or --comm_hook, raises R")
-
-
-def text_loss(model, tokens, lengths, labels, args):
-    """The mean loss, and the sums of the losses, of the right answers and of the texts (3,)."""
+def text_loss(model, tokens, classes, args):
+    """Returns the mean loss, and the sums (3,) of losses, right answers and texts."""
     with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(tokens, lengths)  # (B, K)
-        loss = F.cross_entropy(logits, labels)
-    count = loss.detach().new_full((), len(labels))
-    return loss, torch.stack((loss.detach() * count, (logits.argmax(1) == labels).sum(), count)).double()
-
-
-def train(ddp_model, loader, steps, parts, state, watch, comm_timer, stop_signals, args, device):
-    """Train to the end of the epoch; returns whether a stop signal ended it early."""
-    rank, optimizer, scaler = dist.get_rank(), parts["optimizer"], parts["scaler"]
-    ddp_model.train()
-    sums = torch.tensor(state["sums"], dtype=torch.float64, device=device)
-    sums *= rank == 0  # those of the snapshot are of all processes
-    progress = tqdm(loader, f"epoch {state['epoch']}", steps, initial=state["step"], disable=rank > 0 or None)
-    for batch in progress:
-        torch.manual_seed(hash((args.seed, state["epoch"], state["step"], rank)))  # of dropout: no state to save
-        watch.mark("data")
-        to_come = args.grad_accum_steps
-        for part in zip(*(array.chunk(args.grad_accum_steps) for array in batch)):
-            to_come -= 1
-            with ddp_model.no_sync() if to_come else nullcontext():  # only the last part sends gradients
-                loss, part_sums = text_loss(ddp_model, *part, args)
-                sums += part_sums
-                watch.mark("forward")
-                scaler.scale(loss / args.grad_accum_steps).backward()
-                watch.mark("backward", at=None if to_come else comm_timer.backward_end)
-        watch.mark("comm")
-        state["step"] += 1
-        save = args.snapshot_every and state["step"] % args.snapshot_every == 0
-        check = save or state["step"] % CHECK_EVERY == 0 or state["step"] == steps
-        if check:  # on its way while the optimizer works
-            totals = torch.cat((sums, sums.new_tensor([len(stop_signals)])))
-            reduction = dist.all_reduce(totals, async_op=True)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        watch.mark("optimizer")
-        if check:
-            reduction.wait()
-            *state["sums"], stop = totals.tolist()
-            watch.read()
-            comm_timer.read()
-            if not np.isfinite(state["sums"]).all():
-                sys.exit(f"{sys.argv[0]}: error: loss not finite in epoch {state['epoch']} by step {state['step']}"
-                         if rank == 0 else 1)
-            if stop:
-                return True
-            if save and rank == 0:
-                save_snapshot(args, parts, state)
-                watch.mark("save")
-    return False
+        logits = model(tokens)  # (B, K)
+        loss = nn.functional.cross_entropy(logits, classes)
+    count = torch.full_like(loss, len(classes))
+    sums = torch.stack((loss.detach() * count, (logits.argmax(1) == classes).sum(), count))
+    return loss, sums.double()
 
 
 @torch.no_grad()
-def evaluate(batch_loss, model, loader, args, device):
-    """The sums that batch_loss gives, over all of the loader's batches; zeros if there are none."""
+def evaluate(batch_loss, model, loader, args):
+    """Returns the sums of batch_loss, added up over all batches."""
     model.eval()
-    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
-    return sum((batch_loss(model, *batch, args)[1] for batch in loader), sums)
+    return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
 
-def main(args):
-    sys.stdout.reconfigure(line_buffering=True)
-    keep_freed_memory()
-    stop_signals = []
+def epoch_row(settings, progress, val_sums, seconds, num_samples):
+    """Returns the row of the log for one epoch and process. Times are in seconds."""
+    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
+    for split, (loss, right, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
+        row |= {f"{split}_loss": loss / count, f"{split}_acc": right / count}
+    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
+    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
+    return row
+
+
+def print_summary(rows, metric):
+    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    means = {metric: rows[-1][metric]}
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        means[name] = sum(row[name] for row in rows) / len(rows)
+    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
+    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
+    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = means[phase] / means["seconds"]
+        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
+    for line in ((*names, *means), ["---"] * len(cells), cells):
+        print("|", " | ".join(line), "|")
+    return means
+
+
+def main(rank, args, init_method):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: stop_signals.append(signum))
-    rank, world_size, device = setup(args)
-    if rank > 0:
-        dist.all_reduce(torch.zeros(1))  # rank 0 goes first: it makes the data, and says what is wrong
-    train_split, val_split, vocab_size = read_texts(args)
-    num_train, num_val = len(train_split[2]), len(val_split[2])
+        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+    device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    encode.__module__ = learn_vocabulary.__module__ = synthetic_texts.__module__ = "__main__"
+    train_split, val_split, labels = read_texts(args, device)
+    val_batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
+                   in zip(*(tensor[rank::world_size].split(128) for tensor in val_split))]
+    num_steps = min(len(train_split[0]) // args.batch_size, args.max_steps or sys.maxsize)
+    if num_steps == 0:
+        sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
+
     torch.manual_seed(args.seed)
-    model = create_model(args, vocab_size).to(device)
+    model = create_model(args, len(labels)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
-    parts = {"model": model, "optimizer": optimizer,
-             "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
-             "scaler": torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")}
-    state = load_snapshot(args, parts, best=[0.0, -1])
-    if rank == 0:
-        dist.all_reduce(torch.zeros(1))
-    bucket_mb = 1e6 if args.comm_hook == "powersgd" and device.type == "cpu" else None  # gloo would mix its buckets up
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    progress = load_snapshot(args, parts)
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    watch = CommTimer(device, COMM_HOOKS[args.comm_hook])
+    ddp_model.register_comm_hook(None, watch.hook)
     if args.compile:
         ddp_model.compile()
-    settings = vars(args) | {
-        "run": state["run"], "script": "multigpu/text.py", "processes": world_size,
-        "nodes": world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "train_texts": num_train, "val_texts": num_val, "vocab_size": vocab_size, "model": f"{args.model}-{args.size}",
-        "micro_batch_size": args.batch_size // args.grad_accum_steps // world_size}
+
+    settings = {name: getattr(args, name) for name in LOGGED} | {
+        "model": f"{args.model}-{args.size}",
+        "script": "multigpu/text.py", "processes": world_size, "nodes": 1, "rank": rank,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": args.comm_hook,
+        "parameters": sum(parameter.numel() for parameter in model.parameters())}
     if rank == 0:
-        print(HEADER.format_map(settings | state))
-        print_row(EPOCH)
-    epochs, watch, start = [], Stopwatch(device), time.perf_counter()
-    comm_timer = CommTimer(watch, COMM_HOOKS[args.comm_hook],
-                           powerSGD_hook.PowerSGDState(None) if args.comm_hook == "powersgd" else None)
-    ddp_model.register_comm_hook(None, comm_timer.hook)
-    while state["epoch"] < args.epochs:
-        first_step, batches = state["step"], similar_batches(train_split[1], args, state["epoch"])
-        loader = create_dataloader(train_split, batches[first_step:, rank::world_size], args, device)
-        if train(ddp_model, loader, len(batches), parts, state, watch, comm_timer, stop_signals, args, device):
-            if rank == 0:
-                save_snapshot(args, parts, state)
-                print(f"stopped by a signal: epoch {state['epoch']}, step {state['step']}, snapshot {args.snapshot}")
-            cleanup()
-            return 128 + signal.SIGTERM  # unfinished; the parent knows the signal
-        parts["scheduler"].step()
-        val_share = np.diff(val_split[1]).argsort(kind="stable")[rank::world_size]  # by length
-        val_batches = [val_share[start:start + 128] for start in range(0, len(val_share), 128)]
-        val_sums = evaluate(text_loss, model, create_dataloader(val_split, val_batches, args, device), args, device)
+        print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
+              f"{len(train_split[0]):,} + {len(val_split[0]):,} texts")
+        print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+              "{batch_size}; {precision}; torch {torch}".format_map(settings))
+        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
+    rows, stop = [], 0
+    while progress["epoch"] < args.epochs:
+        epoch, first_step = progress["epoch"], progress["step"]
+        optimizer.param_groups[0]["lr"] = args.learning_rate * 0.9**epoch
+        loader = batches(train_split, args, epoch, range(first_step, num_steps))
+        sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
+        model.train()
+        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
+                                  leave=False, disable=True if rank else None):
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # of dropout
+            watch.mark("data")
+            for number, (tokens, classes) in enumerate(micro_batches, start=1):
+                last = number == args.grad_accum_steps
+                ddp_model.require_backward_grad_sync = last  # as ddp_model.no_sync() does
+                loss, loss_sums = text_loss(ddp_model, tokens, classes, args)
+                sums = sums + loss_sums
+                watch.mark("forward")
+                scaler.scale(loss / args.grad_accum_steps).backward()
+                watch.mark("backward", at=watch.backward_end if last else None)
+            watch.mark("comm")  # communication after the backward pass
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            watch.mark("optimizer")
+
+            progress["step"] += 1
+            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
+            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
+                totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
+                dist.all_reduce(totals)
+                watch.mark("comm")
+                *progress["sums"], stop = totals.tolist()
+                watch.read()
+                if not totals.isfinite().all():
+                    sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
+                if rank == 0 and (save or stop):
+                    save_snapshot(args, parts, progress)
+                    watch.mark("save")
+                if stop:
+                    break
+        if stop:
+            break
+
+        val_sums = evaluate(text_loss, model, val_batches, args)
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
-        comm_timer.read()
-        accuracy = (val_sums[1] / val_sums[2]).item()
-        if accuracy > state["best"][0]:
-            state["best"] = [accuracy, state["epoch"]]
-        settings |= dict(zip(BEST, state["best"]))
-        seconds = watch.seconds | {"time": time.perf_counter() - start}
-        start, watch.seconds = start + seconds["time"], dict.fromkeys(watch.seconds, 0.0)
-        seconds_of = [None] * world_size
-        dist.all_gather_object(seconds_of, seconds)
-        num_samples = (state["step"] - first_step) * args.batch_size
-        epochs.append(epoch_rows(settings, state, val_sums, seconds_of, num_samples))
+        num_samples = (num_steps - first_step) * args.batch_size
+        row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
+        epoch_rows = [None] * world_size
+        dist.all_gather_object(epoch_rows, row)
+        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
+        rows += epoch_rows
+        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print_row(EPOCH, average(epochs[-1]))
+            print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
+                  "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row))
             if args.log:
-                append_log(args.log, epochs[-1])
-        state |= {"epoch": state["epoch"] + 1, "step": 0, "sums": [0.0] * NUM_SUMS}
-        if rank == 0:
-            save_snapshot(args, parts, state)
+                head = [] if os.path.exists(args.log) else [row]
+                with open(args.log, "a", newline="") as file:
+                    csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
+            save_snapshot(args, parts, progress)
         watch.mark("save")
-    if epochs and rank == 0:  # the row for results.md: means over the epochs after the first, which warms up
-        summary = average([row for rows in epochs[1:] or epochs for row in rows])
-        print_row(SUMMARY)
-        print_row(SUMMARY, summary)
-        if summary["comm_total"]:
-            print_verdict(summary)
-    cleanup()
+    if rows and rank == 0:
+        means = print_summary(rows[world_size:] or rows, "val_acc")
+        print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
+              f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
+    dist.barrier()  # rank 0 may still be saving
+    dist.destroy_process_group()
+    sys.exit(128 + ARRIVED[0] if ARRIVED else 0)
 
 
-def run(local_rank, args, port):
-    """A spawned process: torchrun's environment, then main."""
-    os.environ |= {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(args.num_gpus),
-                   "LOCAL_WORLD_SIZE": str(args.num_gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the parent serves the store
-    leave(main(args) or 0)
-
-
-def launch(args):
-    """Spawn the processes, pass stop signals on to them, end as they end."""
-    listener = socket.create_server(("127.0.0.1", 0))  # a free port, on this machine only
-    port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what it warns of is said below
-    context = mp.spawn(run, (args, port), nprocs=args.num_gpus, join=False)
-    received = []
-
-    def forward_signal(signum, frame):
-        received.append(signum)
-        for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, signum)
-
-    for signum in SIGNALS:
-        signal.signal(signum, forward_signal)
-    try:
-        while not context.join(grace_period=2):
-            pass
-    except mp.ProcessExitedException as error:
-        if received:
-            sys.exit(128 + received[0])
-        if error.exit_code < 0:
-            print(f"{sys.argv[0]}: error: rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-        sys.exit(max(1, error.exit_code))
-    except mp.ProcessRaisedException as error:
-        hung = [rank for rank, process in enumerate(context.processes) if process.exitcode == -signal.SIGKILL]
-        silent = f"; no answer of ranks {hung}" if hung else ""
-        sys.exit(f"{error}{sys.argv[0]}: error: rank {error.error_index} failed{silent}")
-    finally:
-        for file in context.error_files:  # torch leaves them behind
-            with suppress(OSError):
-                os.remove(file)
-    del store  # it had to serve until here
+def launch_text(args):
+    """Starts the processes, passes stop signals on to them, and ends as they end."""
+    read_texts(args, "cpu")  # fills the cache, which knows functions by text and __module__
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.num_gpus)))
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, join=False)
+        for signum in SIGNALS:
+            signal.signal(signum, lambda num, _: [os.kill(pid, num) for pid in context.pids()])
+        try:
+            while not context.join(grace_period=5):
+                pass
+        except mp.ProcessExitedException as error:
+            sys.exit(error.exit_code if error.exit_code > 0 else str(error))
 
 
 if __name__ == "__main__":
-    launch(parse_args())
+    launch_text(parse_args())

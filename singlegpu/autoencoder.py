@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 SAME_ON_RESUME = ("dataset", "batch_size", "learning_rate", "precision", "seed")
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # they stop the run: Slurm, Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
 
 
@@ -37,13 +37,13 @@ def parse_args():
     add = parser.add_argument
     add("--dataset", choices=("synthetic", "mnist", "cifar10"), default="synthetic",
         help="images to train on")
-    add("--data_dir", default="data", help="folder of the data sets, downloaded if missing")
+    add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
-    add("--max_steps", type=int, default=0, help="steps after which an epoch ends early; 0: none")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of a batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
-    add("--precision", choices=DTYPES, default="fp32", help="autocast; fp16 also scales the loss")
+    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights and data order")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -51,7 +51,7 @@ def parse_args():
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--reconstructions", metavar="FILE.png", help="draw 16 images above their reconstructions")
     args = parser.parse_args()
-    if args.batch_size < 1 or args.batch_size % args.grad_accum_steps:
+    if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
     return args
 
@@ -100,7 +100,7 @@ def create_model(channels):
 
 
 class Stopwatch:
-    """mark(phase) gives the time since the last mark to a phase, so that the phases add up."""
+    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -130,7 +130,7 @@ class Stopwatch:
 
 
 def save_snapshot(args, parts, progress):
-    """Writes another file and renames it, so that the snapshot is whole at any moment."""
+    """Writes a temporary file and renames it: a snapshot is never half written."""
     if args.snapshot:
         snapshot = {name: part.state_dict() for name, part in parts.items()}
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
@@ -150,7 +150,7 @@ def load_snapshot(args, parts):
             part.load_state_dict(snapshot[name])
         return snapshot["progress"]
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
 def reconstruction_loss(model, images, args):
@@ -164,7 +164,7 @@ def reconstruction_loss(model, images, args):
 
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
-    """Returns the sum over all batches of the sums that batch_loss returns."""
+    """Returns the sums of batch_loss, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
@@ -184,7 +184,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # one process sends nothing
+    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -216,6 +216,8 @@ def main(args):
     val_images = read_pixels(args, "test").to(device)
     val_batches = list(zip(val_images.split(128)))
     num_steps = min(len(train_images) // args.batch_size, args.max_steps or sys.maxsize)
+    if num_steps == 0:
+        sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
 
     torch.manual_seed(args.seed)
     model = create_model(train_images.shape[1]).to(device)
@@ -277,13 +279,13 @@ def main(args):
         row = autoencoder_row(settings, progress, val_sums, watch.seconds, num_samples)
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         print("{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}"
               .format_map(row))
         if args.log:
             head = [] if os.path.exists(args.log) else [row]
             with open(args.log, "a", newline="") as file:
-                csv.writer(file).writerows([*head, row.values()])
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
+                csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows:

@@ -5,8 +5,8 @@
     python singlegpu/images.py --precision bf16 --snapshot cnn.pt  # run it again, and it resumes
     sbatch slurm/singlegpu_images.slurm --model vgg11 --learning_rate 1e-4
 
-`diff singlegpu/images.py multigpu/images.py` shows what all GPUs of a node add, multinode/images.py
-is for many nodes. To train on your own images, replace read_images and create_model.
+`diff singlegpu/images.py multigpu/images.py` shows what all GPUs of a node add.
+To train on your own images, replace read_images and create_model.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 import argparse
@@ -27,10 +27,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # they stop the run: Slurm, Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
-BLOCK = 4096  # neighbouring images, which are read together
-WINDOW = 16 * BLOCK  # images that are on the device at a time, and are shuffled there
+BLOCK = 4096  # images that lie next to each other in the file, and are read together
+WINDOW = 16 * BLOCK  # images that are shuffled together, on the device
 
 
 def parse_args():
@@ -39,21 +39,21 @@ def parse_args():
     add("--model", choices=("cnn", "mlp", "vgg11"), default="cnn", help="network to train")
     add("--dataset", choices=("synthetic", "mnist", "cifar10", "bigmnist"), default="synthetic",
         help="images to train on; make_bigmnist.py writes bigmnist")
-    add("--data_dir", default="data", help="folder of the data sets, downloaded if missing")
+    add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
-    add("--max_steps", type=int, default=0, help="steps after which an epoch ends early; 0: none")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of a batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
-    add("--dropout", type=float, default=0.0, help="probability, before the linear layers")
-    add("--precision", choices=DTYPES, default="fp32", help="autocast; fp16 also scales the loss")
+    add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
+    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     args = parser.parse_args()
-    if args.batch_size < 1 or args.batch_size % args.grad_accum_steps:
+    if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
     return args
 
@@ -86,7 +86,7 @@ def read_images(args, split):
 
 
 def batches(split, args, epoch, steps, device):
-    """Yields these steps' batches, as lists of micro-batches: images (B, C, H, W), labels (B,).
+    """Yields a list of micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
 
     Blocks of neighbouring images come in random order. A window of 16 blocks is copied to the
     device and shuffled there, while a thread reads the next one.
@@ -94,12 +94,12 @@ def batches(split, args, epoch, steps, device):
     num_images, size = len(split[1]), args.batch_size
     window_size = max(1, WINDOW // size) * size
     blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK)
-    blocks = np.append(blocks, num_images // BLOCK)  # the last block is not full
+    blocks = np.append(blocks, num_images // BLOCK)  # the last, short block stays the last
 
     def read(window):
-        rows = np.arange(window * window_size, min((window + 1) * window_size, num_images))
+        places = np.arange(window * window_size, min((window + 1) * window_size, num_images))
+        rows = blocks[places // BLOCK] * BLOCK + places % BLOCK  # of the files
         order = np.random.default_rng((args.seed, epoch, window)).permutation(len(rows))
-        rows = blocks[rows // BLOCK] * BLOCK + rows % BLOCK
         return [torch.from_numpy(array[rows]).to(device)[order] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -124,12 +124,12 @@ def create_model(args, channels, size):
                              nn.MaxPool2d(2), nn.Flatten(), dropout,
                              nn.Linear(64 * (size // 2 - 2) ** 2, 128), nn.ReLU(), dropout,
                              nn.Linear(128, 10))
-    vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # for 3 channels of at least 32 x 32
+    vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # needs 3 channels, 32 x 32 pixels
     return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
 
 
 class Stopwatch:
-    """mark(phase) gives the time since the last mark to a phase, so that the phases add up."""
+    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -159,7 +159,7 @@ class Stopwatch:
 
 
 def save_snapshot(args, parts, progress):
-    """Writes another file and renames it, so that the snapshot is whole at any moment."""
+    """Writes a temporary file and renames it: a snapshot is never half written."""
     if args.snapshot:
         snapshot = {name: part.state_dict() for name, part in parts.items()}
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
@@ -179,7 +179,7 @@ def load_snapshot(args, parts):
             part.load_state_dict(snapshot[name])
         return snapshot["progress"]
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
 def image_loss(model, images, labels, args):
@@ -194,7 +194,7 @@ def image_loss(model, images, labels, args):
 
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
-    """Returns the sum over all batches of the sums that batch_loss returns."""
+    """Returns the sums of batch_loss, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
@@ -214,7 +214,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # one process sends nothing
+    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -238,6 +238,8 @@ def main(args):
     val_split = [torch.tensor(array).to(device) for array in read_images(args, "test")]
     val_batches = list(zip(*(tensor.split(128) for tensor in val_split)))
     num_steps = min(len(train_split[1]) // args.batch_size, args.max_steps or sys.maxsize)
+    if num_steps == 0:
+        sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
 
     torch.manual_seed(args.seed)
     model = create_model(args, *train_split[0].shape[1:3]).to(device)
@@ -267,7 +269,7 @@ def main(args):
         model.train()
         for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                   leave=False, disable=None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # of dropout
             watch.mark("data")
             for images, labels in micro_batches:
                 loss, loss_sums = image_loss(model, images, labels, args)
@@ -306,7 +308,7 @@ def main(args):
         if args.log:
             head = [] if os.path.exists(args.log) else [row]
             with open(args.log, "a", newline="") as file:
-                csv.writer(file).writerows([*head, row.values()])
+                csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows:
