@@ -117,7 +117,8 @@ def test_a_requeued_job_goes_on(site, run, data, tmp_path):
     snapshot, whole = tmp_path / "job.pt", tmp_path / "whole.pt"
     base = [*arguments_of("mlp", data), "--dropout", "0.5", "--epochs", 10]
     more = ("--snapshot", snapshot, "--snapshot_every", 5)
-    job = site.submit("multinode_images", *base, *more, options=["--gpus-per-node=1"])
+    options = ["--gpus-per-node=1", "--cpus-per-task=1"]  # one thread, as the undisturbed run
+    job = site.submit("multinode_images", *base, *more, options=options)
     wait_for(lambda: saved_at(snapshot) or site.show(job)["JobState"] in ENDED, pause=0.1)
     site.command("scontrol", "requeue", job)
     wait_for(lambda: site.show(job)["Restarts"] == "1", pause=0.3)

@@ -28,7 +28,7 @@ PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 2, "hybrid": 2}
 def options(folder):
     """GPUs of a node, so that a job has as many processes as PROCESSES tells."""
     count = {"multigpu": 2, "multinode": 1, "hybrid": 2}.get(folder)
-    return [f"--gpus-per-node={count}"] if count else ["--cpus-per-task=1"]
+    return [f"--cpus-per-task={count or 1}", *([f"--gpus-per-node={count}"] if count else [])]
 
 
 @pytest.mark.parametrize("name", JOBS)
