@@ -48,7 +48,7 @@ from tqdm import tqdm
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 FIXED = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len", "batch_size", "learning_rate",
-         "dropout", "seed")  # what a resumed run may not change
+         "dropout", "precision", "seed")  # what a resumed run may not change
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
               "fp16": default_hooks.fp16_compress_hook}
@@ -83,9 +83,8 @@ def parse_args():
     add("--num_microbatches", type=int, default=4, help="parts of a pipeline's batch, which follow one another")
     add("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="gpipe: first all forward passes; 1f1b: backward "
         "as soon as possible, to hold fewer activations; interleaved: 1f1b, each process two parts of the model")
-    add("--dataset", default="stdlib", help="stdlib (Python's own source); a text file; a folder with train.bin and "
-        "val.bin; a data set of the hub with a column `text`, as NAME or NAME:CONFIG")
-    add("--vocab_size", type=int, help="token ids; 256 for text, the largest id + 1 rounded up to 64 if not given")
+    add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
+    add("--vocab_size", type=int, help="token ids; 256 for text, 50304 for a folder if not given")
     add("--d_model", type=int, default=128, help="width")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
@@ -104,6 +103,7 @@ def parse_args():
     add("--log", metavar="FILE.csv", help="append a row for each epoch and process")
     add("--timeout", type=int, default=600, help="seconds without a word from a process that end the job")
     args = parser.parse_args()
+    args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
     if args.n_heads < 1 or args.d_model % args.n_heads:
         fail(f"--d_model {args.d_model} does not divide into --n_heads {args.n_heads}")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -159,113 +159,28 @@ def check_args(args, parts):
             fail(f"--log {args.log} is not a log of this script")
 
 
-def stdlib_source():
-    """The source of Python's standard library without its tests (10 to 20 MB, read whole), one file in 30 held out."""
-    root, paths = sysconfig.get_path("stdlib"), []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
-    paths.sort()
-    held_out = paths[15::30]
-    return [np.frombuffer(b"".join(open(path, "rb").read() for path in chosen), np.uint8)
-            for chosen in (sorted(set(paths) - set(held_out)), held_out)]
-
-
-def text_file(path):
-    """A file's bytes, mapped: all but the last tenth, at most 1 MiB, to train on and the rest to validate."""
-    size = os.path.getsize(path)
-    num_val = min(size // 10, 1 << 20)
-    if not num_val:
-        raise ValueError(f"{size} bytes are too short a text")
-    return (np.memmap(path, np.uint8, "r", 0, (size - num_val,)),
-            np.memmap(path, np.uint8, "r", size - num_val, (num_val,)))
-
-
-def token_file(pattern):
-    """The one file's 16-bit ids, mapped; llm.c puts 256 int32 in front: a magic number, the version, the count."""
-    paths = glob(pattern)
-    if len(paths) != 1:
-        raise ValueError(f"{len(paths)} files {pattern} instead of one")
-    size, header = os.path.getsize(paths[0]), np.fromfile(paths[0], np.int32, 2).tolist()
-    start = 1024 if header == [20240520, 1] else 0
-    if size <= start or size % 2 or header[:1] == [20240801]:
-        raise ValueError(f"{paths[0]} does not consist of 16-bit token ids")
-    return np.memmap(paths[0], np.uint16, "r", start, ((size - start) // 2,))
-
-
-def hub_text(name):
-    """The column `text` of a data set, its lines written once, as bytes, beside the files of `datasets`."""
-    import datasets  # here: the other sources need neither the package nor the second that it takes
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    name, _, config = name.partition(":")
-    splits, files = datasets.load_dataset(name, config or None), []
-    for split in ("train", *[split for split in ("validation", "test") if split in splits][:1]):
-        if "text" not in splits[split].column_names:
-            raise ValueError(f"no column `text` among {splits[split].column_names}")
-        files.append(os.path.join(os.path.dirname(splits[split].cache_files[0]["filename"]), f"{split}_text.bytes"))
-        if not os.path.exists(files[-1]):
-            with open(f"{files[-1]}.{os.getpid()}", "wb") as file:
-                for batch in splits[split].select_columns("text").iter(1000):
-                    file.writelines((text or "").removesuffix("\n").encode() + b"\n" for text in batch["text"])
-            os.replace(file.name, files[-1])
-    return [np.memmap(file, np.uint8, "r") for file in files] if len(files) > 1 else text_file(files[0])
-
-
 def read_tokens(args):
-    """The token ids to train on and those to validate on, (N,) each, uint8 or uint16; sets args.vocab_size."""
+    """Returns token ids to train on (N,) and to validate on (M,), uint8 or uint16."""
     try:
-        if args.dataset == "stdlib":
-            splits = stdlib_source()
-        elif os.path.isfile(args.dataset):
-            splits = text_file(args.dataset)
-        elif glob(f"{args.dataset}/*.bin"):
-            splits = [token_file(f"{args.dataset}/*{split}.bin") for split in ("train", "val")]
-        else:
-            splits = hub_text(args.dataset)
-    except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"--dataset {args.dataset}: {reason}; it may be stdlib, a text file, a folder with train.bin and val.bin, "
-             "or a data set of the hub (first run this once where there is internet: a login node)")
-    if splits[0].dtype == np.uint8:
-        args.vocab_size = args.vocab_size or 256
-    elif not args.vocab_size:  # read piece by piece: a mapping would keep all of it in memory
-        pieces = (np.fromfile(split.filename, np.uint16, 1 << 20, offset=split.offset + 2 * start)
-                  for split in splits for start in range(0, len(split), 1 << 20))
-        args.vocab_size = math.ceil((max(int(piece.max()) for piece in pieces) + 1) / 64) * 64
-    if len(splits[0]) // args.seq_len - 1 < args.batch_size or len(splits[1]) <= args.seq_len:
-        fail(f"--dataset {args.dataset}: {len(splits[0])} tokens to train on and {len(splits[1])} to validate on are "
-             f"too few for --batch_size {args.batch_size} sequences of --seq_len {args.seq_len}")
-    return splits
-
-
-def permute(numbers, size, seed):
-    """Where a random permutation of range(size) takes the numbers: found one by one, so that no list of all is needed.
-
-    A Feistel network, repeated until it lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
-    """
-    bits = np.uint64(max(1, math.ceil((size - 1).bit_length() / 2)))
-    mask = (np.uint64(1) << bits) - np.uint64(1)
-    keys = np.random.default_rng(seed).integers(1 << 32, size=6, dtype=np.uint64)
-    numbers = numbers.astype(np.uint64)
-    outside = np.ones(len(numbers), bool)
-    while outside.any():
-        left, right = numbers[outside] >> bits, numbers[outside] & mask
-        for key in keys:
-            left, right = right, left ^ ((right + key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32) & mask)
-        numbers[outside] = left << bits | right
-        outside = numbers >= np.uint64(size)
-    return numbers.astype(np.int64)
+        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
+            paths = [os.path.join(args.dataset, f"{split}.bin") for split in ("train", "val")]
+            return [np.memmap(path, np.uint16, "r") for path in paths]
+        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    except (OSError, ValueError) as error:
+        sys.exit(f"cannot read {args.dataset}: {error}")
+    num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
+    return text[:-num_val], text[-num_val:]
 
 
 def sequence_starts(num_sequences, first_step, steps, args, epoch):
     """Yields where the sequences of a global batch begin (B,): each comes once an epoch, other cuts every epoch."""
-    offset = np.random.default_rng((args.seed, epoch)).integers(args.seq_len)
-    for step in range(first_step, steps, 100):  # some at a time, for speed
-        numbers = np.arange(step * args.batch_size, min(step + 100, steps) * args.batch_size)
-        order = permute(numbers, num_sequences, (args.seed, epoch))
-        yield from (order * args.seq_len + offset).reshape(-1, args.batch_size)
+    generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
+    order = torch.randperm(num_sequences, generator=generator).numpy()
+    start = int(torch.randint(args.seq_len, (), generator=generator))
+    for step in range(first_step, steps):
+        yield order[step * args.batch_size:(step + 1) * args.batch_size] * args.seq_len + start
 
 
 def create_dataloader(tokens, batches, args, device):
@@ -429,19 +344,13 @@ def create_pipeline(model, mesh, tied, watch, comm_timer, args, device):
 
 
 def create_optimizer(model, args):
-    """AdamW, its weight decay on matrices alone; for batches of a million tokens beta2 = 0.95 is usual."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], args.learning_rate,
-                             betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
 
 
 def lr_factor(step, steps):
     """What the learning rate is multiplied by: up from 0 in the first 5% of all steps, down to 0.1 along a cosine."""
-    warmup = min(2000, math.ceil(steps / 20))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - 1 - warmup))
+    done = (step + 1) / steps
+    return min(20 * done, 0.55 + 0.45 * math.cos(math.pi * done))
 
 
 def keep_freed_memory():
@@ -601,7 +510,7 @@ def save_snapshot(args, parts, state):
     if not all(parameter.isfinite().all() for parameter in parts["model"].parameters()):
         sys.exit(f"{sys.argv[0]}: error: the weights are not finite; {args.snapshot} stays as it was")
     snapshot = {name: part.state_dict() for name, part in parts.items()}
-    snapshot |= {"state": state, "args": {name: getattr(args, name) for name in FIXED}}
+    snapshot |= {"progress": state, "settings": {name: getattr(args, name) for name in FIXED}}
     try:
         with open(args.snapshot + ".tmp", "wb") as file:
             torch.save(snapshot, file)
@@ -624,17 +533,14 @@ def load_snapshot(args, parts, **more):
             raise ValueError("wrong checksum")
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         for name in FIXED:
-            if snapshot["args"][name] != getattr(args, name):
-                raise ValueError(f"it was made with --{name} {snapshot['args'][name]}, not {getattr(args, name)}")
+            if snapshot["settings"][name] != getattr(args, name):
+                raise ValueError(f"it was made with --{name} {snapshot['settings'][name]}, not {getattr(args, name)}")
         for name, part in parts.items():
             part.load_state_dict(snapshot[name])
         for parameter, moments in parts["optimizer"].state.items():  # its kernel looks at neither sizes nor strides
             moments |= {name: torch.empty_like(parameter).copy_(moments[name]) for name in ("exp_avg", "exp_avg_sq")}
-        place = {name: snapshot["state"][name] for name in state}
-        kinds = [[[*map(type, value)] if type(value) is list else type(value) for value in each.values()]
-                 for each in (place, state)]
-        if kinds[0] != kinds[1] or min(place["epoch"], place["step"]) < 0:
-            raise ValueError("it does not tell where in the run it was made")
+        place = {name: snapshot["progress"][name] for name in state}
+        place["sums"] = place["sums"] or [0.0] * NUM_SUMS
         return place
     except Exception as error:  # a foreign or damaged file can fail anywhere
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -643,9 +549,7 @@ def load_snapshot(args, parts, **more):
 
 def optimizer_names(modules):
     """The names of the parameters, in the order in which create_optimizer numbers them."""
-    named = [item for module in modules for item in module.named_parameters()]
-    return [name for name, parameter in named if parameter.dim() > 1] + [
-        name for name, parameter in named if parameter.dim() == 1]
+    return [name for module in modules for name, _ in module.named_parameters()]
 
 
 def moments_of(optimizer, names):

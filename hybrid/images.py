@@ -34,10 +34,10 @@ SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", 
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
 COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
               "fp16": default_hooks.fp16_compress_hook}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # they stop the run: Slurm, Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
-BLOCK = 4096  # neighbouring images, which are read together
-WINDOW = 16 * BLOCK  # images that are on the device at a time, and are shuffled there
+BLOCK = 4096  # images that lie next to each other in the file, and are read together
+WINDOW = 16 * BLOCK  # images that are shuffled together, on the device
 
 
 def parse_args():
@@ -47,26 +47,26 @@ def parse_args():
     add("--model", choices=("cnn", "mlp", "vgg11"), default="cnn", help="network to train")
     add("--dataset", choices=("synthetic", "mnist", "cifar10", "bigmnist"), default="synthetic",
         help="images to train on; make_bigmnist.py writes bigmnist")
-    add("--data_dir", default="data", help="folder of the data sets, downloaded if missing")
+    add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
-    add("--max_steps", type=int, default=0, help="steps after which an epoch ends early; 0: none")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of a batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
-    add("--dropout", type=float, default=0.0, help="probability, before the linear layers")
-    add("--precision", choices=DTYPES, default="fp32", help="autocast; fp16 also scales the loss")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type that gradients are sent in")
+    add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
+    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the job")
+    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
     parts = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
-    if args.batch_size < 1 or args.batch_size % parts:
+    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
         parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
     return args
 
@@ -99,7 +99,7 @@ def read_images(args, split):
 
 
 def batches(split, args, epoch, steps, device):
-    """Yields these steps' batches, as lists of micro-batches: images (B, C, H, W), labels (B,).
+    """Yields a list of micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
 
     Blocks of neighbouring images come in random order. A window of 16 blocks is copied to the
     device and shuffled there, while a thread reads the next one.
@@ -107,12 +107,12 @@ def batches(split, args, epoch, steps, device):
     num_images, size = len(split[1]), args.batch_size
     window_size = max(1, WINDOW // size) * size
     blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK)
-    blocks = np.append(blocks, num_images // BLOCK)  # the last block is not full
+    blocks = np.append(blocks, num_images // BLOCK)  # the last, short block stays the last
 
     def read(window):
-        rows = np.arange(window * window_size, min((window + 1) * window_size, num_images))
+        places = np.arange(window * window_size, min((window + 1) * window_size, num_images))
+        rows = blocks[places // BLOCK] * BLOCK + places % BLOCK  # of the files
         order = np.random.default_rng((args.seed, epoch, window)).permutation(len(rows))
-        rows = blocks[rows // BLOCK] * BLOCK + rows % BLOCK
         return [torch.from_numpy(array[rows]).to(device)[order] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -138,7 +138,7 @@ def create_model(args, channels, size):
                              nn.MaxPool2d(2), nn.Flatten(), dropout,
                              nn.Linear(64 * (size // 2 - 2) ** 2, 128), nn.ReLU(), dropout,
                              nn.Linear(128, 10))
-    vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # for 3 channels of at least 32 x 32
+    vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # needs 3 channels, 32 x 32 pixels
     return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
 
 
@@ -169,7 +169,7 @@ class Chain(nn.Sequential):
 
 
 class Stopwatch:
-    """mark(phase) gives the time since the last mark to a phase, so that the phases add up."""
+    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -199,7 +199,7 @@ class Stopwatch:
 
 
 class CommTimer(Stopwatch):
-    """Times DDP's all-reduces, too. DDP calls hook() when a bucket of gradients is ready."""
+    """Also times the all-reduces. DDP calls hook() for each bucket (group) of gradients."""
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
@@ -207,13 +207,11 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last bucket's is the end
-
+        start = self.backward_end = self.now()  # the last bucket marks the end
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
-
-        if self.cuda:  # a stream of its own, or the backward pass would wait for the all-reduce
+        if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             return self.comm_hook(group, bucket).then(sent)
@@ -262,7 +260,7 @@ def setup_stages(args, rank, world_size):
 
 
 def save_snapshot(args, parts, progress):
-    """Writes another file and renames it, so that the snapshot is whole at any moment."""
+    """Writes a temporary file and renames it: a snapshot is never half written."""
     if args.snapshot:
         snapshot = {name: part.state_dict() for name, part in parts.items()}
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
@@ -282,7 +280,7 @@ def load_snapshot(args, parts):
             part.load_state_dict(snapshot[name])
         return snapshot["progress"]
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
 def image_loss(model, images, labels, args):
@@ -297,7 +295,7 @@ def image_loss(model, images, labels, args):
 
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
-    """Returns the sum over all batches of the sums that batch_loss returns."""
+    """Returns the sums of batch_loss, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
@@ -317,7 +315,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # one process sends nothing
+    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -350,6 +348,8 @@ def main(args):
     if rank == 0:
         dist.barrier()
     num_steps = min(len(train_split[1]) // args.batch_size, args.max_steps or sys.maxsize)
+    if num_steps == 0:
+        sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
 
     torch.manual_seed(args.seed)
     model = create_model(args, *train_split[0].shape[1:3])
@@ -382,8 +382,7 @@ def main(args):
               f"{len(train_split[1]):,} + {len(val_split[1]):,} images")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size}; {precision}; torch {torch}".format_map(settings))
-        print("parameters of the stages:", *sizes)
-        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("stages", sizes, "from epoch {epoch}, step {step} on:".format_map(progress))
         print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -393,7 +392,7 @@ def main(args):
         model.train()
         for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                   leave=False, disable=True if rank else None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # of dropout
             watch.mark("data")
             for number, (images, labels) in enumerate(micro_batches, start=1):
                 last = number == args.grad_accum_steps
@@ -404,7 +403,7 @@ def main(args):
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward", at=watch.backward_end if last else None)
-            watch.mark("comm")  # what the backward pass has not hidden
+            watch.mark("comm")  # communication after the backward pass
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -436,6 +435,7 @@ def main(args):
         row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
+        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
@@ -445,13 +445,13 @@ def main(args):
             if args.log:
                 head = [] if os.path.exists(args.log) else [row]
                 with open(args.log, "a", newline="") as file:
-                    csv.writer(file).writerows([*head, *(row.values() for row in epoch_rows)])
+                    csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
             save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_acc")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: more processes pay if R is above 3")
+              f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
 

@@ -99,7 +99,7 @@ def read_weights(args, names):
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError("wrong checksum")
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        shape, kind = snapshot["args"], "int8" if args.load else "model"
+        shape, kind = snapshot["settings"], "int8" if args.load else "model"
         fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
                    for name, known in names.items())
         if kind not in snapshot or not fits:
@@ -223,7 +223,7 @@ def load_int8(build, tensors, args):
 
 def save_int8(model, names, args):
     """Write a model of torch.ao for --load: tensors and numbers, no objects."""
-    saved = {"int8": int8_tensors(model), "args": {name: getattr(args, name) for name in names}}
+    saved = {"int8": int8_tensors(model), "settings": {name: getattr(args, name) for name in names}}
     try:
         torch.save(saved, args.save + ".tmp")
         os.replace(args.save + ".tmp", args.save)
@@ -239,85 +239,19 @@ def size_on_disk(model, precision, args):
     return file.tell()
 
 
-def stdlib_source():
-    """The source of Python's standard library without its tests (10 to 20 MB, read whole), one file in 30 held out."""
-    root, paths = sysconfig.get_path("stdlib"), []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-        paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
-    paths.sort()
-    held_out = paths[15::30]
-    return [np.frombuffer(b"".join(open(path, "rb").read() for path in chosen), np.uint8)
-            for chosen in (sorted(set(paths) - set(held_out)), held_out)]
-
-
-def text_file(path):
-    """A file's bytes, mapped: all but the last tenth, at most 1 MiB, to train on and the rest to validate."""
-    size = os.path.getsize(path)
-    num_val = min(size // 10, 1 << 20)
-    if not num_val:
-        raise ValueError(f"{size} bytes are too short a text")
-    return (np.memmap(path, np.uint8, "r", 0, (size - num_val,)),
-            np.memmap(path, np.uint8, "r", size - num_val, (num_val,)))
-
-
-def token_file(pattern):
-    """The one file's 16-bit ids, mapped; llm.c puts 256 int32 in front: a magic number, the version, the count."""
-    paths = glob(pattern)
-    if len(paths) != 1:
-        raise ValueError(f"{len(paths)} files {pattern} instead of one")
-    size, header = os.path.getsize(paths[0]), np.fromfile(paths[0], np.int32, 2).tolist()
-    start = 1024 if header == [20240520, 1] else 0
-    if size <= start or size % 2 or header[:1] == [20240801]:
-        raise ValueError(f"{paths[0]} does not consist of 16-bit token ids")
-    return np.memmap(paths[0], np.uint16, "r", start, ((size - start) // 2,))
-
-
-def hub_text(name):
-    """The column `text` of a data set, its lines written once, as bytes, beside the files of `datasets`."""
-    import datasets  # here: the other sources need neither the package nor the second that it takes
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    name, _, config = name.partition(":")
-    splits, files = datasets.load_dataset(name, config or None), []
-    for split in ("train", *[split for split in ("validation", "test") if split in splits][:1]):
-        if "text" not in splits[split].column_names:
-            raise ValueError(f"no column `text` among {splits[split].column_names}")
-        files.append(os.path.join(os.path.dirname(splits[split].cache_files[0]["filename"]), f"{split}_text.bytes"))
-        if not os.path.exists(files[-1]):
-            with open(f"{files[-1]}.{os.getpid()}", "wb") as file:
-                for batch in splits[split].select_columns("text").iter(1000):
-                    file.writelines((text or "").removesuffix("\n").encode() + b"\n" for text in batch["text"])
-            os.replace(file.name, files[-1])
-    return [np.memmap(file, np.uint8, "r") for file in files] if len(files) > 1 else text_file(files[0])
-
-
 def read_tokens(args):
-    """The token ids to train on and those to validate on, (N,) each, uint8 or uint16; sets args.vocab_size."""
+    """Returns token ids to train on (N,) and to validate on (M,), uint8 or uint16."""
     try:
-        if args.dataset == "stdlib":
-            splits = stdlib_source()
-        elif os.path.isfile(args.dataset):
-            splits = text_file(args.dataset)
-        elif glob(f"{args.dataset}/*.bin"):
-            splits = [token_file(f"{args.dataset}/*{split}.bin") for split in ("train", "val")]
-        else:
-            splits = hub_text(args.dataset)
-    except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"--dataset {args.dataset}: {reason}; it may be stdlib, a text file, a folder with train.bin and val.bin, "
-             "or a data set of the hub (first run this once where there is internet: a login node)")
-    if splits[0].dtype == np.uint8:
-        args.vocab_size = args.vocab_size or 256
-    elif not args.vocab_size:  # read piece by piece: a mapping would keep all of it in memory
-        pieces = (np.fromfile(split.filename, np.uint16, 1 << 20, offset=split.offset + 2 * start)
-                  for split in splits for start in range(0, len(split), 1 << 20))
-        args.vocab_size = math.ceil((max(int(piece.max()) for piece in pieces) + 1) / 64) * 64
-    if len(splits[0]) // args.seq_len - 1 < args.batch_size or len(splits[1]) <= args.seq_len:
-        fail(f"--dataset {args.dataset}: {len(splits[0])} tokens to train on and {len(splits[1])} to validate on are "
-             f"too few for --batch_size {args.batch_size} sequences of --seq_len {args.seq_len}")
-    return splits
+        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
+            paths = [os.path.join(args.dataset, f"{split}.bin") for split in ("train", "val")]
+            return [np.memmap(path, np.uint16, "r") for path in paths]
+        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    except (OSError, ValueError) as error:
+        sys.exit(f"cannot read {args.dataset}: {error}")
+    num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
+    return text[:-num_val], text[-num_val:]
 
 
 class CachedBlock(nn.Module):

@@ -15,29 +15,26 @@ Shapes: B pairs, S and T tokens of the longest source and target, D = d_model, H
 import argparse
 import ctypes
 import io
-import json
 import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 import zipfile
 from collections import Counter
 from contextlib import suppress
 
+import datasets
 import numpy as np
 import sacrebleu
-import tokenizers
 import torch
-import torch.nn.functional as F
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 
-HUB = {"multi30k": "bentrevett/multi30k"}  # where a data set is that --data_dir lacks
+HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
 PAD, UNKNOWN, START, END = range(4)  # token ids
-SPLITS = ("train", "validation", "test")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DIGITS = "zero one two three four five six seven eight nine".split()
 # What shapes the model, and its data.
 NAMES = {"model": str, "dataset": str, "source": str, "target": str, "seq_len": int}
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -52,7 +49,7 @@ def parse_args():
     parser.error = fail
     add = parser.add_argument
     add("--snapshot", metavar="FILE", help="what a translation.py saved")
-    add("--data_dir", default="data", help="folder that holds the data set's own folder, and receives its tokens")
+    add("--data_dir", default="data", help="folder in which the data set is looked for first")
     add("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="what to compare; bf16 can take long")
     add("--backend", choices=("torch.ao", "torchao"), default="torchao" if torch.cuda.is_available() else "torch.ao",
         help="of int8; torch.ao is for CPUs")
@@ -104,7 +101,7 @@ def read_weights(args, names):
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError("wrong checksum")
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        shape, kind = snapshot["args"], "int8" if args.load else "model"
+        shape, kind = snapshot["args" if args.load else "settings"], "int8" if args.load else "model"
         fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
                    for name, known in names.items())
         if kind not in snapshot or not fits:
@@ -219,7 +216,7 @@ def load_int8(build, tensors, args):
             elif isinstance(module, quantized.Linear):
                 module.set_weight_bias(own["weight"], own.get("bias"))
             elif own:
-                module.load_state_dict(own)
+                module.load_state_dict(own, strict=False)  # attention has layers inside
         return model.eval(), converted
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -276,250 +273,136 @@ def print_row(columns, row=None):
     print("|", " | ".join(cell.rjust(max(7, len(name))) for cell, name in zip(cells, columns)), "|")
 
 
-def number_words(number):
-    """The English name of a number from 0 to 999,999, as words."""
-    names = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
-             "seventeen eighteen nineteen").split()
-    tens = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-    if number < 20:
-        return [names[number]]
-    if number < 100:
-        words, rest = [tens[number // 10 - 2]], number % 10
-    elif number < 1000:
-        words, rest = [names[number // 100], "hundred"], number % 100
-    else:
-        words, rest = [*number_words(number // 1000), "thousand"], number % 1000
-    return words + number_words(rest) if rest else words
-
-
 def synthetic_pairs(args):
-    """Digits, and the number's name: {split: {column: texts}}."""
-    numbers = np.random.default_rng(0).permutation(1_000_000)[:22_000]
-    return {split: {args.source: [" ".join(str(number)) for number in part],
-                    args.target: [" ".join(number_words(number)) for number in part]}
-            for split, part in zip(SPLITS, np.split(numbers, (20_000, 21_000)))}
-
-
-def load_pairs(args):
-    """The sentences of a data set, from --data_dir or else from the hub: {split: {column: texts}}."""
-    import datasets  # here: when the tokens are there, nobody needs it, or the second that it takes
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    source = f"{args.data_dir}/{args.dataset}"
-    splits = datasets.load_dataset(source if os.path.isdir(source) else HUB[args.dataset])
-    for split in SPLITS:
-        if split not in splits or not {args.source, args.target} <= set(splits[split].column_names):
-            raise ValueError(f"no columns `{args.source}` and `{args.target}` in the split {split} of {splits}")
-    return splits
-
-
-def tokenize_pairs(args, splits, folder):
-    """Learn each side's vocabulary from the training sentences; write both, all tokens and the references."""
-    for side, column in (("source", args.source), ("target", args.target)):
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
-        tokenizer.normalizer = tokenizers.normalizers.Lowercase()
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # words, and runs of other characters
-        trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=30_000, min_frequency=2, show_progress=False,
-                                                       special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"])
-        tokenizer.train_from_iterator((text or "" for text in splits["train"][column]), trainer)
-        words = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        with open(f"{folder}/{side}_words.json", "w") as file:
-            json.dump([word for word, _ in words], file)
-        for split in SPLITS:
-            texts = [text or "" for text in splits[split][column]]
-            ids = [np.array([START, *encoding.ids, END], np.uint16) for encoding in tokenizer.encode_batch_fast(texts)]
-            np.save(f"{folder}/{split}_{side}_ids.npy", np.concatenate(ids))
-            np.save(f"{folder}/{split}_{side}_ends.npy", np.cumsum([0, *map(len, ids)]))
-            if (split, side) == ("test", "target"):
-                with open(f"{folder}/references.json", "w") as file:
-                    json.dump(texts, file)
-
-
-def check_tokens(ids, ends, vocab_size, shortest):
-    """Raise ValueError unless these are the ids of texts of `shortest` tokens or more, and where each ends (N + 1,)."""
-    known = ids.ndim == ends.ndim == 1 and ids.dtype.kind in "iu" and 0 <= ids.min() <= ids.max() < vocab_size
-    if not (known and ends.dtype == np.int64 and ends.min() == ends[0] == 0 and ends.max() == ends[-1] == len(ids)
-            and np.diff(ends).min() >= shortest):
-        raise ValueError(f"{len(ids)} tokens ({ids.dtype}) are not those of {len(ends) - 1} texts ({ends.dtype})")
+    """Returns splits of random numbers of 1 to 12 digits, and of the names of their digits."""
+    generator = np.random.default_rng(0)
+    numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
+    pairs = datasets.Dataset.from_dict({
+        args.source: [" ".join(map(str, number)) for number in numbers],
+        args.target: [" ".join(DIGITS[digit] for digit in number) for number in numbers]})
+    return [pairs.skip(2000), pairs.take(1000), pairs.skip(1000).take(1000)]
 
 
 def read_pairs(args):
-    """Each split's pairs, as ((source ids, ends), (target ids, ends)); both lists of words; the test references."""
-    name = f"{args.dataset}_{args.source}_{args.target}_tokens"
+    """Returns ids and lengths of each split, the longest sources first; test texts; tokenizers."""
+    columns = [args.source, args.target]
+    own = os.path.join(args.data_dir, args.dataset)
+    place = own if os.path.isdir(own) else HUB.get(args.dataset, args.dataset)
+    datasets.disable_progress_bars()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            if args.dataset == "synthetic":
-                tokenize_pairs(args, synthetic_pairs(args), folder)
-            else:
-                folder = f"{args.data_dir}/{name}"
-                if not os.path.isdir(folder):
-                    splits = load_pairs(args)
-                    os.makedirs(args.data_dir, exist_ok=True)
-                    with tempfile.TemporaryDirectory(dir=args.data_dir, ignore_cleanup_errors=True) as work:
-                        tokenize_pairs(args, splits, work)
-                        os.chmod(work, 0o755)
-                        with suppress(OSError):  # another job was faster
-                            os.rename(work, folder)
-            splits = [[[np.load(f"{folder}/{split}_{side}_{what}.npy", "r") for what in ("ids", "ends")]
-                       for side in ("source", "target")] for split in SPLITS]
-            *words, references = ([*map(str, json.load(open(f"{folder}/{name}.json")))]
-                                  for name in ("source_words", "target_words", "references"))
-        for pair in splits:
-            for side, known in zip(pair, words):
-                check_tokens(*side, len(known), shortest=2)  # a start and an end
-            if len(pair[0][1]) != len(pair[1][1]):
-                raise ValueError(f"{len(pair[0][1]) - 1} source and {len(pair[1][1]) - 1} target sentences")
-        if len(references) != len(splits[2][0][1]) - 1:
-            raise ValueError(f"{len(references)} references of {len(splits[2][0][1]) - 1} test sentences")
-    except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {args.data_dir}, which must be writable, "
-             f"and where there is internet (a login node) run: python {sys.argv[0]} --dataset {args.dataset} "
-             f"--data_dir {args.data_dir} --source {args.source} --target {args.target} --max_steps 1")
-    num_train = len(splits[0][0][1]) - 1
-    if args.batch_size > num_train:
-        fail(f"--batch_size {args.batch_size} exceeds the {num_train} training pairs")
-    return splits, words, references
+        if args.dataset == "synthetic":
+            splits = synthetic_pairs(args)
+        else:
+            splits = datasets.load_dataset(place, split=["train", "validation", "test"])
+        splits = [split.select_columns(columns) for split in splits]
+    except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
+        sys.exit(f"cannot read {place}: {error}")
+    tokenizers = []
+    for column in columns:
+        tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+        trainer = trainers.WordLevelTrainer(vocab_size=30_000, min_frequency=2, show_progress=False,
+                                            special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"])
+        tokenizer.train_from_iterator((text or "" for text in splits[0][column]), trainer)
+        tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
+        tokenizer.enable_truncation(args.seq_len)
+        tokenizer.enable_padding(length=args.seq_len, pad_id=PAD)
+        tokenizers.append(tokenizer)
+
+    def encode(batch):
+        encoded = {}
+        for side, column, tokenizer in zip(("source", "target"), columns, tokenizers):
+            encodings = tokenizer.encode_batch_fast([text or "" for text in batch[column]])
+            ids = np.array([encoding.ids for encoding in encodings], np.int16)
+            encoded |= {f"{side}s": ids, f"{side}_length": np.count_nonzero(ids, axis=1)}
+        return encoded
+
+    encode.__module__ = "__main__"  # or spawned processes do not find what `map` keeps on disk
+    for index, texts in enumerate(splits):
+        arrays = texts.map(encode, batched=True, remove_columns=columns).with_format("numpy")[:]
+        order = np.argsort(-arrays["source_length"], kind="stable")
+        splits[index] = {name: array[order] for name, array in arrays.items()}
+    return *splits, texts.select(order), tokenizers
 
 
-def padded(side, indices, longest):
-    """The tokens (B, longest of them) of these sentences, cut at `longest`, zeros beyond their ends; lengths (B,)."""
-    ids, ends = side
-    lengths = np.minimum(ends[indices + 1] - ends[indices], longest)
-    columns = np.arange(lengths.max())
-    tokens = ids.take(ends[indices][:, None] + columns, mode="clip").astype(np.int64)
-    tokens[columns >= lengths[:, None]] = PAD
-    return torch.from_numpy(tokens), torch.from_numpy(lengths)
+def select_pairs(split, rows, device):
+    """Returns sources (B, S), targets (B, T + 1) and, on the CPU, the sources' lengths (B,)."""
+    lengths = split["source_length"][rows]
+    sources = split["sources"][rows, :lengths.max()]
+    targets = split["targets"][rows, :split["target_length"][rows].max()]
+    tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
+    if device.type == "cuda":  # a copy from pinned memory runs while the GPU computes
+        tensors = [ids.pin_memory() for ids in tensors]
+    return *(ids.to(device, non_blocking=True) for ids in tensors), torch.from_numpy(lengths)
 
 
-def create_dataloader(split, batches, args, device):
-    """Yields sources (B, S), their lengths (B,) on the CPU, targets (B, T + 1), from pairs of indices and num_tokens.
-
-    The batch's loss is to be divided by num_tokens, so that each token of a global batch counts alike.
-    """
-    for indices, num_tokens in batches:
-        source, lengths = padded(split[0], indices, args.seq_len)
-        target, _ = padded(split[1], indices, args.seq_len + 1)
-        yield source.to(device), lengths, target.to(device), num_tokens
-
-
-class LSTMTranslator(nn.Module):
-    """Sources (B, S), lengths (B,), targets (B, T) to logits (B, T, V) of the tokens after them.
-
-    Sutskever, Vinyals and Le 2014, "Sequence to sequence learning with neural networks".
-    """
-
-    def __init__(self, source_size, target_size, d_embedding, d_hidden, num_layers, dropout):
-        super().__init__()
-        self.source, self.target = nn.Embedding(source_size, d_embedding), nn.Embedding(target_size, d_embedding)
-        self.encoder, self.decoder = (nn.LSTM(d_embedding, d_hidden, num_layers, batch_first=True, dropout=dropout)
-                                      for _ in range(2))
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(d_hidden, target_size)
-
-    def encode(self, source, lengths):
-        """What decode needs to know of the sources: the state after their last tokens."""
-        x = nn.utils.rnn.pack_padded_sequence(self.dropout(self.source(source)), lengths, True, enforce_sorted=False)
-        return self.encoder(x)[1]
-
-    def decode(self, state, target):
-        return self.head(self.decoder(self.dropout(self.target(target)), state)[0])
+class Translator(nn.Module):
+    """Sources (B, S), lengths (B,), targets (B, T) to logits (B, T, V) of the tokens after them."""
 
     def forward(self, source, lengths, target):
         return self.decode(self.encode(source, lengths), target)
 
 
-class TransformerTranslator(nn.Module):
-    """Sources (B, S), lengths (B,), targets (B, T) to logits (B, T, V) of the tokens after them.
+class LSTMTranslator(Translator):
+    """Sutskever, Vinyals and Le 2014: the last state of one LSTM is the first one of the other."""
 
-    Vaswani et al. 2017, "Attention is all you need", with the norms in front and learned positions.
-    """
-
-    def __init__(self, source_size, target_size, d_model, n_heads, dim_feedforward, num_layers, seq_len, dropout):
+    def __init__(self, source_size, target_size, dropout):
         super().__init__()
-        self.source, self.target = nn.Embedding(source_size, d_model), nn.Embedding(target_size, d_model)
-        self.positions, self.dropout = nn.Embedding(seq_len, d_model), nn.Dropout(dropout)
-        sizes = d_model, n_heads, dim_feedforward, dropout
-        self.encoder = nn.ModuleList(Block(*sizes) for _ in range(num_layers))
-        self.decoder = nn.ModuleList(CrossBlock(*sizes) for _ in range(num_layers))
-        self.source_norm, self.target_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
+        self.encoder = nn.LSTM(256, 512, num_layers=2, batch_first=True, dropout=dropout)
+        self.decoder = nn.LSTM(256, 512, num_layers=2, batch_first=True, dropout=dropout)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(512, target_size)
+
+    def encode(self, source, lengths):
+        x = self.dropout(self.source(source))
+        return self.encoder(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1]
+
+    def decode(self, state, target):
+        return self.head(self.decoder(self.dropout(self.target(target)), state)[0])
+
+
+class TransformerTranslator(Translator):
+    """Vaswani et al. 2017, with norms in front, learned positions and the embedding as the head."""
+
+    def __init__(self, source_size, target_size, seq_len, dropout):
+        super().__init__()
+        self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
+        self.positions, self.dropout = nn.Embedding(seq_len, 256), nn.Dropout(dropout)
+        options = {"activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
+        encoder_layer = nn.TransformerEncoderLayer(256, 8, 512, 0.0, **options)
+        decoder_layer = nn.TransformerDecoderLayer(256, 8, 512, 0.0, **options)
+        self.encoder = nn.TransformerEncoder(encoder_layer, 3, nn.LayerNorm(256), False)
+        self.decoder = nn.TransformerDecoder(decoder_layer, 3, nn.LayerNorm(256))
+        for name, module in self.named_modules():  # none inside attention and feed-forward layers
+            if name.endswith(("dropout1", "dropout2", "dropout3")):
+                module.p = dropout
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.xavier_uniform_(parameter)
 
     def embed(self, embedding, tokens):
-        x = embedding(tokens) * embedding.embedding_dim ** 0.5  # as large as the positions
+        x = embedding(tokens) * 256 ** 0.5  # as large as the positions
         return self.dropout(x + self.positions.weight[:tokens.shape[1]])
 
     def encode(self, source, lengths):
-        """What decode needs to know of the sources: their memory (B, S, D), and its mask (B, 1, 1, S)."""
-        mask = (source != PAD)[:, None, None]
-        x = self.embed(self.source, source)
-        for block in self.encoder:
-            x = block(x, mask)
-        return self.source_norm(x), mask
+        """Returns the memory (B, S, D), and where it is padding (B, S)."""
+        padding = source == PAD
+        return self.encoder(self.embed(self.source, source), None, padding), padding
 
     def decode(self, state, target):
-        x = self.embed(self.target, target)
-        for block in self.decoder:
-            x = block(x, *state)
-        return F.linear(self.target_norm(x), self.target.weight)  # the head is the embedding
-
-    def forward(self, source, lengths, target):
-        return self.decode(self.encode(source, lengths), target)
-
-
-class Block(nn.Module):
-    """A transformer block with its norms in front, (B, T, D) to (B, T, D).
-
-    It sees what the mask (B, 1, T or 1, T) marks or, without a mask, what came before. Attention itself has no dropout:
-    on a CPU that would cost the fast kernel.
-    """
-
-    def __init__(self, d_model, n_heads, dim_feedforward, dropout):
-        super().__init__()
-        self.n_heads, self.dropout = n_heads, nn.Dropout(dropout)
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
-        self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
-
-    def attend(self, x, mask=None):
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
-
-    def feed_forward(self, x):
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-    def forward(self, x, mask=None):
-        return self.feed_forward(self.attend(x, mask))
-
-
-class CrossBlock(nn.Module):
-    """A Block that attends to what came before and then to the memory (B, S, D), where the mask allows it."""
-
-    def __init__(self, d_model, n_heads, dim_feedforward, dropout):
-        super().__init__()
-        self.block, self.n_heads = Block(d_model, n_heads, dim_feedforward, dropout), n_heads
-        self.dropout = nn.Dropout(dropout)
-        self.norm, self.query = nn.LayerNorm(d_model), nn.Linear(d_model, d_model, False)
-        self.key_value, self.projection = nn.Linear(d_model, 2 * d_model, False), nn.Linear(d_model, d_model, False)
-
-    def forward(self, x, memory, mask):
-        x = self.block.attend(x)
-        q = self.query(self.norm(x)).unflatten(2, (self.n_heads, -1)).transpose(1, 2)  # (B, H, T, D / H)
-        k, v = self.key_value(memory).unflatten(2, (2, self.n_heads, -1)).unbind(2)  # (B, S, H, D / H)
-        y = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.block.feed_forward(x + self.dropout(self.projection(y.transpose(1, 2).flatten(2))))
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
+        x = self.decoder(self.embed(self.target, target), state[0], mask, tgt_is_causal=True,
+                         memory_key_padding_mask=state[1])
+        return nn.functional.linear(x, self.target.weight)
 
 
 def create_model(args, tensors, sizes, precision, device):
     """The model with these weights, in this precision; and, of int8, what was converted."""
     def build():
         if args.model == "lstm":
-            return LSTMTranslator(*sizes, 256, 512, 2, 0.0)
-        return TransformerTranslator(*sizes, 256, 8, 512, 3, args.seq_len + 1, 0.0)
+            return LSTMTranslator(*sizes, 0.0)
+        return TransformerTranslator(*sizes, args.seq_len, 0.0)
 
     if args.load:
         return load_int8(build, tensors, args)
@@ -535,76 +418,74 @@ def create_model(args, tensors, sizes, precision, device):
 
 
 @torch.no_grad()
-def translate(model, split, batches, words, args, device):
-    """{index: translation} of the sources of the batches, by greedy decoding: the likeliest word, up to --seq_len."""
+def translate(model, loader, tokenizer, args):
+    """Returns the translations of the loader's sources, by greedy decoding: the likeliest words."""
     model.eval()
-    translations = {}
-    for (indices, _), (source, lengths, _, _) in zip(batches, create_dataloader(split, batches, args, device)):
-        target = torch.full((len(indices), 1), START, device=device)
-        done = torch.zeros(len(indices), dtype=torch.bool, device=device)
-        with torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32"):
-            state = model.encode(source, lengths)
-            while target.shape[1] <= args.seq_len and not done.all():
-                token = model.decode(state, target)[:, -1].argmax(1)
-                target = torch.cat((target, token[:, None]), 1)
-                done |= token == END
-        for index, ids in zip(indices.tolist(), target[:, 1:].tolist()):
-            translations[index] = " ".join(words[id] for id in ids[:ids.index(END) if END in ids else None])
-    return translations
+    texts = []
+    for source, _, lengths in loader:
+        target = torch.full((len(source), 1), START, device=source.device)  # (B, T)
+        state = model.encode(source, lengths)
+        while target.shape[1] < args.seq_len and not (target == END).any(1).all():
+            token = model.decode(state, target)[:, -1].argmax(1)
+            target = torch.cat((target, token[:, None]), 1)
+        for ids in target[:, 1:].tolist():
+            texts.append(tokenizer.decode(ids, skip_special_tokens=False).partition("[END]")[0])
+    return texts
 
 
-def bleu(translations, references):
-    """BLEU of lower-cased text in the tokens that the model writes; for sacrebleu they are words between spaces."""
-    split = tokenizers.pre_tokenizers.Whitespace().pre_tokenize_str
-    references = [" ".join(word for word, _ in split(text.lower())) for text in references]
-    return sacrebleu.corpus_bleu([translations[index] for index in range(len(references))], [references],
-                                 tokenize="none", force=True).score
+def bleu(translations, texts, args):
+    """BLEU as the training scripts print it."""
+    references = [text or "" for text in texts[args.target]]
+    return sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl", force=True).score
 
 
 def main(args):
     sys.stdout.reconfigure(line_buffering=True)
     warnings.filterwarnings("ignore", ".*deprecated")
-    args.precision = "fp32"  # of autocast, which translate knows: there is none
     device = torch.device("cuda" if torch.cuda.is_available() and args.backend == "torchao" else "cpu")
     torch.set_num_threads(args.threads)
     tensors = read_weights(args, NAMES)
-    (_, _, split), words, references = read_pairs(args)
-    by_length = np.diff(split[0][1]).argsort(kind="stable")
-    batches = [(by_length[start:start + args.batch_size], 1) for start in range(0, len(by_length), args.batch_size)]
-    alone = [(by_length[index:index + 1], 1) for index in np.linspace(0, len(by_length) - 1, 20, dtype=int)]
+    *_, split, texts, words = read_pairs(args)
+
+    def select(rows):
+        return [select_pairs(split, part, device) for part in rows]
+
+    rows = np.arange(len(texts))
+    batches = select(np.split(rows, range(args.batch_size, len(rows), args.batch_size)))
+    alone = select(np.linspace(0, len(rows) - 1, 20, dtype=int)[:, None])
     together = [batches[index] for index in np.linspace(0, len(batches) - 1, min(3, len(batches)), dtype=int)]
-    num_together = sum(len(indices) for indices, _ in together)
+    num_together = sum(len(source) for source, _, _ in together)
     shared = {"script": "quantize/translation.py", "model": args.model, "dataset": args.dataset,
               "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "threads": args.threads,
               "batch_size": args.batch_size}
-    print(f"quantize/translation.py: {args.model}, vocabularies {len(words[0])} and {len(words[1])}; {args.dataset}, "
-          f"{args.source} to {args.target}, {len(by_length):,} pairs to test on; {shared['device']}, {args.threads} "
+    print(f"quantize/translation.py: {args.model}, {args.dataset}, "
+          f"{args.source} to {args.target}, {len(rows):,} pairs to test on; {shared['device']}, {args.threads} "
           f"thread(s); int8 by {backend_name(args)}; torch {torch.__version__}")
 
     def run(model, batches):
-        return translate(model, split, batches, words[1], args, device)
+        return translate(model, batches, words[1], args)
 
     def seconds_of(model, batches):
         start = time.perf_counter()
         run(model, batches)
         return time.perf_counter() - start
 
-    precisions, sizes = ("int8",) if args.load else args.precisions, [*map(len, words)]
+    precisions, sizes = ("int8",) if args.load else args.precisions, [each.get_vocab_size() for each in words]
     run(create_model(args, tensors, sizes, precisions[0], device)[0], together[:1])  # takes what is taken once
-    models, rows = {}, {}
+    translators, rows = {}, {}
     for precision in precisions:
         before = memory_in_use(device)
         peak_memory(device)
-        models[precision], converted = create_model(args, tensors, sizes, precision, device)
+        translators[precision], converted = create_model(args, tensors, sizes, precision, device)
         if converted:
             print(f"int8: {converted}")
         rows[precision] = shared | {"precision": precision, "backend": backend_name(args) if converted else "",
-                                    "BLEU": bleu(run(models[precision], batches), references)}
+                                    "BLEU": bleu(run(translators[precision], batches), texts, args)}
         rows[precision]["peak_MB"] = (peak_memory(device) - before) / 1e6
-        rows[precision]["MB"] = size_on_disk(models[precision], precision, args) / 1e6
-    seconds = {precision: [] for precision in models}
+        rows[precision]["MB"] = size_on_disk(translators[precision], precision, args) / 1e6
+    seconds = {precision: [] for precision in translators}
     for _ in range(args.rounds):
-        for precision, model in models.items():
+        for precision, model in translators.items():
             times = seconds_of(model, alone) / len(alone), seconds_of(model, together) / num_together
             seconds[precision].append(times)
     print_row(TABLE)
@@ -614,7 +495,7 @@ def main(args):
             "against fp32": row["BLEU"] - rows["fp32"]["BLEU"] if "fp32" in rows else math.nan,
             "ms a sentence": 1000 * one, "sentences/s": 1 / one_of_many})
     if args.save:
-        save_int8(models["int8"], NAMES, args)
+        save_int8(translators["int8"], NAMES, args)
 
 
 if __name__ == "__main__":
