@@ -46,7 +46,7 @@ def parse_args():
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
-    add("--dropout", type=float, default=0.0, help="probability, in each block and before them")
+    add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--epochs", type=int, default=1, help="passes over the training tokens")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
@@ -55,7 +55,7 @@ def parse_args():
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--sample", type=int, metavar="N", default=0, help="write N more characters at the end")
+    add("--sample", type=int, metavar="N", default=0, help="characters to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
@@ -84,7 +84,7 @@ def read_tokens(args):
 
 
 def batches(tokens, args, epoch, steps, device):
-    """Yields these steps' batches, as lists of micro-batches: ids (B, T), the next ids (B, T)."""
+    """Yields a list of micro-batches for each step: token ids (B, T) and the next ids (B, T)."""
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
