@@ -33,16 +33,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-SAME = ("script", "model", "dataset", "source", "target", "precision", "device", "threads", "seq_len",
-        "grad_accum_steps", "compile", "num_stages", "num_microbatches", "schedule", "balance", "num_workers",
-        "max_steps", "learning_rate", "dropout")  # what compared runs have alike; script: without its folder
+SAME = ("script", "model", "dataset", "source", "target", "precision", "seq_len", "grad_accum_steps", "compile",
+        "num_stages", "num_microbatches", "schedule", "balance", "num_workers", "max_steps", "learning_rate",
+        "dropout")  # what a user chose, and compared runs have alike; script: without its folder
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
 METRICS = ("val_acc", "val_ppl", "val_bpb", "val_loss")  # the first that a script has
 COLUMNS = ("folder", "processes", "nodes", "batch_size", "comm_hook", "epochs", "epoch time", "+-", "samples/s",
            "speedup", "efficiency", "serial", *PHASES, "comm_total", "hidden", "R", "skew")
 NEEDED = ("run", "script", "model", "dataset", "precision", "epoch", "rank", "processes", "nodes", "batch_size",
           "epochs", "parameters", "time", "samples/s", "data", "forward", "backward", "comm", "optimizer", "eval",
-          "save", "comm_total", "skew")
+          "save", "comm_total")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe, Ito 2008
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 BUCKETS = 1 << 20, 25 << 20  # bytes of DDP's first bucket, and of the others
@@ -70,6 +70,7 @@ def read_logs(paths):
         except Exception as error:  # pandas has many
             notes.append(f"{file}: {str(error).strip().splitlines()[0]}")
             continue
+        frame = frame.rename(columns={"seconds": "time"})
         if missing := [name for name in NEEDED if name not in frame]:
             notes.append(f"{file}: not a log of these scripts: no column {', '.join(missing)}")
             continue
@@ -94,6 +95,8 @@ def runs_of(rows, warmup, notes):
     runs = []
     for run, of_run in rows.groupby("run", sort=False):
         of_run = of_run.drop_duplicates(["epoch", "rank"], keep="last")
+        compute = (of_run["forward"] + of_run["backward"] + of_run["optimizer"]).groupby(of_run["epoch"])
+        of_run = of_run.assign(skew=compute.transform("max") - compute.transform("min"))
         counts = of_run.groupby("epoch")["rank"].transform("count")
         whole, name = of_run[counts == of_run["processes"]], f"{of_run['script'].iloc[0]}, run {run}"
         if len(whole) < len(of_run):
@@ -178,7 +181,7 @@ def report(rows, warmup, notes, out):
     for number, (scaling, settings, group) in enumerate(groups):
         fraction = compare(group)
         told |= {id(run) for run in group}
-        plain = ("script", "model", "dataset", "precision", "device", "batch")
+        plain = ("script", "model", "dataset", "precision", "batch")
         name = ", ".join(value if key in plain else f"{key} {value}" for key, value in settings.items()
                          if value not in ("", "False", "None", "0", "0.0"))
         columns = [column for column in (*COLUMNS, group[0]["metric"])

@@ -2,9 +2,10 @@
 
 import contextlib
 import csv
-import fcntl
+import itertools
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -19,66 +20,60 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
-    for path in (ROOT / folder).glob("*.py")
-)
-# Launches that give one loss curve: folder, processes (of each torchrun agent), parts of accumulation.
-LAUNCHES = [("singlegpu", 1, 1), ("multigpu", 2, 3), ("multigpu", 3, 1), ("multinode", (2, 2), 2)]
-# Tests are small: one thread each, so that those side by side do not slow each other.
-torch.set_num_threads(1)
+FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
+SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / name).glob("*.py"))
+# One thread a process: tests side by side do not slow each other. No test gives a flag for it.
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
+TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first, so that nobody waits for one at the end; last those that run alone, which wait for others."""
-    long = re.compile("time_limit|real_|preempted")
-    items.sort(key=lambda item: (bool(item.get_closest_marker("alone")), not long.search(item.name)))
+    """The longest files first, since a file is one worker's, and nobody shall wait at the end."""
+    first = ("test_training", "test_slurm", "test_launchers")
+    items.sort(key=lambda item: not item.path.stem.startswith(first))
 
 
-@pytest.fixture(autouse=True)
-def alone(request):
-    """Nothing is tested beside a test with this mark, which measures."""
-    with open(ROOT / "tests" / "conftest.py") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
-        yield
+def pytest_terminal_summary(terminalreporter, config):
+    """After the soak, a table of what held, with the seconds that it took."""
+    if not config.getini("python_files")[0].startswith("soak"):
+        return
+    print("\n| what | seconds | held |\n| --- | --- | --- |")
+    for outcome, held in {"passed": "yes", "failed": "NO", "error": "NO", "skipped": "-"}.items():
+        for report in terminalreporter.getreports(outcome):
+            name = report.nodeid.split("soak_")[-1].replace(".py::test_", ": ")
+            print(f"| {name} | {report.duration:.0f} | {held} |")
 
 
 def processes_of(mark):
     """The living processes that have `mark` in their environment: {id: command line}."""
     found = {}
-    for entry in Path("/proc").iterdir():
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and mark in (entry / "environ").read_text(errors="replace").split("\0"):
+            if mark in (entry / "environ").read_text(errors="replace").split("\0"):
                 found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
     return found
 
 
-def end(mark):
-    """Kill the processes of a mark."""
+def kill(mark):
+    """End the processes of a mark."""
     for pid in processes_of(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class Job:
-    """A started command; it and its descendants, known by a variable in their environment, end with the test."""
+    """A started command. A variable in their environment tells its processes, which a test ends."""
 
-    def __init__(self, command, cwd, env):
+    def __init__(self, command, cwd, **env):
         self.mark = f"TEST_JOB={uuid.uuid4()}"
-        name, value = self.mark.split("=")
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=ENVIRONMENT | env | {name: value},
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        env = ENVIRONMENT | env | {"TEST_JOB": self.mark.split("=")[1]}
+        command = list(map(str, command))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
 
-    def wait(self, timeout=180):
+    def wait(self, timeout=TIMEOUT):
         """Returns (exit status, stdout, stderr)."""
         try:
             out, err = self.process.communicate(timeout=timeout)
@@ -91,50 +86,60 @@ class Job:
         return processes_of(self.mark)
 
     def workers(self):
-        """The ids of the processes that train, where there are several."""
-        return sorted(
-            pid
-            for pid, command in self.processes().items()
-            if pid != self.process.pid
-            and (
-                "spawn_main" in command
-                or re.search("(multinode|hybrid)/", command)
-                and "distributed.run" not in command
-            )
-        )
+        """The ids of the processes that train, of a job that has several."""
+        trains = re.compile(r"spawn_main|^(?!.*distributed\.run).*(multinode|hybrid)/")
+        found = {pid for pid, command in self.processes().items() if trains.search(command)}
+        return sorted(found - {self.process.pid})
 
     def end(self):
-        end(self.mark)
+        kill(self.mark)
         if self.process.returncode is None:
             self.process.communicate()
 
 
-def commands_of(folder, script, processes, options, arguments):
-    """What follows `python`, for each agent; multinode takes (agents, processes of each), or the processes of one."""
-    path, arguments = str(ROOT / folder / script), list(map(str, arguments))
-    if folder == "multigpu":
-        return [[path, "--num_gpus", str(processes), *arguments]]
+def words_of(script, arguments, processes):
+    """Returns the script with its arguments, and the numbers of torchrun agents and processes.
+
+    `processes` (2, 1) is two agents of one process each. Without torchrun there are 0 agents.
+    """
+    folder = Path(script).parent.name
+    count = ["--num_gpus", processes] if folder == "multigpu" else []
+    words = list(map(str, [ROOT / script, *count, *arguments]))
     if folder not in ("multinode", "hybrid"):
-        return [[path, *arguments]]
-    agents, workers = processes if isinstance(processes, tuple) else (1, processes)
-    rendezvous = [f"--nnodes={agents}", "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}"]
-    torchrun = ["-m", "torch.distributed.run", *(rendezvous if agents > 1 else ["--standalone"])]
-    return [[*torchrun, f"--nproc_per_node={workers}", *options, "--", path, *arguments]] * agents
+        return words, 0, 1
+    return words, *(processes if isinstance(processes, tuple) else (1, processes))
 
 
-def environment_of(commands, env):
-    """Two "nodes" on one machine meet on its loopback."""
-    return ({"GLOO_SOCKET_IFNAME": "lo"} if len(commands) > 1 else {}) | (env or {})
+def commands_of(script, arguments, processes=1):
+    """What follows `python`: one command, or one for each torchrun agent."""
+    words, agents, each = words_of(script, arguments, processes)
+    meet = [f"--nproc_per_node={each}", "--standalone"]
+    if agents > 1:
+        meet[1:] = [f"--nnodes={agents}", "--rdzv_backend=c10d"]
+        meet.append(f"--rdzv_endpoint=localhost:{free_port()}")
+    torchrun = ["-m", "torch.distributed.run", *meet, "--"]
+    return [[*torchrun, *words]] * agents or [words]
+
+
+PORTS = itertools.count(10_000 + os.getpid() % 5_000 * 4)  # below those that the system gives
+
+
+def free_port():
+    """A port that nobody listens on."""
+    for port in PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @pytest.fixture
 def start(tmp_path):
-    """start(folder, *arguments, processes=1) starts <folder>/<script> as a user does: a Job, or one an agent."""
+    """start(script, *arguments, processes=1) starts it as a user does: a Job, or one an agent."""
     jobs = []
 
-    def start(folder, *arguments, processes=1, script="images.py", options=(), env=None):
-        commands = commands_of(folder, script, processes, options, arguments)
-        started = [Job([sys.executable, *each], tmp_path, environment_of(commands, env)) for each in commands]
+    def start(script, *arguments, processes=1):
+        commands = commands_of(script, arguments, processes)
+        env = LOOPBACK if len(commands) > 1 else {}
+        started = [Job([sys.executable, *command], tmp_path, **env) for command in commands]
         jobs.extend(started)
         return started[0] if len(started) == 1 else started
 
@@ -144,118 +149,166 @@ def start(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def fork():
-    """fork(commands) runs them in forks of an interpreter that has torch: see fork_server.py. Returns its answer."""
-    command = [sys.executable, ROOT / "tests" / "fork_server.py"]
-    with subprocess.Popen(command, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+def fork_server(tmp_path_factory):
+    """fork_server(commands, envs) runs them at the same time, and returns its answer."""
+    command, pipe = [sys.executable, ROOT / "tests/fork_server.py"], subprocess.PIPE
+    folder = tmp_path_factory.mktemp("cwd")
+    with subprocess.Popen(command, env=ENVIRONMENT, text=True, stdin=pipe, stdout=pipe) as server:
 
-        def fork(commands, cwd=ROOT, env=None, timeout=180, together=False):
-            mark = uuid.uuid4()
-            request = {"commands": commands, "together": together, "cwd": str(cwd), "timeout": timeout}
-            print(json.dumps(request | {"env": {"TEST_JOB": str(mark), **(env or {})}}), file=server.stdin, flush=True)
-            results = json.loads(server.stdout.readline())
-            end(f"TEST_JOB={mark}")
-            assert all(status is not None for status, *_ in results), f"still running after {timeout} s: {results}"
-            return results
+        def fork_server(commands, envs=None):
+            mark = {"TEST_JOB": str(uuid.uuid4())}
+            envs = [env | mark for env in envs or [{}] * len(commands)]
+            request = {"commands": commands, "envs": envs, "cwd": str(folder), "timeout": TIMEOUT}
+            print(json.dumps(request), file=server.stdin, flush=True)
+            answer = json.loads(server.stdout.readline())
+            kill(f"TEST_JOB={mark['TEST_JOB']}")
+            assert None not in [status for status, *_ in answer], f"no end: {commands}, {answer}"
+            return answer
 
-        yield fork
-        server.stdin.close()
+        yield fork_server
+        server.kill()
 
 
-@pytest.fixture
-def run(fork, tmp_path):
-    """run(folder, *arguments, processes=1) is start without a start's 4 seconds of imports, and waits.
+def torchrun_env(rank, agents, each):
+    """What torchrun tells the process of this rank."""
+    env = {"RANK": rank, "LOCAL_RANK": rank % each, "GROUP_RANK": rank // each}
+    env |= {"WORLD_SIZE": agents * each, "LOCAL_WORLD_SIZE": each, "TORCHELASTIC_RUN_ID": "test"}
+    env |= {"TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": False}
+    return {name: str(value) for name, value in env.items()}
 
-    Returns (exit status, stdout, stderr), of several agents the worst status and all output.
+
+@pytest.fixture(scope="session")
+def attempt(fork_server):
+    """attempt(script, *arguments, processes=1) runs it without torchrun and a start's imports.
+
+    Returns (exit status, stdout, stderr); of several processes the worst, and all output. The
+    words `before` precede the script.
     """
 
-    def run(folder, *arguments, processes=1, script="images.py", options=(), env=None, timeout=180):
-        commands = commands_of(folder, script, processes, options, arguments)
-        ended = fork(commands, tmp_path, environment_of(commands, env), timeout, together=True)
-        statuses, outs, errs, _ = zip(*ended)
+    def attempt(script, *arguments, processes=1, before=(), **env):
+        words, agents, each = words_of(script, arguments, processes)
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= LOOPBACK if agents > 1 else {}
+        envs = [torchrun_env(rank, agents, each) | env for rank in range(agents * each)] or [env]
+        commands = [[*map(str, before), *words]] * len(envs)
+        statuses, outs, errs = zip(*fork_server(commands, envs))
         return max(map(abs, statuses)), "".join(outs), "".join(errs)
+
+    return attempt
+
+
+@pytest.fixture(scope="session")
+def run(attempt):
+    """run(script, *arguments, processes=1) is an attempt that must succeed; returns stdout."""
+
+    def run(script, *arguments, **more):
+        status, out, err = attempt(script, *arguments, **more)
+        assert status == 0, err
+        return out
 
     return run
 
 
 @pytest.fixture
-def run_many(fork):
-    """run_many(script, cases) runs it with each list of arguments in turn, and returns what fork does."""
-
-    def run_many(script, cases, timeout=180, **env):
-        return fork([list(map(str, [ROOT / script, *case])) for case in cases], env=env, timeout=timeout)
-
-    return run_many
+def chance():
+    """A generator for what happens at any moment. Its seed is printed where a test fails."""
+    seed = int(os.environ.get("TEST_SEED", 1))
+    print("TEST_SEED", seed)
+    return random.Random(seed)
 
 
-def assert_refused(results, cases):
-    """Each case ended with status 2 and one line on stderr that holds the case's message."""
-    for (case, message), (status, _, err, _) in zip(cases.items(), results, strict=True):
-        assert status == 2 and message in err, (case, err)
-        assert len(err.splitlines()) == 1 and "Traceback" not in err, (case, err)
-
-
-def write_tiny(folder):
-    """Make the folder a --data_dir: a bigmnist of 1,200 training and 101 (a prime number of) validation images."""
-    (folder / "bigmnist").mkdir(parents=True)
-    random = np.random.default_rng(0)
-    patterns = random.integers(0, 120, (10, 28, 28))
-    for split, size in (("train", 1200), ("test", 101)):
-        labels = random.integers(0, 10, size)
-        images = patterns[labels] + random.integers(0, 136, (size, 28, 28))
-        np.save(folder / "bigmnist" / f"{split}_images.npy", images.astype(np.uint8))
-        np.save(folder / "bigmnist" / f"{split}_labels.npy", labels)
+def write_mnist(folder):
+    """Make the folder a --data_dir with an MNIST of 1,200 + 101 images, a prime number."""
+    (folder / "MNIST/raw").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    patterns = generator.integers(0, 120, (10, 28, 28))
+    for split, size in (("train", 1200), ("t10k", 101)):
+        labels = generator.integers(0, 10, size)
+        images = patterns[labels] + generator.integers(0, 136, (size, 28, 28))
+        for name, kind, array in (("images-idx3", 2051, images), ("labels-idx1", 2049, labels)):
+            content = np.array([kind, *array.shape], ">i4").tobytes() + array.astype("u1").tobytes()
+            (folder / f"MNIST/raw/{split}-{name}-ubyte").write_bytes(content)
     return folder
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """That folder."""
-    return write_tiny(tmp_path_factory.mktemp("data"))
+def data(tmp_path_factory):
+    """A --data_dir with that MNIST, and a text for gpt.py."""
+    folder = write_mnist(tmp_path_factory.mktemp("data"))
+    generator = random.Random(0)
+    lengths = [generator.randint(2, 7) for _ in range(40)]
+    words = ["".join(generator.choices("abcdefghij", k=length)) for length in lengths]
+    (folder / "words.txt").write_text(" ".join(generator.choices(words, k=10_000))[:40_000])
+    return folder
 
 
 @pytest.fixture(scope="session")
-def real_data():
-    """The folder of the real data sets, for --data_dir."""
-    folder = Path(os.environ.get("TEST_DATA_DIR", "no folder given"))
-    if not folder.is_dir():
+def real_data(tmp_path_factory):
+    """A --data_dir with links to the real data sets."""
+    source = Path(os.environ.get("TEST_DATA_DIR", "no folder"))
+    if not source.is_dir():
         pytest.skip("TEST_DATA_DIR names no folder with the real data sets (MNIST/raw, ...)")
+    folder = tmp_path_factory.mktemp("real")
+    for entry in source.resolve().iterdir():
+        (folder / entry.name).symlink_to(entry)
     return folder
-
-
-def free_port():
-    """A port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def rows(path):
-    """The rows of a log, numbers as such."""
+    """The rows of a log, numbers as such; of a repeated epoch the last.
+
+    The wall time of an epoch is under `seconds`.
+    """
 
     def number(text):
-        try:
+        with contextlib.suppress(ValueError):
             return float(text)
-        except ValueError:
-            return text
+        return text
 
+    found = {}
     with open(path, newline="") as file:
-        return [{name: number(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        for row in csv.DictReader(file):
+            row = {name: number(value) for name, value in row.items()}
+            row["seconds"] = row.get("seconds", row.get("time"))
+            found[row["run"], row["epoch"], row["rank"]] = row
+    return list(found.values())
 
 
-def weights(path):
-    return torch.load(path, weights_only=True)["model"]
+def curve(path, *more):
+    """Training and validation loss, and further columns, of each epoch (E, 2 + ...)."""
+    first = [row for row in rows(path) if row["rank"] == 0]
+    return np.array([[row[name] for name in ("train_loss", "val_loss", *more)] for row in first])
+
+
+def load(path):
+    """A snapshot. Its place in the run, (epoch, step), is under `place`."""
+    snapshot = torch.load(path, weights_only=True)
+    place = snapshot.get("progress", snapshot.get("state"))
+    return snapshot | {"place": (place["epoch"], place["step"])}
 
 
 def assert_same_weights(path, other):
     """Bit for bit."""
-    a, b = weights(path), weights(other)
+    a, b = (load(each)["model"] for each in (path, other))
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
 
 
-def wait_for(condition, seconds=60, pause=0.01):
-    """Poll until the condition holds."""
+def saved_at(path):
+    """When the snapshot was written, in ns."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def wait_for_saves(job, path, count):
+    """Wait until the job has saved so many times, or has ended."""
+    for _ in range(count):
+        before = saved_at(path)
+        wait_for(lambda before=before: saved_at(path) != before or job.process.poll() is not None)
+
+
+def wait_for(condition, seconds=TIMEOUT, pause=0.01):
+    """Poll until the condition holds; returns its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"

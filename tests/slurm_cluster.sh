@@ -1,34 +1,33 @@
 #!/usr/bin/env bash
 # A throwaway Slurm cluster of two nodes on this one machine, to run the job files for real. As root:
 #
-#   vars=$(bash tests/slurm_cluster.sh up [FOLDER]) && eval "$vars"    # exports SLURM_CONF and CLUSTER (the folder)
+#   vars=$(bash tests/slurm_cluster.sh up FOLDER) && eval "$vars"    # exports SLURM_CONF
 #   sbatch ...; squeue; scontrol show job ...
-#   bash tests/slurm_cluster.sh down "$CLUSTER"
+#   bash tests/slurm_cluster.sh down FOLDER
 #
-# Each node is a network namespace with its own address, hostname and /etc/hosts, so that n1 and n2 are two hosts to
-# torchrun and gloo. The GPUs are fake: Slurm counts them and sets CUDA_VISIBLE_DEVICES, nothing more; GPUS=8 gives a
-# node 8 instead of 4. LOOPBACK=1 does without namespaces, as happens by itself where none can be made: n1 and n2 are
-# then two names of this machine, kept in /etc/hosts until `down`.
+# Each node is a network namespace with its own address, hostname and /etc/hosts, so that n1 and n2
+# are two hosts to torchrun and gloo. The GPUs are fake: Slurm counts them and sets
+# CUDA_VISIBLE_DEVICES, nothing more; GPUS=8 gives a node 8 instead of 4.
 set -euo pipefail
 
 die() { echo "slurm_cluster: $2" >&2; exit "$1"; }
 
 start() { # HOST PROGRAM ARGUMENT...
-    local enter=()
     # Not `ip netns exec`: it mounts a new /sys, without the cgroups that slurmd looks for.
     # shellcheck disable=SC2016
-    [ "$net" = loopback ] || enter=(nsenter --net="/run/netns/$net-$1" unshare --uts --mount sh -c
+    local enter=(nsenter --net="/run/netns/$net-$1" unshare --uts --mount sh -c
         'hostname "$0" && mount --bind "$1/hosts" /etc/hosts && shift && exec "$@"' "$1" "$dir")
     # The child notes its pid itself: none goes unnoted if this script is killed meanwhile.
     # shellcheck disable=SC2016
-    setsid sh -c 'echo $$ >"$0" && exec "$@"' "$dir/pid/$1.$2" "${enter[@]}" "${@:2}" >"$dir/log/$1.$2" 2>&1 </dev/null &
+    setsid sh -c 'echo $$ >"$0" && exec "$@"' "$dir/pid/$1.$2" "${enter[@]}" "${@:2}" \
+        >"$dir/log/$1.$2" 2>&1 </dev/null &
     disown
 }
 
 pids() { # of what still runs of this cluster: its daemons, and everything in its namespaces
     local pid host
     for pid in $({ cat "$dir"/pid/* || true; } 2>/dev/null); do
-        # By now the number may be another program's; the command line of ours names a file of this folder.
+        # By now the number may be another program's; the command line of ours names this folder.
         if grep -qsF "$dir/" "/proc/$pid/cmdline"; then echo "$pid"; fi
     done
     for host in ctl n1 n2; do ip netns pids "$net-$host" 2>/dev/null || true; done
@@ -38,35 +37,25 @@ down() {
     [ -e "$dir/net" ] || return 0
     local host net
     net=$(cat "$dir/net")
-    export SLURM_CONF=$dir/slurm.conf
-    if [ "$net" = loopback ]; then # only Slurm knows the processes of the jobs
-        timeout 5 scancel --quiet --user=root 2>/dev/null || true
-        { for host in n1 n2; do timeout 5 scontrol listpids '*' $host; done |
-            awk '$1 + 0 > 1 { print $1 }' | xargs -r kill -KILL; } 2>/dev/null || true
-        for _ in {1..40}; do [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break; sleep 0.5; done
-        # Written in place: a new file under the name, as by `sed -i`, would unmount what other clusters mounted on it.
-        # shellcheck disable=SC2016
-        flock /etc/hosts bash -c 'rest=$(grep -v "# $0\$" /etc/hosts) && echo "$rest" >/etc/hosts' "$dir" || true
-    fi
     for _ in {1..50}; do
         [ -n "$(pids)" ] || break
         pids | xargs -r kill -KILL 2>/dev/null || true
         sleep 0.1
     done
     for host in ctl n1 n2; do
-        ip link del "$net-$host" 2>/dev/null || true # with the namespace it would go too, but some time later
+        ip link del "$net-$host" 2>/dev/null || true # with the namespace it would go later
         ip netns del "$net-$host" 2>/dev/null || true
     done
     ip link del "$net" 2>/dev/null || true
     rm -rf "$dir"
 }
 
-namespaces() { # joined by a bridge, where this machine is .254, in a range set aside for testing networks (RFC 2544)
+namespaces() { # joined by a bridge, in a range set aside for testing networks (RFC 2544)
     local i=1 n=0 host dev
     # Having the name of the bridge is having the number: clusters that start together do not clash.
     until ip link add "slurm$i" type bridge 2>/dev/null; do [ $((++i)) -lt 255 ]; done
     echo "slurm$i" >"$dir/net"
-    net=slurm$i address=("198.18.$i".{1,2,3}) port=(6818 6818 6817) controller=ctl
+    net=slurm$i address=("198.18.$i".{1,2,3})
     echo 127.0.0.1 localhost >"$dir/hosts"
     ip addr add "198.18.$i.254/24" dev "$net"
     ip link set "$net" up
@@ -80,44 +69,25 @@ namespaces() { # joined by a bridge, where this machine is .254, in a range set 
     done
 }
 
-loopback() {
-    echo 'slurm_cluster: no network namespaces, n1 and n2 are names of this machine' >&2
-    echo loopback >"$dir/net"
-    local own p=$((20000 + RANDOM % 10000))
-    net=loopback controller=$(uname -n)
-    bind=CommunicationParameters=NoCtldInAddrAny,NoInAddrAny hostname=NodeHostname=$controller
-    # The machine's own address, since torchrun holds its rendezvous on the node whose name has the endpoint's.
-    own=$(getent ahostsv4 "$controller" | awk '{ print $1; exit }')
-    while ss -Hltn "sport >= :$p and sport <= :$((p + 2))" | grep -q .; do p=$((p + 3)); done
-    address=("$own" "$own" "$own") port=("$p" $((p + 1)) $((p + 2)))
-    printf "%s n%d # $dir\n" "$own" 1 "$own" 2 | flock /etc/hosts tee -a /etc/hosts >/dev/null
-}
-
 up() {
-    local bind='' hostname='' gpus=${GPUS:-4} address port controller net=none n
-    dir=$(realpath -m "${1:-$(mktemp -d -t slurm_cluster.XXXXXX)}")
+    local gpus=${GPUS:-4} address net=none n
     [[ $dir =~ ^[A-Za-z0-9/._-]{1,60}$ ]] || die 2 "Slurm cannot keep its files and sockets in $dir"
     mkdir -p "$dir"
     [ -z "$(ls -A "$dir")" ] || die 1 "$dir is not empty"
-    echo "slurm_cluster: starting in $dir" >&2
     echo none >"$dir/net"
     trap 'tail -n 20 "$dir"/log/* >&2 || true; down; exit 1' EXIT
     chmod 755 "$dir"
     mkdir -p "$dir"/{dev,log,pid,state,spool/n1,spool/n2}
     for ((n = 0; n < gpus; n++)); do mknod "$dir/dev/gpu$n" c 1 3; done
     (umask 077 && head -c 128 /dev/urandom >"$dir/munge.key")
-    if [ -z "${LOOPBACK:-}" ] && unshare --net --uts --mount ip link add try type bridge 2>/dev/null; then
-        namespaces
-    else
-        loopback
-    fi
+    namespaces
     echo "NodeName=n[1-2] Name=gpu File=$dir/dev/gpu[0-$((gpus - 1))]" >"$dir/gres.conf"
+    # cred_expire is also how long a requeued job waits before it starts again: 120 s by default,
+    # no less than 5. The machine need not have what its nodes are said to have (config_overrides).
     cat >"$dir/slurm.conf" <<CONF
 ClusterName=test
-SlurmctldHost=${controller%%.*}(${address[2]})
-SlurmctldPort=${port[2]}
-$bind
-# cred_expire is also how long a requeued job waits before it starts again: 120 s by default, and no less than 5
+SlurmctldHost=ctl(${address[2]})
+SlurmctldPort=6817
 AuthInfo=socket=$dir/munge.socket,cred_expire=5
 StateSaveLocation=$dir/state
 SlurmdSpoolDir=$dir/spool/%n
@@ -130,40 +100,36 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 ReturnToService=2
 MinJobAge=600
 GresTypes=gpu
-# the machine need not have what its nodes are said to have
 SlurmdParameters=config_overrides
-NodeName=DEFAULT CPUs=64 RealMemory=500000 Gres=gpu:$gpus
-NodeName=n1 NodeAddr=${address[0]} Port=${port[0]} $hostname
-NodeName=n2 NodeAddr=${address[1]} Port=${port[1]} $hostname
-PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1
-# its jobs requeue those in main when they need their place
-PartitionName=urgent Nodes=n1,n2 PriorityTier=2
+NodeName=DEFAULT CPUs=64 RealMemory=500000 Gres=gpu:$gpus Port=6818
+NodeName=n1 NodeAddr=${address[0]}
+NodeName=n2 NodeAddr=${address[1]}
+PartitionName=main Nodes=n1,n2 Default=YES
 CONF
-    start ctl munged --foreground --force --num-threads=2 --key-file="$dir/munge.key" --socket="$dir/munge.socket" \
-        --pid-file="$dir/munge.pid" --seed-file="$dir/munge.seed" --log-file="$dir/log/munge"
-    until [ -S "$dir/munge.socket" ] || [ "$SECONDS" -gt 10 ]; do sleep 0.1; done
+    start ctl munged --foreground --force --num-threads=2 --key-file="$dir/munge.key" \
+        --socket="$dir/munge.socket" --pid-file="$dir/munge.pid" --seed-file="$dir/munge.seed" \
+        --log-file="$dir/log/munge"
+    until [ -S "$dir/munge.socket" ] || [ "$SECONDS" -gt 100 ]; do sleep 0.1; done
     start ctl slurmctld -D -f "$dir/slurm.conf"
     for n in n1 n2; do start $n slurmd -D -f "$dir/slurm.conf" -N $n; done
     export SLURM_CONF=$dir/slurm.conf
     until [ "$(timeout 5 sinfo -h -N -p main -o %T 2>/dev/null | grep -cx idle)" = 2 ]; do
-        [ "$SECONDS" -lt 60 ] || die 1 'the nodes were not idle within a minute'
+        [ "$SECONDS" -lt 300 ] || die 1 'the nodes were not idle within five minutes'
         sleep 0.2
     done
     trap - EXIT
-    printf 'export SLURM_CONF=%q CLUSTER=%q\n' "$SLURM_CONF" "$dir"
+    printf 'export SLURM_CONF=%q\n' "$SLURM_CONF"
 }
 
 [ "$(id -u)" = 0 ] || die 3 'needs root'
 for need in munged:munge slurmctld:slurmctld slurmd:slurmd scontrol:slurm-client ip:iproute2; do
     type "${need%:*}" >/dev/null 2>&1 || die 3 "${need%:*} is missing: install ${need#*:}"
 done
+unshare --net --uts --mount ip link add try type bridge 2>/dev/null || die 3 'no namespaces here'
 case "${1:-} $#" in
-'up 1' | 'up 2') up "${2:-}" ;;
-'down 2') dir=$(realpath -m "$2") && down ;;
-*) die 2 'usage: slurm_cluster.sh up [FOLDER] | down FOLDER' ;;
+'up 2' | 'down 2') dir=$(realpath -m "$2") && "$1" ;;
+*) die 2 'usage: slurm_cluster.sh up FOLDER | down FOLDER' ;;
 esac

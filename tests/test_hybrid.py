@@ -1,263 +1,105 @@
-"""The hybrids, run as a user runs them: stages of a model on devices or in pipelines, times data parallelism."""
+"""Stages of a model, on devices or in pipelines, times data parallelism."""
 
-import importlib.util
-import itertools
 import os
-import random
+import shutil
 import signal
 
 import numpy as np
 import pytest
-import torch
-from conftest import ROOT, assert_refused, assert_same_weights, rows, wait_for, weights
+from conftest import assert_same_weights, curve, load, rows, saved_at, wait_for, wait_for_saves
+from test_launchers import steps_of
+from test_training import PHASES, arguments_of
 
-GPT = (
-    "--dataset",
-    ROOT / "tests/test_gpt.py",
-    "--threads",
-    "1",
-    "--d_model",
-    "32",
-    "--n_heads",
-    "2",
-    "--seq_len",
-    "32",
-)
-GPT += ("--num_layers", "8", "--batch_size", "48", "--learning_rate", "3e-4")
-LAUNCH = {
-    "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "0", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-}  # fmt: skip
+PIPELINE = "hybrid/gpt.py"
+GPT = "--d_model 32 --n_heads 2 --num_layers 8 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
 
 
-def arguments(tiny, *more):
-    return ("--dataset", "bigmnist", "--data_dir", tiny, "--threads", "1", "--batch_size", "24", *more)
+@pytest.fixture
+def words(data):
+    return [*GPT.split(), "--dataset", data / "words.txt"]
 
 
 @pytest.mark.parametrize("model, num_stages", [("mlp", 2), ("cnn", 4)])
-def test_images_one_loss_curve(run, tiny, tmp_path, model, num_stages):
-    """Split by layers, on one, two and 2 x 2 processes: the losses of singlegpu/images.py, and its weights."""
-    base = arguments(tiny, "--model", model, "--epochs", "2", "--max_steps", "20", "--learning_rate", "3e-4")
-    curves = {}
-    for folder, processes, parts in (("singlegpu", 1, 1), ("hybrid", 1, 1), ("hybrid", 2, 3), ("hybrid", (2, 2), 1)):
-        log = tmp_path / f"{folder}{processes}.csv"
-        more = ("--num_stages", num_stages) if folder == "hybrid" else ()
-        status, out, err = run(folder, *base, *more, "--grad_accum_steps", parts, "--log", log, processes=processes)
-        assert status == 0, err
-        if folder == "hybrid":
-            assert out.count("stage ") == num_stages and f"; {num_stages} stages; " in out
-        logged = [row for row in rows(log) if row["rank"] == 0]
-        curves[folder, processes] = [[row[name] for name in ("train_loss", "val_loss", "val_acc")] for row in logged]
-    reference = curves.pop(("singlegpu", 1))
-    assert reference[1][0] < reference[0][0]
-    for name, curve in curves.items():
-        np.testing.assert_allclose(curve, reference, rtol=1e-5, err_msg=str(name))
+def test_images_one_loss_curve(run, data, tmp_path, model, num_stages):
+    """Split by layers, on one, two and 2 x 2 processes: the losses of singlegpu."""
+    base, one = [*arguments_of(model, data), "--epochs", 2], tmp_path / "one.csv"
+    run("singlegpu/images.py", *base, "--log", one)
+    for processes, parts in ((1, 1), (2, 3), ((2, 2), 1)):
+        log = tmp_path / f"{processes}.csv"
+        more = ("--num_stages", num_stages, "--grad_accum_steps", parts, "--log", log)
+        run("hybrid/images.py", *base, *more, processes=processes)
+        np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-5)
 
 
-def test_images_snapshot_moves_between_folders(run, tiny, tmp_path):
-    """Begun by one, carried on by the other, in both directions: the weights of a run in one piece."""
-    base = arguments(tiny, "--model", "mlp", "--max_steps", "15", "--learning_rate", "3e-4", "--balance", "time")
-    whole = tmp_path / "whole.pt"
-    single = [word for word in base if word not in ("--balance", "time")]
-    status, _, err = run("singlegpu", *single, "--epochs", "3", "--snapshot", whole)
-    assert status == 0, err
-    for order in (("singlegpu", "hybrid", "singlegpu"), ("hybrid", "multigpu", "hybrid")):
-        snapshot = tmp_path / f"{order[0]}.pt"
-        for epochs, folder in enumerate(order, start=1):
-            command = base if folder == "hybrid" else single
-            status, out, err = run(
-                folder,
-                *command,
-                "--epochs",
-                epochs,
-                "--snapshot",
-                snapshot,
-                processes=1 if folder == "singlegpu" else 2,
-            )
-            assert status == 0 and f"epoch {epochs - 1}, step 0" in out, err
-        for name, expected in weights(whole).items():
-            np.testing.assert_allclose(weights(snapshot)[name], expected, rtol=1e-3, atol=1e-5, err_msg=name)
+def test_images_snapshots_move(run, data, tmp_path):
+    """Begun in a folder, carried on in another, in both directions: the losses of one run."""
+    base, one = arguments_of("mlp", data), tmp_path / "one.csv"
+    run("singlegpu/images.py", *base, "--epochs", 3, "--log", one)
+    for folders in (("singlegpu", "hybrid", "singlegpu"), ("hybrid", "multigpu", "hybrid")):
+        found, snapshot = [], tmp_path / f"{folders[0]}.pt"
+        for epochs, folder in enumerate(folders, start=1):
+            log = tmp_path / f"{folders[0]}{epochs}.csv"
+            more = ("--epochs", epochs, "--snapshot", snapshot, "--log", log)
+            run(f"{folder}/images.py", *base, *more, processes=2)
+            found += curve(log).tolist()
+        np.testing.assert_allclose(found, curve(one), rtol=1e-5)
 
 
-def test_cut_is_the_best_of_all():
-    spec = importlib.util.spec_from_file_location("hybrid_images", ROOT / "hybrid" / "images.py")
-    images = importlib.util.module_from_spec(spec)  # not of that name: it is singlegpu/images.py's
-    spec.loader.exec_module(images)
-    generator = random.Random(0)
-    for _ in range(30):
-        costs = [generator.randint(0, 50) for _ in range(generator.randint(1, 9))]
-        parts = generator.randint(1, len(costs))
-        starts = images.cut(tuple(costs), parts)
-
-        def largest(starts, costs=costs):
-            return max(sum(costs[a:b]) for a, b in zip(starts, [*starts[1:], len(costs)]))
-
-        every = ((0, *cuts) for cuts in itertools.combinations(range(1, len(costs)), parts - 1))
-        assert starts[0] == 0 and len(set(starts)) == parts
-        assert largest(starts) == min(map(largest, every))
+def test_gpt_one_loss_curve(run, words, tmp_path):
+    """The losses of one process, whatever the schedule; phases and bubble are the wall time."""
+    base, one = [*words, "--epochs", 2, "--max_steps", 10], tmp_path / "one.csv"
+    run("singlegpu/gpt.py", *base, "--log", one)
+    assert curve(one)[1, 0] < curve(one)[0, 0]
+    for processes, num_stages, schedule in (((2, 2), 2, "1f1b"), (3, 3, "gpipe"), (4, 4, "1f1b")):
+        log = tmp_path / f"{num_stages}.csv"
+        more = ("--num_stages", num_stages, "--schedule", schedule, "--num_microbatches", 4)
+        more += ("--log", log)
+        run(PIPELINE, *base, *more, processes=processes)
+        np.testing.assert_allclose(curve(log), curve(one), rtol=1e-5)
+        for row in rows(log):
+            total = sum(row[phase] for phase in PHASES)
+            assert total == pytest.approx(row["seconds"], rel=0.01) and row["bubble"] > 0
 
 
-def test_images_bad_input(run_many, tmp_path):
-    cases = {
-        ("--num_stages", "4"): "--num_stages 4 is too many: 3 layers have parameters",
-        ("--num_stages", "0"): "--num_stages 0 is out of range",
-        ("--balance", "luck"): "invalid choice",
-        ("--batch_size", "0"): "--batch_size 0 is out of range",
-    }
-    results = run_many("hybrid/images.py", cases, **LAUNCH)
-    assert_refused(results, cases)
-    assert_refused(run_many("hybrid/images.py", [()]), {(): "start it with torchrun"})
+def test_gpt_resume_and_move(start, run, words, tmp_path, chance):
+    """A stage is killed, then all are told to stop: the weights of an undisturbed run, bit for bit.
 
-
-def gradients(snapshot):
-    """Of a run of one step, clipped: AdamW then holds a tenth of them, for its beta1 is 0.9."""
-    return [10 * kept["exp_avg"] for kept in torch.load(snapshot, weights_only=True)["optimizer"]["state"].values()]
-
-
-@pytest.mark.parametrize("pipelines, num_stages", [(1, 2), (2, 2), (1, 4)])
-def test_gpt_first_gradients(run, tmp_path, pipelines, num_stages):
-    """Whatever the schedule and the number of micro-batches: the gradients of the model in one piece."""
-    whole = tmp_path / "whole.pt"
-    status, _, err = run("singlegpu", *GPT, "--max_steps", "1", "--snapshot", whole, script="gpt.py")
-    assert status == 0, err
-    expected = gradients(whole)
-    scale = max(gradient.abs().max().item() for gradient in expected)
-    for schedule, num_microbatches in (("gpipe", 3), ("1f1b", 6), ("interleaved", 4)):
-        snapshot = tmp_path / f"{schedule}.pt"
-        more = ("--num_stages", num_stages, "--schedule", schedule, "--num_microbatches", num_microbatches)
-        status, out, err = run(
-            "hybrid", *GPT, *more, "--max_steps", "1", "--snapshot", snapshot, script="gpt.py",
-            processes=pipelines * num_stages,
-        )  # fmt: skip
-        assert status == 0, err
-        assert f"{pipelines} pipeline(s) of {num_stages} processes, {schedule}" in out
-        found = gradients(snapshot)
-        assert len(found) == len(expected)
-        for a, b in zip(found, expected):
-            assert a.shape == b.shape and (a - b).abs().max() < 1e-5 * scale
-
-
-def test_gpt_one_loss_curve(run, tmp_path):
-    """As long as the batch is the same, so are the losses, also with bf16 gradients but for their rounding."""
-    base = [*GPT, "--epochs", "2", "--max_steps", "10", "--batch_size", "24"]
-    curves = []
-    for folder, processes, rtol, more in (
-        ("singlegpu", 1, 0, ()),
-        ("hybrid", (2, 2), 1e-5, ("--num_stages", 2, "--num_microbatches", 3)),
-        ("hybrid", 3, 1e-5, ("--num_stages", 3, "--num_microbatches", 2, "--schedule", "gpipe")),
-        (
-            "hybrid",
-            4,
-            1e-3,
-            ("--num_stages", 2, "--num_microbatches", 2, "--schedule", "interleaved", "--comm_hook", "bf16"),
-        ),
-    ):
-        log = tmp_path / f"{folder}{processes}.csv"
-        status, out, err = run(folder, *base, *more, "--log", log, processes=processes, script="gpt.py")
-        assert status == 0, err
-        logged = rows(log)
-        curves.append([[row["train_loss"], row["val_loss"]] for row in logged if row["rank"] == 0])
-        np.testing.assert_allclose(curves[-1], curves[0], rtol=rtol, err_msg=str(processes))
-        if folder == "hybrid":
-            assert out.count("in theory") == more[1] and out.count("stage ") == more[1] * (1 + ("interleaved" in more))
-            for row in logged:
-                phases = ("data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
-                assert sum(row[phase] for phase in phases) == pytest.approx(row["time"], rel=0.01)
-                assert row["bubble"] > 0 and row["peak_MB"] > 50
-    assert curves[0][1][0] < curves[0][0][0], "it learns"
-
-
-def test_gpt_snapshot_moves_between_folders(run, tmp_path):
-    """Carried from one to the other, in both directions, a run ends with the weights of one that stays."""
-    single = ("singlegpu", 1, ())
-    moves = {
-        "stays": [single] * 4,
-        "moves": [
-            ("hybrid", 4, ("--num_stages", 2)),
-            ("multigpu", 2, ()),
-            ("hybrid", 2, ("--num_stages", 2, "--schedule", "interleaved")),
-            single,
-        ],
-    }
-    for name, steps in moves.items():
-        for epochs, (folder, processes, more) in enumerate(steps, start=1):
-            command = [*GPT, "--max_steps", "12", "--epochs", epochs, "--snapshot", tmp_path / f"{name}.pt", *more]
-            status, out, err = run(folder, *command, processes=processes, script="gpt.py")
-            assert status == 0 and f"epoch {epochs - 1}, step 0" in out, err
-    moved = weights(tmp_path / "moves.pt")
-    for name, expected in weights(tmp_path / "stays.pt").items():
-        np.testing.assert_allclose(moved[name], expected, rtol=1e-3, atol=1e-5, err_msg=name)
-
-
-def test_gpt_resume_is_bit_identical(start, run, tmp_path):
-    """A stage is killed, then all are told to stop: the weights are those of the undisturbed run, with dropout."""
-    whole, cut = tmp_path / "whole.pt", tmp_path / "cut.pt"
-    base = [
-        *GPT,
-        "--epochs",
-        "3",
-        "--max_steps",
-        "25",
-        "--dropout",
-        "0.2",
-        "--snapshot_every",
-        "4",
-        "--num_stages",
-        "2",
-    ]
-    status, _, err = run("hybrid", *base, "--snapshot", whole, processes=4, script="gpt.py")
-    assert status == 0, err
+    What is left of the run can also be done by multigpu/gpt.py, with the same loss.
+    """
+    whole, cut, moved = (tmp_path / f"{name}.pt" for name in ("whole", "cut", "moved"))
+    base = [*words, "--epochs", 4, "--max_steps", 20, "--snapshot_every", 4]
     for signum in (signal.SIGKILL, signal.SIGTERM):
-        before = cut.stat().st_mtime_ns if cut.exists() else 0
-        job = start("hybrid", *base, "--snapshot", cut, processes=4, script="gpt.py")
-        wait_for(lambda before=before: cut.exists() and cut.stat().st_mtime_ns > before)
-        os.kill(random.choice(job.workers()) if signum == signal.SIGKILL else job.process.pid, signum)
-        status, out, err = job.wait(90)
-        assert status != 0 and (signum == signal.SIGKILL or "stopped by a signal" in out), err
-    state = torch.load(cut, weights_only=True)["state"]
-    status, out, err = run("hybrid", *base, "--snapshot", cut, processes=4, script="gpt.py")
-    assert status == 0 and f"epoch {state['epoch']}, step {state['step']}" in out, err
-    assert_same_weights(whole, cut)
+        more = ("--num_stages", 2, "--snapshot", cut)
+        job = start(PIPELINE, *base, *more, processes=4)
+        wait_for_saves(job, cut, chance.randint(1, 3))
+        if signum == signal.SIGKILL:
+            os.kill(chance.choice(job.workers()), signum)
+        else:
+            job.process.send_signal(signum)
+        status, _, err = job.wait()
+        assert status, err
+        wait_for(lambda job=job: not job.processes())
+    shutil.copy(cut, moved)
+    epoch, step = load(cut)["place"]
+    logs = [tmp_path / f"{name}.csv" for name in ("cut", "moved")]
+    run(PIPELINE, *base, "--num_stages", 2, "--snapshot", cut, "--log", logs[0], processes=4)
+    first = rows(logs[0])[0]
+    assert (first["epoch"], steps_of(first)) == (epoch, 20 - step), "it went on at that very step"
+    run(PIPELINE, *base, "--num_stages", 2, "--snapshot", whole, processes=4)
+    assert_same_weights(cut, whole)
+    run("multigpu/gpt.py", *base, "--snapshot", moved, "--log", logs[1], processes=2)
+    np.testing.assert_allclose(curve(logs[1]), curve(logs[0]), rtol=1e-4)
 
 
-def test_gpt_1f1b_holds_fewer_activations(run, tmp_path):
-    """Of 16 micro-batches GPipe's first process holds all, 1F1B's two."""
-    base = ["--d_model", "64", "--n_heads", "2", "--num_layers", "2", "--seq_len", "64", "--batch_size", "512"]
-    peaks = {}
-    for schedule in ("gpipe", "1f1b"):
-        log = tmp_path / f"{schedule}.csv"
-        more = ("--threads", "1", "--num_microbatches", "16", "--schedule", schedule, "--max_steps", "2", "--log", log)
-        status, _, err = run("hybrid", *base, *more, processes=2, script="gpt.py")
-        assert status == 0, err
-        peaks[schedule] = rows(log)[0]["peak_MB"]
-    assert peaks["1f1b"] < peaks["gpipe"] - 50, peaks
-
-
-def test_gpt_bad_input(run, run_many, tmp_path):
-    cases = {
-        ("--num_stages", "1"): "--num_stages 1: it must be 2 or more, and divide the number of processes, 4",
-        ("--num_stages", "3"): "--num_stages 3: it must be 2 or more, and divide the number of processes, 4",
-        ("--num_stages", "0"): "--num_stages 0: it must be 2 or more",
-        ("--num_layers", "1"): "--num_stages 2 is too many: 2 parts of a model of --num_layers 1",
-        ("--num_layers", "3", "--schedule", "interleaved"): "4 parts of a model of --num_layers 3",
-        (
-            "--num_microbatches",
-            "1",
-        ): "--num_microbatches 1: --schedule 1f1b needs at least one for each of the 2 stages",
-        ("--num_microbatches", "3", "--schedule", "interleaved"): "needs a multiple of the 2 stages",
-        ("--num_microbatches", "0", "--schedule", "gpipe"): "--num_microbatches 0 is out of range",
-        ("--batch_size", "60"): "--batch_size 60 does not divide into 8 equal parts: take 56 or 64",
-        ("--schedule", "zb"): "invalid choice",
-        ("--precision", "fp16"): "invalid choice",
-    }
-    assert_refused(run_many("hybrid/gpt.py", cases, **LAUNCH | {"WORLD_SIZE": "4"}), cases)
-    assert_refused(run_many("hybrid/gpt.py", [()]), {(): "start it with torchrun"})
-    # What is found later ends all processes, and nothing is overwritten.
+def test_bad_arguments(attempt, words, tmp_path):
+    """What does not fit the processes is said; a foreign snapshot stays as it is."""
+    for script, flag, value in (("hybrid/images.py", "--num_stages", 9),
+                                (PIPELINE, "--num_stages", 3), (PIPELINE, "--num_microbatches", 1)):
+        status, _, err = attempt(script, flag, value, processes=2)
+        assert status and flag in err, err
     foreign = tmp_path / "foreign.pt"
-    command = [*GPT, "--max_steps", "2", "--snapshot", foreign]
-    status, _, err = run("singlegpu", *command, script="gpt.py")
-    assert status == 0, err
-    before = foreign.read_bytes()
-    status, _, err = run("hybrid", *command, "--num_layers", "4", processes=4, script="gpt.py")
-    assert status != 0 and "it was made with --num_layers 8, not 4" in err, err
-    assert foreign.read_bytes() == before
+    run_one = (*words, "--max_steps", 1, "--snapshot", foreign)
+    assert attempt("singlegpu/gpt.py", *run_one)[0] == 0
+    before = saved_at(foreign)
+    status, _, err = attempt(PIPELINE, *run_one, "--num_layers", 4, processes=2)
+    assert status and "num_layers" in err and saved_at(foreign) == before, err

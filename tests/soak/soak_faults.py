@@ -1,0 +1,161 @@
+"""Break running jobs at random moments, start them again, and see that nothing is lost."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import Job, assert_same_weights, commands_of, curve, load
+from conftest import rows, wait_for, wait_for_saves
+
+KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
+IMAGES = "--dataset mnist --batch_size 24 --epochs 4 --dropout 0.5"
+GPT = "--d_model 64 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 16 --max_steps 60"
+SHAPES = {  # of jobs: script, processes (of each agent), arguments
+    "singlegpu": ("singlegpu/images.py", 1, IMAGES),
+    "multigpu": ("multigpu/images.py", 2, IMAGES),
+    "multinode": ("multinode/images.py", 2, IMAGES),
+    "two nodes": ("multinode/images.py", (2, 1), IMAGES),
+    "stages": ("hybrid/images.py", 2, f"{IMAGES} --num_stages 2"),
+    "pipeline": ("hybrid/gpt.py", 2, f"{GPT} --epochs 3 --num_stages 2"),
+}
+
+
+@pytest.fixture
+def shape(request, data, tmp_path):
+    """Script, processes and arguments of a job that saves every 5 steps to job.pt."""
+    script, processes, words = SHAPES[request.param]
+    source = ("--dataset", data / "words.txt") if "gpt" in script else ("--data_dir", data)
+    files = ("--snapshot", tmp_path / "job.pt", "--snapshot_every", 5, "--log", tmp_path / "a.csv")
+    return script, processes, [*words.split(), *source, *files]
+
+
+def finish(run, shape, tmp_path):
+    """Start the job a last time: it ends with the weights and the losses of an undisturbed one."""
+    script, processes, words = shape
+    run(script, *words, processes=processes)
+    other = ("--snapshot", tmp_path / "whole.pt", "--log", tmp_path / "whole.csv")
+    run(script, *words, *other, processes=processes)
+    assert_same_weights(tmp_path / "job.pt", tmp_path / "whole.pt")
+    assert (curve(tmp_path / "a.csv") == curve(tmp_path / "whole.csv")).all()
+    assert not set(os.listdir(tmp_path)) - {"job.pt", "a.csv", "whole.pt", "whole.csv"}
+
+
+def wait_for_moment(job, folder, moment, chance):
+    """Returns while the job starts, or after a snapshot, or while one is written."""
+    if moment == "start":
+        time.sleep(chance.uniform(0, 8))
+        return
+    wait_for_saves(job, folder / "job.pt", chance.randint(1, 5))
+    if moment == "save":
+        partial = lambda: list(folder.glob("*.tmp"))  # noqa: E731
+        wait_for(lambda: partial() or job.process.poll() is not None, pause=0.0005)
+    time.sleep(chance.uniform(0, 0.1 if moment == "step" else 0.02))
+
+
+@pytest.mark.parametrize("shape", SHAPES, indirect=True)
+def test_kills(start, run, tmp_path, chance, shape):
+    """SIGKILL or SIGTERM for a process or for what launched it."""
+    script, processes, words = shape
+    for _ in range(KILLS):
+        started = start(script, *words, processes=processes)
+        jobs = started if isinstance(started, list) else [started]
+        moment = chance.choice(("start", "step", "save"))
+        wait_for_moment(jobs[0], tmp_path, moment, chance)
+        job, signum = chance.choice(jobs), chance.choice((signal.SIGKILL, signal.SIGTERM))
+        victims = job.workers() if len(jobs) > 1 else [*job.workers(), job.process.pid]
+        with contextlib.suppress(ProcessLookupError):
+            if job.process.poll() is None and victims:
+                os.kill(chance.choice(victims), signum)
+        print(moment, signum.name, [each.wait()[0] for each in jobs])
+        wait_for(lambda jobs=jobs: not any(each.processes() for each in jobs))
+    finish(run, shape, tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["multigpu", "multinode", "stages", "pipeline"], indirect=True)
+def test_stopped(start, run, tmp_path, chance, shape):
+    """A process hangs: the others time out, and the job ends by itself with a non-zero status."""
+    script, processes, words = shape
+    job = start(script, *words, "--timeout", 5, processes=processes)
+    wait_for_saves(job, tmp_path / "job.pt", 2)
+    os.kill(chance.choice(job.workers()), signal.SIGSTOP)
+    begin = time.monotonic()
+    status, _, err = job.wait(180)
+    print(f"status {status} after {time.monotonic() - begin:.0f} s")
+    assert status, err
+    wait_for(lambda: not job.processes(), 60)
+    finish(run, shape, tmp_path)
+
+
+def test_jobs_at_once(data, tmp_path):
+    """Eight jobs of two processes at the same moment do not meet: equal ones have equal losses."""
+    jobs, losses = [], {}
+    for number in range(8):
+        name = ("multigpu", "multinode")[number % 2]
+        log = tmp_path / f"{number}.csv"
+        words = ("--data_dir", data, "--epochs", 1, "--max_steps", 10, "--log", log)
+        (command,) = commands_of(f"{name}/images.py", [*IMAGES.split(), *words], 2)
+        jobs.append((name, log, Job([sys.executable, *command], tmp_path)))
+    for name, log, job in jobs:
+        status, _, err = job.wait()
+        assert status == 0, err
+        losses.setdefault(name, set()).add(rows(log)[0]["train_loss"])
+    assert all(len(values) == 1 for values in losses.values()), losses
+
+
+@pytest.mark.parametrize("script", ["multigpu/images.py", "multinode/images.py", "multigpu/gpt.py"])
+def test_no_abort_at_the_end(script, data, tmp_path):
+    """Of 24 short jobs, four at a time so that threads come late, each ends well."""
+    words = "--max_steps 2 --epochs 1 --batch_size 24 --data_dir {data} --dataset mnist --model mlp"
+    if "gpt" in script:
+        words = "--max_steps 2 --epochs 1 --d_model 32 --seq_len 32 --dataset {data}/words.txt"
+    for _ in range(6):
+        (command,) = commands_of(script, words.format(data=data).split(), 2)
+        for job in [Job([sys.executable, *command], tmp_path) for _ in range(4)]:
+            status, _, err = job.wait()
+            assert status == 0 and "terminate called" not in err and "leaked" not in err, err
+
+
+@contextlib.contextmanager
+def small_disk(folder, megabytes):
+    """A file system of so many megabytes, mounted there."""
+    folder.mkdir()
+    options = f"size={megabytes}m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("folder", ["singlegpu", "multigpu"])
+def test_full_disk(attempt, run, data, tmp_path, folder):
+    """With room for one snapshot and a half the first one stays whole; with more, the job ends."""
+    script, words = f"{folder}/images.py", [*IMAGES.split(), "--data_dir", data, "--max_steps", 20]
+    with small_disk(tmp_path / "disk", 22) as disk:
+        words += ["--snapshot", disk / "s.pt", "--snapshot_every", 10]
+        status, _, err = attempt(script, *words, processes=2)
+        print("status", status, err.strip().splitlines()[-1:])
+        assert load(disk / "s.pt")["place"] == (0, 10)
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
+        run(script, *words, processes=2)
+        shutil.copy(disk / "s.pt", tmp_path / "s.pt")
+    run(script, *words, "--snapshot", tmp_path / "whole.pt", processes=2)
+    assert_same_weights(tmp_path / "s.pt", tmp_path / "whole.pt")
+
+
+@pytest.mark.parametrize("shape", ["multigpu", "multinode"], indirect=True)
+def test_listens_on_loopback_alone(start, tmp_path, shape):
+    """The processes that train, on a single node; torchrun's own store does not."""
+    script, processes, words = shape
+    job = start(script, *words, "--epochs", 1000, processes=processes)
+    wait_for_saves(job, tmp_path / "job.pt", 1)
+    own = set(map(str, job.workers() if "multinode" in script else job.processes()))
+    lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
+    found = {line.split()[3] for line in lines if set(re.findall(r"pid=(\d+)", line)) & own}
+    assert found and all(place.startswith(("127.", "[::1]")) for place in found), found

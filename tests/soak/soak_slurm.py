@@ -1,0 +1,116 @@
+"""Every job file on a real Slurm, and what happens to a job on a cluster."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, assert_same_weights, saved_at, wait_for
+from test_slurm import ENDED, SMALL, cluster, site  # noqa: F401
+from test_training import arguments_of
+
+COMMON = SMALL[2:]
+WORDS = {  # what makes a job of each script small
+    "images": SMALL,
+    "autoencoder": COMMON,
+    "text": ["--seq_len", "32", *COMMON],
+    "translation": ["--seq_len", "16", "--model", "lstm", *COMMON],
+    "allreduce": ["--max_bytes", "65536", "--seconds", "0.05"],
+    "make_bigmnist": ["--dataset", "synthetic", "--versions", "1", "--copies", "1"],
+}
+GPT = ["--d_model", "16", "--n_heads", "2", "--num_layers", "2", "--seq_len", "32", *COMMON]
+JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("*.slurm"))
+PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 2, "hybrid": 2}
+
+
+def options(folder):
+    """GPUs of a node, so that a job has as many processes as PROCESSES tells."""
+    count = {"multigpu": 2, "multinode": 1, "hybrid": 2}.get(folder)
+    return [f"--gpus-per-node={count}"] if count else ["--cpus-per-task=1"]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_job_completes(site, name):  # noqa: F811
+    folder, script = name.split("_", 1)
+    words = WORDS.get(script, GPT) if folder != "quantize" else ["--rounds", 1]
+    job = site.submit(name, *words, options=options(folder))
+    state, out = site.wait(job), site.output(job)
+    assert state == "COMPLETED", out
+    if folder in PROCESSES and script not in ("allreduce", "make_bigmnist"):
+        assert re.search(rf"^\| *{folder}/{script}\.py ", out, re.M), "the row for results.md"
+        assert (site.folder / f"{name}-{job}.pt").exists()
+        assert f"job {job}, start 1" in out
+
+
+def test_default_counts(site):  # noqa: F811
+    """Without any option a job takes what its file says: four processes on a node."""
+    job = site.submit("multigpu_images", *SMALL, "--log", "a.csv")
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert len((site.folder / "a.csv").read_text().splitlines()) == 1 + 2 * 4
+
+
+@pytest.fixture
+def long(site, run, data, tmp_path):  # noqa: F811
+    """long(folder, epochs) submits a job that saves to job.pt, and returns its id."""
+
+    def long(folder, epochs, *more):
+        base = [*arguments_of("mlp", data), "--dropout", "0.5", "--epochs", epochs]
+        words = (*base, "--snapshot", tmp_path / "job.pt", "--snapshot_every", 5)
+        job = site.submit(f"{folder}_images", *words, options=[*options(folder), *more])
+        if not more:
+            saved = lambda: saved_at(tmp_path / "job.pt")  # noqa: E731
+            wait_for(lambda: saved() or site.show(job)["JobState"] in ENDED, pause=0.1)
+        processes = (2, 1) if folder == "multinode" else 2
+        long.check = lambda: compare(base, folder, processes)
+        return job
+
+    def compare(base, folder, processes):
+        whole = ("--snapshot", tmp_path / "whole.pt")
+        run(f"{folder}/images.py", *base, *whole, processes=processes)
+        assert_same_weights(tmp_path / "job.pt", tmp_path / "whole.pt")
+
+    return long
+
+
+@pytest.mark.parametrize("folder", ["singlegpu", "multigpu", "multinode"])
+def test_signal_before_the_limit(site, long, folder):  # noqa: F811
+    """After the signal of a time limit the job queues itself, and goes on."""
+    job = long(folder, 20)
+    site.command("scancel", "--signal=USR2", job)
+    assert wait_for(lambda: site.show(job)["Restarts"] == "1", 120, 0.3)
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    long.check()
+
+
+def test_time_limit(site, long):  # noqa: F811
+    """The real limit of a minute: Slurm sends the signal, until the training is done."""
+    job = long("singlegpu", 2500, "--time=1", "--signal=USR2@40")
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    print(site.show(job)["Restarts"], "restarts")
+    assert int(site.show(job)["Restarts"]) >= 1, site.output(job)
+    long.check()
+
+
+def test_cancelled_job_stays_cancelled(site, long):  # noqa: F811
+    job = long("multigpu", 10_000)
+    site.command("scancel", job)
+    assert site.wait(job) == "CANCELLED"
+    time.sleep(3)
+    assert site.show(job)["JobState"] == "CANCELLED" and site.show(job)["Restarts"] == "0"
+
+
+def test_killed_process_is_restarted(site, long, tmp_path):  # noqa: F811
+    """torchrun starts all processes again after one was killed, from the snapshot."""
+    job = long("multinode", 30)
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        words = entry.read_bytes().split(b"\0") if entry.exists() else []
+        if str(tmp_path / "job.pt").encode() in words and b"--" not in words:
+            found += [int(entry.parent.name)] if b"multinode/images.py" in words else []
+    assert len(found) == 2
+    os.kill(found[0], signal.SIGKILL)
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert site.show(job)["Restarts"] == "0", "of the job: torchrun restarted its processes"
+    long.check()

@@ -1,0 +1,79 @@
+"""What takes long or measures: real data to a known quality, compiled models, DDP's logger.
+
+SOAK_SEEDS=5 measures the figures of FIGURES instead, over so many seeds, and prints them.
+"""
+
+import os
+import shutil
+import statistics
+
+import pytest
+from conftest import curve, rows
+from test_quantize import QUALITIES, table, trained  # noqa: F401
+from test_training import arguments_of, watched  # noqa: F401
+
+FIGURES = {  # command, processes, column: mean and standard deviation over five seeds
+    ("images.py", "--dataset mnist --model mlp --epochs 3", 1, "val_acc"): None,
+    ("images.py", "--dataset mnist --model cnn --epochs 1", 2, "val_acc"): None,
+    ("autoencoder.py", "--dataset mnist --epochs 1", 2, "val_loss"): None,
+    ("text.py", "--dataset imdb --epochs 2", 2, "val_acc"): None,
+    ("text.py", "--dataset ag_news --model transformer --epochs 1", 2, "val_acc"): None,
+    ("translation.py", "--dataset multi30k --model lstm --epochs 1", 2, "val_loss"): None,
+    ("gpt.py", "--dataset {data}/tinyshakespeare/input.txt --max_steps 300", 2, "val_loss"): None,
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: " ".join(figure[:2]))
+def test_quality(run, real_data, tmp_path, figure):
+    """At most four standard deviations worse than the mean of five seeds."""
+    script, command, processes, column = figure
+    seeds, values = int(os.environ.get("SOAK_SEEDS", 1)), []
+    for seed in range(1, seeds + 1):
+        log, env = tmp_path / f"{seed}.csv", {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        words = [*command.format(data=real_data).split(), "--seed", seed, "--log", log]
+        words += ["--data_dir", real_data] if "{data}" not in command else []
+        folder = "singlegpu" if processes == 1 else "multigpu"
+        run(f"{folder}/{script}", *words, processes=processes, **env)
+        values.append(rows(log)[-1][column])
+    print("FIGURE", *figure, " ".join(f"{value:.4f}" for value in values))
+    if seeds > 1:
+        pytest.skip(f"mean {statistics.mean(values):.4f}, {statistics.stdev(values):.5f}")
+    if not FIGURES[figure]:
+        pytest.skip("not measured yet")
+    mean, deviation = FIGURES[figure]
+    worse = (values[0] - mean) * (1 if column == "val_loss" else -1)
+    assert worse < 4 * deviation
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("task", ["mlp", "gpt"])
+def test_compiled(run, data, tmp_path, task):
+    """Compiled, two processes have the loss of uncompiled ones."""
+    for more in ((), ("--compile",)):
+        log = tmp_path / f"{len(more)}.csv"
+        script = "gpt.py" if task == "gpt" else "images.py"
+        words = (*arguments_of(task, data), "--epochs", 1, *more)
+        run(f"multigpu/{script}", *words, "--log", log, processes=2)
+    assert curve(tmp_path / "1.csv") == pytest.approx(curve(tmp_path / "0.csv"), rel=1e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("script", ["gpt"])
+def test_torchao(run, trained, script):  # noqa: F811
+    """The other kernels of int8 have the same quality."""
+    more = ("--backend", "torchao", "--precisions", "fp32", "int8", "--rounds", 1)
+    found = table(run(f"quantize/{script}.py", "--snapshot", trained(script)[0], *more))
+    column = next(name for name in found["int8"] if QUALITIES[script] in name)
+    expected = float(found["fp32"][column])
+    assert float(found["int8"][column]) == pytest.approx(expected, rel=0.01)
+
+
+def test_comm_agrees_with_ddp(watched):  # noqa: F811
+    """Exposed communication within 15% of what DDP's own logger measured in the same steps."""
+    more = ("--model", "vgg11", "--epochs", 1, "--max_steps", 24, "--batch_size", 24)
+    for row, ddp in zip(*watched("cnn", *more)):
+        print(row["comm"] / 24, ddp["comm"])
+        assert row["comm"] / 24 == pytest.approx(ddp["comm"], rel=0.15)

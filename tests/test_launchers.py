@@ -1,0 +1,193 @@
+"""How the scripts are launched, stopped, resumed and misused: with images.py, for all tasks."""
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, SCRIPTS, TIMEOUT, assert_same_weights, curve, load
+from conftest import rows, torchrun_env, wait_for, wait_for_saves
+from test_training import arguments_of
+
+
+def steps_of(row):
+    """The optimizer steps that an epoch's row is about."""
+    seconds = row["seconds"] - row["eval"] - row["save"]
+    return round(row["samples/s"] * seconds / row["batch_size"])
+
+
+STOPS = {"singlegpu": signal.SIGUSR2, "multigpu": signal.SIGINT, "multinode": signal.SIGTERM}
+
+
+@pytest.mark.parametrize("folder", STOPS)
+def test_resume(start, run, data, tmp_path, chance, folder):
+    """Killed, stopped and started again: the weights of one undisturbed run, bit for bit."""
+    script, processes = f"{folder}/images.py", 1 if folder == "singlegpu" else 2
+    cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.csv"))
+    base = [*arguments_of("mlp", data), "--dropout", "0.5", "--snapshot_every", "5"]
+    for signum in (signal.SIGKILL, STOPS[folder]):
+        job = start(script, *base, "--epochs", 10_000, "--snapshot", cut, processes=processes)
+        wait_for_saves(job, cut, chance.randint(1, 6))
+        if signum == signal.SIGKILL and processes > 1:
+            os.kill(chance.choice(job.workers()), signum)
+        else:
+            job.process.send_signal(signum)
+        status, _, err = job.wait()
+        told = signum != signal.SIGKILL and folder != "multinode"  # torchrun has its own status
+        assert status == 128 + signum if told else status, err
+        wait_for(lambda job=job: not job.processes())
+    epoch, step = load(cut)["place"]
+    base += ["--epochs", epoch + 1]
+    run(script, *base, "--snapshot", cut, "--log", log, processes=processes)
+    first = rows(log)[0]
+    assert (first["epoch"], steps_of(first)) == (epoch, 20 - step), "it went on at that very step"
+    run(script, *base, "--snapshot", whole, processes=processes)
+    assert_same_weights(cut, whole)
+    assert not list(tmp_path.glob("*.tmp"))
+    log.unlink()
+    run(script, *base, "--snapshot", cut, "--log", log, processes=processes)
+    assert not log.exists(), "nothing was left to do"
+
+
+def test_snapshots_move(start, run, data, tmp_path, chance):
+    """One and 2 x 2 processes carry on what two began, in the middle of an epoch."""
+    base, begun, whole = arguments_of("mlp", data), tmp_path / "begun.pt", tmp_path / "whole.csv"
+    more = ("--epochs", 10_000, "--snapshot", begun, "--snapshot_every", 3)
+    job = start("multigpu/images.py", *base, *more, processes=2)
+    wait_for_saves(job, begun, chance.randint(1, 12))
+    job.process.send_signal(signal.SIGTERM)
+    status, _, err = job.wait()
+    assert status == 128 + signal.SIGTERM, err
+    base += ["--epochs", load(begun)["place"][0] + 1]
+    run("singlegpu/images.py", *base, "--log", whole)
+    for folder, processes in (("singlegpu", 1), ("multinode", (2, 2))):
+        snapshot, log = tmp_path / f"{folder}.pt", tmp_path / f"{folder}.csv"
+        shutil.copy(begun, snapshot)
+        more = ("--snapshot", snapshot, "--log", log)
+        run(f"{folder}/images.py", *base, *more, processes=processes)
+        expected = curve(whole, "val_acc")[-1:]
+        np.testing.assert_allclose(curve(log, "val_acc"), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["singlegpu", "multigpu", "multinode"])
+def test_a_copied_script_runs_alone(start, tmp_path, folder):
+    """With the flags that a user needs, it fits a terminal and leaves nothing but its log."""
+    copy, log = tmp_path / folder / "mine.py", tmp_path / folder / "log.csv"
+    copy.parent.mkdir()
+    shutil.copy(ROOT / folder / "images.py", copy)
+    job = start(copy, "--model", "mlp", "--max_steps", 5, "--log", log, processes=2)
+    status, out, err = job.wait()
+    assert status == 0 and "synthetic" in out, err
+    assert all(len(line) <= 100 for line in out.splitlines() if line[:1] != "|"), out
+    assert sorted(path.name for path in copy.parent.iterdir()) == ["log.csv", "mine.py"]
+    assert curve(log)[1, 1] < curve(log)[0, 1]
+
+
+class Bomb:
+    """Pickled, and then unpickled, it would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_snapshots_that_do_not_fit(attempt, run, data, tmp_path):
+    """Truncated, foreign or hostile: a line of error, and the file stays as it is."""
+    base, script = [*arguments_of("mlp", data), "--epochs", 1], "singlegpu/images.py"
+    good, bomb = tmp_path / "good.pt", tmp_path / "exploded"
+    run(script, *base, "--snapshot", good)
+    other = ("--epochs", 1, "--snapshot", tmp_path / "other.pt")
+    run("singlegpu/autoencoder.py", *arguments_of("autoencoder", data), *other)
+    content = good.read_bytes()
+    (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.pt").write_text("run,epoch\n")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Bomb(bomb)))
+    torch.save(torch.load(good, weights_only=True) | {"model": Bomb(bomb)}, tmp_path / "bomb.pt")
+    for name in ("cut", "empty", "text", "pickle", "bomb", "other"):
+        path = tmp_path / f"{name}.pt"
+        before = path.read_bytes()
+        status, _, err = attempt(script, *base, "--snapshot", path)
+        assert status in (1, 2) and str(path) in err and "Traceback" not in err, (name, err)
+        assert path.read_bytes() == before and not bomb.exists()
+    status, _, err = attempt(script, *base, "--model", "cnn", "--snapshot", good)
+    assert status in (1, 2) and "model" in err and "Traceback" not in err, err
+    assert good.read_bytes() == content
+    path = tmp_path / "cut.pt"
+    status, _, err = attempt("multigpu/images.py", *base, "--snapshot", path, processes=2)
+    assert status and str(path) in err, err
+
+
+def test_bad_arguments(fork_server, attempt, data):
+    """Each script names the flag; those of torchrun say that they need it; parts are equal."""
+    launched = [torchrun_env(0, 1, 1)] * len(SCRIPTS)
+    texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
+    flags = {name: re.search(r'"(--\w+)", type=int', text)[1] for name, text in texts.items()}
+    commands = [[str(ROOT / script), flag, "many"] for script, flag in flags.items()]
+    for script, (status, _, err) in zip(SCRIPTS, fork_server(commands, launched)):
+        assert status == 2 and "Traceback" not in err, (script, err)
+        assert f"argument {flags[script]}: invalid int value: 'many'" in err, (script, err)
+    commands = [[str(ROOT / name)] for name in SCRIPTS if name.startswith(("multinode", "hybrid"))]
+    for command, (status, _, err) in zip(commands, fork_server(commands)):
+        assert status in (1, 2) and "torchrun " in err and "Traceback" not in err, (command, err)
+    for folder, parts in (("singlegpu", 2), ("multigpu", 1), ("multinode", 1)):
+        more = ("--batch_size", 25, "--grad_accum_steps", parts)
+        words = (*arguments_of("mlp", data), *more)
+        status, _, err = attempt(f"{folder}/images.py", *words, processes=2)
+        assert status and "--batch_size" in err and "divi" in err, err
+
+
+def test_missing_data(attempt, tmp_path):
+    """Without the files and a network (the proxy is nobody) a line names the missing data set."""
+    blocked = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    cases = ("singlegpu", "mnist"), ("singlegpu", "bigmnist"), ("multigpu", "mnist")
+    for folder, dataset in cases:
+        more = ("--dataset", dataset, "--data_dir", tmp_path / "none")
+        status, _, err = attempt(f"{folder}/images.py", *more, processes=2, **blocked)
+        assert status and dataset in err, err
+        assert folder == "multigpu" or "Traceback" not in err, err
+
+
+def test_precision_and_comm_hooks(run, data, tmp_path):
+    """Half precision, of the computation or of what is sent, changes the loss a little."""
+    losses = {}
+    for more in ("--precision fp32", "--precision bf16", "--comm_hook bf16", "--comm_hook fp16"):
+        log = tmp_path / f"{more}.csv"
+        words = (*arguments_of("mlp", data), *more.split())
+        run("multigpu/images.py", *words, "--log", log, processes=2)
+        losses[more] = curve(log)[-1, 0]
+    plain = losses["--precision fp32"]
+    assert list(losses.values()) == pytest.approx([plain] * 4, rel=0.02)
+    assert len(set(losses.values())) == 4, losses
+
+
+def test_loss_not_finite(attempt, data, tmp_path):
+    """A loss that overflows ends all processes, and no snapshot is made of it."""
+    words = (*arguments_of("mlp", data), "--learning_rate", "1e30", "--snapshot", tmp_path / "s.pt")
+    for folder in ("singlegpu", "multigpu"):
+        status, _, err = attempt(f"{folder}/images.py", *words, processes=2)
+        assert status and "not finite" in err and not (tmp_path / "s.pt").exists(), err
+
+
+def test_the_main_comparison(tmp_path):
+    """One process, two processes, the report: what a user types without thinking.
+
+    Without a GPU, multigpu starts two processes by itself.
+    """
+    environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name != "OMP_NUM_THREADS"}
+    steps = "--max_steps 10 --log"
+    for words in (f"singlegpu/images.py {steps}", f"multigpu/images.py {steps}", "report.py"):
+        command = [sys.executable, *words.split(), tmp_path / "a.csv"]
+        pipes = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
+        done = subprocess.run(command, timeout=TIMEOUT, **pipes)
+        assert done.returncode == 0, done.stderr
+    assert [row["processes"] for row in rows(tmp_path / "a.csv")] == [1, 1, 2, 2, 2, 2]
+    assert "speedup" in done.stdout and "not compared" not in done.stdout, done.stdout
