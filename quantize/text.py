@@ -302,6 +302,8 @@ def encode(batch, tokenizer, labels):
 
 def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
+    for function in (synthetic_texts, learn_vocabulary, encode):
+        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
