@@ -40,7 +40,7 @@ SAME_ON_RESUME = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
 COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
               "fp16": default_hooks.fp16_compress_hook}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # they stop the run: Slurm, Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
 PEAK_TFLOPS = {"A100": 312, "NVL": 835, "H100 80GB": 989, "H200": 989, "GB200": 2500, "B200": 2250}
 
@@ -55,25 +55,26 @@ def parse_args():
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
-    add("--dropout", type=float, default=0.0, help="probability, in each block and before them")
+    add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--epochs", type=int, default=1, help="passes over the training tokens")
-    add("--max_steps", type=int, default=0, help="steps after which an epoch ends early; 0: none")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of a batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--precision", choices=DTYPES, default="fp32", help="autocast; fp16 also scales the loss")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type that gradients are sent in")
+    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--sample", type=int, metavar="N", default=0, help="write N more characters at the end")
+    add("--sample", type=int, metavar="N", default=0, help="characters to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the job")
+    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
-    if args.batch_size < 1 or args.batch_size % (args.grad_accum_steps * args.num_gpus):
-        parser.error("--batch_size must be a multiple of --num_gpus times --grad_accum_steps")
+    parts = args.num_gpus * args.grad_accum_steps
+    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
+        parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
     return args
@@ -95,7 +96,7 @@ def read_tokens(args):
 
 
 def batches(tokens, args, epoch, steps, device):
-    """Yields these steps' batches, as lists of micro-batches: ids (B, T), the next ids (B, T)."""
+    """Yields a list of micro-batches for each step: token ids (B, T) and the next ids (B, T)."""
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
@@ -153,7 +154,7 @@ class GPT(nn.Module):
 
 
 class Stopwatch:
-    """mark(phase) gives the time since the last mark to a phase, so that the phases add up."""
+    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -183,7 +184,7 @@ class Stopwatch:
 
 
 class CommTimer(Stopwatch):
-    """Times DDP's all-reduces, too. DDP calls hook() when a bucket of gradients is ready."""
+    """Also times the all-reduces. DDP calls hook() for each bucket (group) of gradients."""
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
@@ -191,13 +192,11 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last bucket's is the end
-
+        start = self.backward_end = self.now()  # the last bucket marks the end
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
-
-        if self.cuda:  # a stream of its own, or the backward pass would wait for the all-reduce
+        if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             return self.comm_hook(group, bucket).then(sent)
@@ -225,7 +224,7 @@ def setup(args, rank, world_size, init_method):
 
 
 def save_snapshot(args, parts, progress):
-    """Writes another file and renames it, so that the snapshot is whole at any moment."""
+    """Writes a temporary file and renames it: a snapshot is never half written."""
     if args.snapshot:
         snapshot = {name: part.state_dict() for name, part in parts.items()}
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
@@ -245,7 +244,7 @@ def load_snapshot(args, parts):
             part.load_state_dict(snapshot[name])
         return snapshot["progress"]
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
 def token_loss(model, tokens, targets, args):
@@ -258,7 +257,7 @@ def token_loss(model, tokens, targets, args):
 
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
-    """Returns the sum over all batches of the sums that batch_loss returns."""
+    """Returns the sums of batch_loss, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
@@ -294,7 +293,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # one process sends nothing
+    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -357,7 +356,7 @@ def main(rank, args, init_method):
         model.train()
         for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                   leave=False, disable=True if rank else None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # of dropout
             watch.mark("data")
             for number, (tokens, targets) in enumerate(micro_batches, start=1):
                 last = number == args.grad_accum_steps
@@ -367,7 +366,7 @@ def main(rank, args, init_method):
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward", at=watch.backward_end if last else None)
-            watch.mark("comm")  # what the backward pass has not hidden
+            watch.mark("comm")  # communication after the backward pass
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
             factor = min(20 * done, 0.55 + 0.45 * math.cos(math.pi * done))  # warm-up, cosine
             optimizer.param_groups[0]["lr"] = args.learning_rate * factor
@@ -404,6 +403,7 @@ def main(rank, args, init_method):
         row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
+        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
@@ -413,20 +413,19 @@ def main(rank, args, init_method):
             if args.log:
                 head = [] if os.path.exists(args.log) else [row]
                 with open(args.log, "a", newline="") as file:
-                    csv.writer(file).writerows([*head, *(row.values() for row in epoch_rows)])
+                    csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
             save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: more processes pay if R is above 3")
+              f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
     if args.sample and rank == 0 and not stop:
         ids = sample(model, val_batches[0][0][:1], args)
         print(ids if os.path.isdir(args.dataset) else bytes(ids).decode(errors="replace"))
-    if ARRIVED:
-        sys.exit(128 + ARRIVED[0])
+    sys.exit(128 + ARRIVED[0] if ARRIVED else 0)
 
 
 def launch_gpt(args):
@@ -440,7 +439,7 @@ def launch_gpt(args):
         for signum in SIGNALS:
             signal.signal(signum, lambda num, _: [os.kill(pid, num) for pid in context.pids()])
         try:
-            while not context.join():
+            while not context.join(grace_period=5):
                 pass
         except mp.ProcessExitedException as error:
             sys.exit(error.exit_code if error.exit_code > 0 else str(error))

@@ -4,8 +4,7 @@
     python multigpu/text.py --model transformer --dataset imdb --snapshot text.pt  # or resume it
     sbatch slurm/multigpu_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
-`diff singlegpu/text.py multigpu/text.py` shows what is new. Many nodes: multinode/text.py.
-To train on your own texts, name their folder: splits train and test, columns text and label.
+Your own texts: name a folder with splits train and test and columns text and label.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 import argparse
@@ -103,6 +102,8 @@ def encode(batch, tokenizer, labels):
 
 def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
+    for function in (synthetic_texts, learn_vocabulary, encode):
+        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
@@ -323,14 +324,12 @@ def main(rank, args, init_method):
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    encode.__module__ = learn_vocabulary.__module__ = synthetic_texts.__module__ = "__main__"
     train_split, val_split, labels = read_texts(args, device)
     val_batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
                    in zip(*(tensor[rank::world_size].split(128) for tensor in val_split))]
     num_steps = min(len(train_split[0]) // args.batch_size, args.max_steps or sys.maxsize)
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
-
     torch.manual_seed(args.seed)
     model = create_model(args, len(labels)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
@@ -408,6 +407,7 @@ def main(rank, args, init_method):
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
         epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
+        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
@@ -431,7 +431,7 @@ def main(rank, args, init_method):
 
 def launch_text(args):
     """Starts the processes, passes stop signals on to them, and ends as they end."""
-    read_texts(args, "cpu")  # fills the cache, which knows functions by text and __module__
+    read_texts(args, "cpu")  # so that the data is downloaded and encoded once
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.num_gpus)))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone

@@ -385,7 +385,6 @@ def main(rank, args, init_method):
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch.backends.cudnn.benchmark = True
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
     val_batches, test_batches = [], []
     for split, loader in (val_split, val_batches), (test_split, test_batches):
@@ -474,6 +473,7 @@ def main(rank, args, init_method):
         row = translation_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
+        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)

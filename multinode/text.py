@@ -103,6 +103,8 @@ def encode(batch, tokenizer, labels):
 
 def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
+    for function in (synthetic_texts, learn_vocabulary, encode):
+        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
@@ -418,6 +420,7 @@ def main(args):
         row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
+        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)

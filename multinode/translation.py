@@ -388,7 +388,6 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
     device = setup(args, rank, world_size, "env://")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch.backends.cudnn.benchmark = True
     if rank > 0:
         dist.barrier()  # rank 0 comes first and prepares what is missing
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
@@ -485,6 +484,7 @@ def main(args):
         row = translation_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
+        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)

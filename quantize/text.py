@@ -14,12 +14,10 @@ Shapes: B texts, T tokens of the longest, D = d_model, H heads, K classes.
 import argparse
 import ctypes
 import io
-import json
 import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 import zipfile
@@ -28,13 +26,13 @@ from contextlib import suppress
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from datasets import Dataset, exceptions, load_dataset
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 
-CLASSES = {"synthetic": 4, "ag_news": 4, "imdb": 2}
-HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # where a data set is that --data_dir lacks
-SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # d_model, n_heads, dim_feedforward, num_layers
-VOCAB_SIZE = 20_000  # the most frequent words, each seen twice or more; 0 fills up, 1 is any other word
+HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
+SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
+VOCAB_SIZE = 20_000  # the most frequent words that occur at least twice
 # What shapes the model, and its data.
 NAMES = {"model": str, "size": str, "dataset": str, "seq_len": int}
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -49,7 +47,7 @@ def parse_args():
     parser.error = fail
     add = parser.add_argument
     add("--snapshot", metavar="FILE", help="what a text.py saved")
-    add("--data_dir", default="data", help="folder that holds the data set's own folder, and receives its tokens")
+    add("--data_dir", default="data", help="folder in which the data set is looked for first")
     add("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="what to compare; bf16 can take long")
     add("--backend", choices=("torch.ao", "torchao"), default="torchao" if torch.cuda.is_available() else "torch.ao",
         help="of int8; torch.ao is for CPUs")
@@ -101,7 +99,7 @@ def read_weights(args, names):
         if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
             raise ValueError("wrong checksum")
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        shape, kind = snapshot["args"], "int8" if args.load else "model"
+        shape, kind = snapshot["settings"], "int8" if args.load else "model"
         fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
                    for name, known in names.items())
         if kind not in snapshot or not fits:
@@ -225,7 +223,7 @@ def load_int8(build, tensors, args):
 
 def save_int8(model, names, args):
     """Write a model of torch.ao for --load: tensors and numbers, no objects."""
-    saved = {"int8": int8_tensors(model), "args": {name: getattr(args, name) for name in names}}
+    saved = {"int8": int8_tensors(model), "settings": {name: getattr(args, name) for name in names}}
     try:
         torch.save(saved, args.save + ".tmp")
         os.replace(args.save + ".tmp", args.save)
@@ -273,164 +271,103 @@ def print_row(columns, row=None):
     print("|", " | ".join(cell.rjust(max(7, len(name))) for cell, name in zip(cells, columns)), "|")
 
 
-def synthetic_texts(num_texts, seed):
-    """Texts of 5 to 200 random words, a tenth of them from the 50 that their class prefers: ids, ends, labels."""
-    random = np.random.default_rng(seed)
-    labels, lengths = random.integers(CLASSES["synthetic"], size=num_texts), random.integers(5, 201, num_texts)
-    ends = np.concatenate(([0], lengths.cumsum()))
-    words, preferred = random.integers(2, 1000, ends[-1]), random.random(ends[-1]) < 0.1
-    return np.where(preferred, 2 + words % 50 + 50 * labels.repeat(lengths), words), ends, labels
+def synthetic_texts():
+    """Yields texts of 5 to 100 random words. Every tenth is one of 50 words that its class has."""
+    generator = np.random.default_rng(0)
+    for label in generator.integers(4, size=12_000).tolist():
+        words = generator.integers(1000, size=generator.integers(5, 101))
+        words[::10] = 50 * label + words[::10] % 50
+        yield {"text": " ".join(map(str, words)), "label": label}
 
 
-def tokenize(args, folder):
-    """Learn the vocabulary from the training texts and write it, with the tokens of all texts, to the folder."""
-    import datasets  # here: when the tokens are there, nobody needs these packages, or the seconds that they take
-    import tokenizers
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    source = f"{args.data_dir}/{args.dataset}"
-    splits = datasets.load_dataset(source if os.path.isdir(source) else HUB[args.dataset])
-    for split in ("train", "test"):
-        if split not in splits or not {"text", "label"} <= set(splits[split].column_names):
-            raise ValueError(f"no columns `text` and `label` in the split {split} of {splits}")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # words, and runs of other characters
-    trainer = tokenizers.trainers.WordLevelTrainer(vocab_size=VOCAB_SIZE, min_frequency=2, show_progress=False,
-                                                   special_tokens=["[PAD]", "[UNK]"])
-    tokenizer.train_from_iterator((text or "" for text in splits["train"]["text"]), trainer)
-    os.makedirs(args.data_dir, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.data_dir, ignore_cleanup_errors=True) as work:
-        tokenizer.save(f"{work}/vocabulary.json")
-        for split in ("train", "test"):
-            ids, lengths = [], []
-            for batch in splits[split].iter(1000):  # some at a time: encodings are large
-                for encoding in tokenizer.encode_batch_fast([text or "" for text in batch["text"]]):
-                    ids.append(np.array(encoding.ids or [1], np.uint16))  # an empty text is an unknown word
-                    lengths.append(len(ids[-1]))
-            arrays = np.concatenate(ids), np.concatenate(([0], np.cumsum(lengths))), np.array(splits[split]["label"])
-            check_texts(*arrays, CLASSES[args.dataset])
-            for name, array in zip(("ids", "ends", "labels"), arrays):
-                np.save(f"{work}/{split}_{name}.npy", array)
-        os.chmod(work, 0o755)
-        with suppress(OSError):  # another job was faster
-            os.rename(work, folder)
+def learn_vocabulary(batch):
+    """Returns a tokenizer that knows the words of these texts, as a column of one JSON string."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    trainer = trainers.WordLevelTrainer(vocab_size=VOCAB_SIZE, min_frequency=2,
+                                        show_progress=False, special_tokens=["[PAD]", "[UNK]"])
+    tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
+    return {"tokenizer": [tokenizer.to_str()]}
 
 
-def check_tokens(ids, ends, vocab_size, shortest):
-    """Raise ValueError unless these are the ids of texts of `shortest` tokens or more, and where each ends (N + 1,)."""
-    known = ids.ndim == ends.ndim == 1 and ids.dtype.kind in "iu" and 0 <= ids.min() <= ids.max() < vocab_size
-    if not (known and ends.dtype == np.int64 and ends.min() == ends[0] == 0 and ends.max() == ends[-1] == len(ids)
-            and np.diff(ends).min() >= shortest):
-        raise ValueError(f"{len(ids)} tokens ({ids.dtype}) are not those of {len(ends) - 1} texts ({ends.dtype})")
+def encode(batch, tokenizer, labels):
+    """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
+    encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
+    tokens = np.array([encoding.ids for encoding in encodings], np.int16)
+    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text is an unknown word
+    return {"tokens": tokens, "length": np.count_nonzero(tokens, axis=1),
+            "class": [labels.index(label) for label in batch["label"]]}
 
 
-def check_texts(ids, ends, labels, num_classes):
-    """Raise ValueError unless these are the token ids of all texts, where each ends (N + 1,) and labels (N,)."""
-    if labels.shape != (len(ends) - 1,) or len(ends) < 2 or ends[-1] != len(ids):
-        raise ValueError(f"{len(labels)} labels of {len(ends) - 1} texts, of {len(ids)} tokens")
-    if labels.dtype.kind not in "iu":
-        raise ValueError(f"labels are {labels.dtype}, not numbers")
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(f"labels from {labels.min()} to {labels.max()} instead of 0 to {num_classes - 1}")
-
-
-def read_texts(args):
-    """The training and the test split, each as token ids of all texts, where each ends (N + 1,), labels (N,); V."""
-    folder, splits = f"{args.data_dir}/{args.dataset}_tokens", []
+def read_texts(args, device):
+    """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
+    for function in (synthetic_texts, learn_vocabulary, encode):
+        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
+    folder = os.path.join(args.data_dir, args.dataset)
+    source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        if args.dataset == "synthetic":
-            splits, vocab_size = [synthetic_texts(size, size) for size in (20_000, 2_000)], 1000
-        else:
-            if not os.path.isdir(folder):
-                tokenize(args, folder)
-            with open(f"{folder}/vocabulary.json") as file:
-                vocab_size = len(json.load(file)["model"]["vocab"])
-            splits = [[np.load(f"{folder}/{split}_{name}.npy", "r") for name in ("ids", "ends", "labels")]
-                      for split in ("train", "test")]
-        for split in splits:
-            check_texts(*split, CLASSES[args.dataset])
-            check_tokens(*split[:2], vocab_size, shortest=1)
-    except Exception as error:  # `datasets` has many of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"--dataset {args.dataset}: {reason}; remove what is damaged in {args.data_dir}, which must be writable, "
-             f"and where there is internet (a login node) run: python {sys.argv[0]} --dataset {args.dataset} "
-             f"--data_dir {args.data_dir} --max_steps 1")
-    if args.batch_size > len(splits[0][2]):
-        fail(f"--batch_size {args.batch_size} exceeds the {len(splits[0][2])} training texts")
-    return *splits, vocab_size
+        splits = (load_dataset(source, split=["train", "test"]) if args.dataset != "synthetic" else
+                  Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values())
+        splits = [split.select_columns(["text", "label"]) for split in splits]
+        labels = sorted({label for split in splits for label in split.unique("label")})
+    except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
+        sys.exit(f"cannot read {source}: {error}")
+    options = {"batched": True, "remove_columns": ["text", "label"]}
+    vocabulary = splits[0].map(learn_vocabulary, batch_size=None, **options)
+    tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
+    tokenizer.enable_truncation(args.seq_len)
+    tokenizer.enable_padding(length=args.seq_len)
+    options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
+    splits = [split.map(encode, **options) for split in splits]
+    splits = [split.select(np.argsort(split["length"][:], stable=True)) for split in splits]
+    return *([*part.with_format("torch", device=device)[:].values()] for part in splits), labels
 
 
-def create_dataloader(split, batches, args, device):
-    """Yields token ids (B, T), with zeros beyond a text's end, lengths (B,) and labels (B,)."""
-    ids, ends, labels = split
-    for indices in batches:
-        lengths = np.minimum(ends[indices + 1] - ends[indices], args.seq_len)
-        columns = np.arange(lengths.max())
-        tokens = ids.take(ends[indices][:, None] + columns, mode="clip").astype(np.int64)
-        tokens[columns >= lengths[:, None]] = 0
-        yield tuple(torch.from_numpy(array).to(device) for array in (tokens, lengths, labels[indices].astype(np.int64)))
+class TextEncoder(nn.Module):
+    """A transformer from token ids (B, T) to the mean of its outputs for real tokens (B, D)."""
 
-
-class Block(nn.Module):
-    """A transformer block with its norms in front, (B, T, D) to (B, T, D).
-
-    It sees what the mask (B, 1, T or 1, T) marks or, without a mask, what came before. Attention itself has no dropout:
-    on a CPU that would cost the fast kernel.
-    """
-
-    def __init__(self, d_model, n_heads, dim_feedforward, dropout):
+    def __init__(self, args):
         super().__init__()
-        self.n_heads, self.dropout = n_heads, nn.Dropout(dropout)
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.qkv, self.projection = nn.Linear(d_model, 3 * d_model, False), nn.Linear(d_model, d_model, False)
-        self.up, self.down = nn.Linear(d_model, dim_feedforward, False), nn.Linear(dim_feedforward, d_model, False)
+        d_model, self.n_heads, dim_feedforward, num_layers = SIZES[args.size]
+        self.embedding = nn.Embedding(VOCAB_SIZE, d_model)
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            qkv = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, 3 * d_model, bias=False))
+            projection = nn.Linear(d_model, d_model, bias=False)
+            feed_forward = nn.Sequential(
+                nn.LayerNorm(d_model), nn.Linear(d_model, dim_feedforward, bias=False), nn.GELU(),
+                nn.Linear(dim_feedforward, d_model, bias=False))
+            self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
+        self.positions = nn.Embedding(args.seq_len, d_model)
+        self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(args.dropout)
 
-    def attend(self, x, mask=None):
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, H, T, D / H)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
-        return x + self.dropout(self.projection(y.transpose(1, 2).flatten(2)))
-
-    def feed_forward(self, x):
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-    def forward(self, x, mask=None):
-        return self.feed_forward(self.attend(x, mask))
-
-
-class TextClassifier(nn.Module):
-    """Token ids (B, T) and lengths (B,) to logits (B, K): a linear layer on the mean over the real tokens."""
-
-    def __init__(self, vocab_size, d_model, n_heads, dim_feedforward, num_layers, seq_len, dropout, num_classes):
-        super().__init__()
-        self.embedding, self.blocks = nn.Embedding(vocab_size, d_model), nn.ModuleList()
-        if num_layers:
-            self.positions, self.norm = nn.Embedding(seq_len, d_model), nn.LayerNorm(d_model)
-            self.blocks.extend(Block(d_model, n_heads, dim_feedforward, dropout) for _ in range(num_layers))
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(d_model, num_classes)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens, lengths):
-        if not self.blocks:  # the mean without making (B, T, D) first
-            return self.head(self.dropout(F.embedding_bag(tokens, self.embedding.weight, padding_idx=0)))
-        mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]  # (B, T)
-        x = self.dropout(self.embedding(tokens) + self.positions.weight[:tokens.shape[1]])  # (B, T, D)
-        for block in self.blocks:
-            x = block(x, mask[:, None, None])
-        mean = (self.norm(x) * mask[:, :, None]).sum(1) / lengths[:, None]  # (B, D)
-        return self.head(self.dropout(mean))
+    def forward(self, tokens):
+        real = tokens > 0  # (B, T)
+        x = self.dropout(self.embedding(tokens) + self.positions.weight[:tokens.shape[1]])
+        for qkv, projection, feed_forward in self.layers:
+            q, k, v = qkv(x).unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
+            x = x + self.dropout(projection(y.transpose(1, 2).flatten(2)))  # (B, T, D)
+            x = x + self.dropout(feed_forward(x))
+        return (self.norm(x) * real[:, :, None]).sum(1) / real.sum(1, keepdim=True)
 
 
-def create_model(args, tensors, vocab_size, precision, device):
+def create_classifier(args, num_classes):
+    """Returns a network from token ids (B, T) to logits (B, K)."""
+    d_model = SIZES[args.size][0]
+    encoder = (TextEncoder(args) if args.model == "transformer" else
+               nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0))
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, num_classes))
+    for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2):
+        nn.init.normal_(matrix, std=0.02)
+    return model
+
+
+def create_model(args, tensors, num_classes, precision, device):
     """The model with these weights, in this precision; and, of int8, what was converted."""
     def build():
-        *sizes, num_layers = SIZES[args.size]
-        return TextClassifier(vocab_size, *sizes, num_layers if args.model == "transformer" else 0, args.seq_len, 0.0,
-                              CLASSES[args.dataset])
+        return create_classifier(args, num_classes)
 
     if args.load:
         return load_int8(build, tensors, args)
@@ -446,20 +383,19 @@ def create_model(args, tensors, vocab_size, precision, device):
 
 
 @torch.no_grad()
-def accuracy(model, split, batches, args, device):
+def accuracy(model, batches):
     """The share of right answers."""
-    right = sum((model(tokens, lengths).argmax(1) == labels).sum().item()
-                for tokens, lengths, labels in create_dataloader(split, batches, args, device))
-    return right / sum(map(len, batches))
+    right = sum((model(tokens).argmax(1) == classes).sum().item() for tokens, classes in batches)
+    return right / sum(len(classes) for _, classes in batches)
 
 
 @torch.no_grad()
 def seconds_of(model, batches):
-    """What the model takes for each of these batches of tokens (B, T), lengths (B,), labels (B,)."""
+    """What the model takes for each of these batches of tokens (B, T), classes (B,)."""
     seconds = []
-    for tokens, lengths, _ in batches:
+    for tokens, _ in batches:
         start = time.perf_counter()
-        model(tokens, lengths)
+        model(tokens)
         if tokens.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -472,35 +408,37 @@ def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() and args.backend == "torchao" else "cpu")
     torch.set_num_threads(args.threads)
     tensors = read_weights(args, NAMES)
-    _, split, vocab_size = read_texts(args)
-    by_length = np.diff(split[1]).argsort(kind="stable")
-    batches = [by_length[start:start + args.batch_size] for start in range(0, len(by_length), args.batch_size)]
+    args.dropout = 0.0
+    _, split, labels = read_texts(args, device)  # by length
     # Timed are 20 texts alone, and 8 batches, that stand for all lengths.
-    some = [by_length[index:index + 1] for index in np.linspace(0, len(by_length) - 1, 20, dtype=int)]
+    batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
+               in zip(*(tensor.split(args.batch_size) for tensor in split))]
+    some = [(split[0][index, :split[1][index]][None], split[2][index][None])
+            for index in np.linspace(0, len(split[0]) - 1, 20, dtype=int)]
     some += [batches[index] for index in np.linspace(0, max(0, len(batches) - 2), 8, dtype=int)]
-    some_sizes, some = [*map(len, some)], list(create_dataloader(split, some, args, device))
+    some_sizes = [len(classes) for _, classes in some]
     shared = {"script": "quantize/text.py", "model": f"{args.model}-{args.size}", "dataset": args.dataset,
               "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "threads": args.threads,
               "batch_size": args.batch_size}
-    print(f"quantize/text.py: {shared['model']}, vocabulary {vocab_size}; {args.dataset}, {len(by_length):,} texts of "
+    print(f"quantize/text.py: {shared['model']}, vocabulary {VOCAB_SIZE}; {args.dataset}, {len(split[0]):,} texts of "
           f"{args.seq_len} tokens at most to validate on; {shared['device']}, {args.threads} thread(s); int8 by "
           f"{backend_name(args)}; torch {torch.__version__}")
     precisions = ("int8",) if args.load else args.precisions
-    seconds_of(create_model(args, tensors, vocab_size, precisions[0], device)[0], some)  # takes what is taken once
-    models, rows = {}, {}
+    seconds_of(create_model(args, tensors, len(labels), precisions[0], device)[0], some)  # takes what is taken once
+    quantized, rows = {}, {}
     for precision in precisions:
         before = memory_in_use(device)
         peak_memory(device)
-        models[precision], converted = create_model(args, tensors, vocab_size, precision, device)
+        quantized[precision], converted = create_model(args, tensors, len(labels), precision, device)
         if converted:
             print(f"int8: {converted}")
         rows[precision] = shared | {"precision": precision, "backend": backend_name(args) if converted else "",
-                                    "val_acc": accuracy(models[precision], split, batches, args, device)}
+                                    "val_acc": accuracy(quantized[precision], batches)}
         rows[precision]["peak_MB"] = (peak_memory(device) - before) / 1e6
-        rows[precision]["MB"] = size_on_disk(models[precision], precision, args) / 1e6
-    seconds = {precision: [] for precision in models}
+        rows[precision]["MB"] = size_on_disk(quantized[precision], precision, args) / 1e6
+    seconds = {precision: [] for precision in quantized}
     for _ in range(args.rounds):
-        for precision, model in models.items():
+        for precision, model in quantized.items():
             times = seconds_of(model, some)
             seconds[precision].append((sum(times[:20]) / 20, sum(times[20:]) / sum(some_sizes[20:])))
     print_row(TABLE)
@@ -510,7 +448,7 @@ def main(args):
             "against fp32": row["val_acc"] - rows["fp32"]["val_acc"] if "fp32" in rows else math.nan,
             "ms a text": 1000 * alone, "samples/s": 1 / together})
     if args.save:
-        save_int8(models["int8"], NAMES, args)
+        save_int8(quantized["int8"], NAMES, args)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 SAME_ON_RESUME = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len",
                   "batch_size", "learning_rate", "dropout", "precision", "seed")
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # they stop the run: Slurm, Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
 PEAK_TFLOPS = {"A100": 312, "NVL": 835, "H100 80GB": 989, "H200": 989, "GB200": 2500, "B200": 2250}
 
@@ -46,22 +46,22 @@ def parse_args():
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
-    add("--dropout", type=float, default=0.0, help="probability, in each block and before them")
+    add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--epochs", type=int, default=1, help="passes over the training tokens")
-    add("--max_steps", type=int, default=0, help="steps after which an epoch ends early; 0: none")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of a batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--precision", choices=DTYPES, default="fp32", help="autocast; fp16 also scales the loss")
+    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--sample", type=int, metavar="N", default=0, help="write N more characters at the end")
+    add("--sample", type=int, metavar="N", default=0, help="characters to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
-    if args.batch_size < 1 or args.batch_size % args.grad_accum_steps:
+    if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
@@ -84,7 +84,7 @@ def read_tokens(args):
 
 
 def batches(tokens, args, epoch, steps, device):
-    """Yields these steps' batches, as lists of micro-batches: ids (B, T), the next ids (B, T)."""
+    """Yields a list of micro-batches for each step: token ids (B, T) and the next ids (B, T)."""
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
@@ -141,7 +141,7 @@ class GPT(nn.Module):
 
 
 class Stopwatch:
-    """mark(phase) gives the time since the last mark to a phase, so that the phases add up."""
+    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -171,7 +171,7 @@ class Stopwatch:
 
 
 def save_snapshot(args, parts, progress):
-    """Writes another file and renames it, so that the snapshot is whole at any moment."""
+    """Writes a temporary file and renames it: a snapshot is never half written."""
     if args.snapshot:
         snapshot = {name: part.state_dict() for name, part in parts.items()}
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
@@ -191,7 +191,7 @@ def load_snapshot(args, parts):
             part.load_state_dict(snapshot[name])
         return snapshot["progress"]
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
 def token_loss(model, tokens, targets, args):
@@ -204,7 +204,7 @@ def token_loss(model, tokens, targets, args):
 
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
-    """Returns the sum over all batches of the sums that batch_loss returns."""
+    """Returns the sums of batch_loss, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
@@ -240,7 +240,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # one process sends nothing
+    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -280,9 +280,9 @@ def main(args):
         model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "singlegpu/gpt.py", "processes": 1, "nodes": 1, "rank": 0, "comm_hook": "none",
+        "script": "singlegpu/gpt.py", "processes": 1, "nodes": 1, "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
         "model": f"gpt-{args.num_layers}x{args.d_model}",
         "parameters": sum(parameter.numel() for parameter in model.parameters())}
     print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
@@ -299,7 +299,7 @@ def main(args):
         model.train()
         for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                   leave=False, disable=None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # of dropout
             watch.mark("data")
             for tokens, targets in micro_batches:
                 loss, loss_sums = token_loss(model, tokens, targets, args)
@@ -337,13 +337,13 @@ def main(args):
         row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
               "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
         if args.log:
             head = [] if os.path.exists(args.log) else [row]
             with open(args.log, "a", newline="") as file:
-                csv.writer(file).writerows([*head, row.values()])
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
+                csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows:

@@ -251,9 +251,9 @@ def main(args):
         model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "singlegpu/images.py", "processes": 1, "nodes": 1, "rank": 0, "comm_hook": "none",
+        "script": "singlegpu/images.py", "processes": 1, "nodes": 1, "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
         "parameters": sum(parameter.numel() for parameter in model.parameters())}
     print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
           f"{len(train_split[1]):,} + {len(val_split[1]):,} images")

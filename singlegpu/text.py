@@ -91,6 +91,8 @@ def encode(batch, tokenizer, labels):
 
 def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
+    for function in (synthetic_texts, learn_vocabulary, encode):
+        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
@@ -288,9 +290,9 @@ def main(args):
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
         "model": f"{args.model}-{args.size}",
-        "script": "singlegpu/text.py", "processes": 1, "nodes": 1, "rank": 0, "comm_hook": "none",
+        "script": "singlegpu/text.py", "processes": 1, "nodes": 1, "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
         "parameters": sum(parameter.numel() for parameter in model.parameters())}
     print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
           f"{len(train_split[0]):,} + {len(val_split[0]):,} texts")

@@ -329,7 +329,6 @@ def main(args):
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch.backends.cudnn.benchmark = True
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
     val_batches, test_batches = [], []
     for split, loader in (val_split, val_batches), (test_split, test_batches):
