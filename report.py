@@ -121,6 +121,8 @@ def runs_of(rows, warmup, notes):
             "script": script, "folder": folder, "comm_hook": last.get("comm_hook"), "epochs": len(epochs),
             "epoch time": summary["time"], "+-": epochs["time"].std(ddof=0), "metric": metric, metric: last.get(metric),
             "hidden": max(0, 1 - summary["comm"] / summary["comm_total"]) if summary.get("comm_total") else math.nan,
+            "R": (sum(summary[name] for name in ("forward", "backward", "optimizer")) / summary["comm_total"]
+                  if summary.get("comm_total") else math.nan),
             "parameters": last.get("parameters"), "rows": whole})
     return runs
 
