@@ -7,10 +7,12 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -26,6 +28,7 @@ SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / n
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
+ENVIRONMENT["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
 torch.set_num_threads(1)
 
 
@@ -33,6 +36,10 @@ def pytest_collection_modifyitems(items):
     """The longest files first, since a file is one worker's, and nobody shall wait at the end."""
     first = ("test_training", "test_slurm", "test_launchers")
     items.sort(key=lambda item: not item.path.stem.startswith(first))
+
+
+def pytest_sessionfinish():
+    shutil.rmtree(ENVIRONMENT["HF_HOME"], ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter, config):

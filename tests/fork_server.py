@@ -23,7 +23,7 @@ import traceback
 
 import torch.multiprocessing
 
-IMPORTS = "numpy sacrebleu tokenizers torch._dynamo torchvision tqdm".split()
+IMPORTS = "datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm".split()
 
 
 def run(command, cwd, env):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_weights, curve, load, wait_for, wait_for_saves
-from test_models import module
+from test_models import module, namespace
 from torchvision.transforms.v2 import functional as v2
 
 SCRIPT = "singlegpu/make_bigmnist.py"
@@ -89,6 +89,24 @@ def test_killed_and_started_again(big, start, run, tmp_path):
         run(SCRIPT, *SMALL, "--out", out)
     assert filecmp.cmpfiles(big, out, FILES, shallow=False)[0] == FILES
     assert sorted(os.listdir(tmp_path)) == ["bigmnist"]
+
+
+def test_windows_of_blocks(monkeypatch):
+    """Each image once; a window has 16 blocks; epochs differ; a start at any step goes on."""
+    images = module("singlegpu/images.py")
+    monkeypatch.setattr(images, "BLOCK", 64)
+    monkeypatch.setattr(images, "WINDOW", 16 * 64)
+    split, args = (np.arange(10_007)[:, None], np.arange(10_007)), namespace(batch_size=48)
+    found = []
+    for epoch, first in ((0, 0), (1, 0), (0, 30)):
+        loader = images.batches(split, args, epoch, range(first, 208), torch.device("cpu"))
+        found.append(torch.stack([labels for ((_, labels),) in loader]))
+    assert found[0].shape == (208, 48) and torch.equal(found[2], found[0][30:])
+    for epoch in found[:2]:
+        assert len(epoch.unique()) == 208 * 48
+        assert 15 <= len((epoch.flatten()[:960] // 64).unique()) <= 16
+        assert (epoch.flatten()[:960].diff() // 64 != 0).float().mean() > 0.9, "shuffled within"
+    assert (found[0] != found[1]).float().mean() > 0.9
 
 
 def test_training_on_windows(big, start, run, tmp_path):
