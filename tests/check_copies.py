@@ -1,11 +1,11 @@
 """Prove what the collection promises of its files.
 
-    python tests/check_copies.py          # exit status 1 and a line or a diff for each broken promise
+    python tests/check_copies.py          # exit status 1, and a diff for each broken promise
     python tests/check_copies.py --fix    # carry an edit made in one script to its copies
 
 What bears the same name in two scripts has the same text. Each hunk of `diff singlegpu/x.py
-multigpu/x.py` is about distribution. Scripts keep within their lines and 100 columns. The job files of
-a folder differ in the script's name and arguments alone. --fix takes the text that is not committed.
+multigpu/x.py` is about distribution. Scripts keep within their lines and 100 columns. The job
+files of a folder differ in the script's name and arguments. --fix takes the uncommitted text.
 """
 import argparse
 import ast
@@ -27,14 +27,15 @@ LINES |= {"singlegpu/make_bigmnist.py": 170, "report.py": 340, "hybrid/images.py
 NOT_YET = {"report.py", "hybrid/gpt.py", "quantize/text.py", "quantize/gpt.py",
            "quantize/translation.py", "multigpu/allreduce.py", "multinode/allreduce.py"}
 MAY_DIFFER = {"main", "parse_args", "create_model", "batches", "train"}
-TASK = {"SAME_ON_RESUME", "LOGGED", "HUB", "SPLITS"}  # constants that describe a task: the same in its folders
+TASK = {"SAME_ON_RESUME", "LOGGED", "HUB", "SPLITS"}  # constants: the same within a task
 DISTRIBUTION = re.compile(
-    r"rank|world_size|dist\.|distributed|ddp|comm|all_(reduce|gather)|process|torchrun|node|num_gpus|"
-    r"launch|init_method|tempfile|timedelta|timeout|singlegpu|GPUs|stop\b|ARRIVED|last\b|totals", re.I)
+    r"rank|world_size|dist\.|distributed|ddp|comm|all_(reduce|gather)|process|torchrun|node|totals|"
+    r"num_gpus|launch|init_method|tempfile|timedelta|timeout|singlegpu|GPUs|stop\b|ARRIVED|last\b",
+    re.I)
 
 
 def blocks(source):
-    """Top-level functions, classes and constants: name -> (first line, end line, text), from 0."""
+    """Returns the text of each top-level function, class and constant: {name: text}."""
     lines, found = source.splitlines(keepends=True), {}
     for node in ast.parse(source).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -44,7 +45,7 @@ def blocks(source):
             name, first = node.targets[0].id, node.lineno - 1
         else:
             continue
-        found[name] = first, node.end_lineno, "".join(lines[first:node.end_lineno])
+        found[name] = "".join(lines[first:node.end_lineno])
     return found
 
 
@@ -53,7 +54,7 @@ def drifted(paths):
     copies = {}
     for path in paths:
         not_yet = path.relative_to(ROOT).as_posix() in NOT_YET
-        for block, (_, _, text) in blocks(path.read_text()).items():
+        for block, text in blocks(path.read_text()).items():
             if not (not_yet and path.parent.name in FOLDERS[3:]):
                 key = block, path.name if block in TASK or not_yet else "all"
                 copies.setdefault(key, {})[path] = text
@@ -68,14 +69,12 @@ def fix(name, copies):
     for path, text in copies.items():
         show = ["git", "show", f"HEAD:{path.relative_to(ROOT).as_posix()}"]
         old = subprocess.run(show, cwd=ROOT, capture_output=True, text=True).stdout
-        if text != blocks(old).get(name, (0, 0, ""))[2]:
+        if text != blocks(old).get(name):
             new.add(text)
     if len(new) != 1:
         return False
     for path in copies:
-        first, end, _ = blocks(path.read_text())[name]
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join([*lines[:first], *new, *lines[end:]]))
+        path.write_text(path.read_text().replace(copies[path], *new))
     return True
 
 
@@ -99,7 +98,7 @@ def job_text(path):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fix", action="store_true", help="carry an edit in one file to its copies")
+    parser.add_argument("--fix", action="store_true", help="carry an edit to its copies")
     args = parser.parse_args()
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
     problems = []
@@ -108,12 +107,13 @@ def main():
         if args.fix and fix(name, copies):
             print(f"{name}: carried to {where}")
         else:
-            a, b = [text.splitlines(keepends=True) for text in sorted(set(copies.values()))[:2]]
-            diff = "".join(difflib.unified_diff(a, b))
-            problems.append(f"{name} differs between {where}\n{diff}")
+            a, b = [text.splitlines() for text in sorted(set(copies.values()))[:2]]
+            diff = difflib.unified_diff(a, b, lineterm="")
+            problems.append("\n".join([f"{name} differs between {where}", *diff]))
     for first, second in itertools.pairwise(FOLDERS[:3]):
         for path in sorted((ROOT / first).glob("*.py")):
-            if (other := ROOT / second / path.name).exists() and f"{first}/{path.name}" not in NOT_YET:
+            other = ROOT / second / path.name
+            if other.exists() and f"{first}/{path.name}" not in NOT_YET:
                 problems += foreign_hunks(path, other)
     for path in [*paths, ROOT / "report.py"]:
         name, lines = path.relative_to(ROOT).as_posix(), path.read_text().splitlines()
