@@ -76,14 +76,15 @@ def test_cached_keys_change_nothing(trained):
     sizes = snapshot.get("settings", snapshot.get("args"))
     args = namespace(**sizes | {"load": None, "backend": "torch.ao", "snapshot": ""})
     model, _ = quantize.create_model(args, snapshot["model"], "fp32", torch.device("cpu"))
-    plain = gpt.create_model(args).eval()
+    plain = gpt.GPT(args).eval()
     plain.load_state_dict(snapshot["model"])
     prompts = torch.randint(97, 107, (3, 12), generator=torch.Generator().manual_seed(0))
     found, *_ = quantize.generate(model, prompts, 20)
     tokens = prompts
     with torch.no_grad():
         for _ in range(20):
-            tokens = torch.cat((tokens, plain(tokens)[:, -1:].argmax(2)), 1)
+            logits = plain(tokens).unflatten(0, tokens.shape)  # (B, T, V)
+            tokens = torch.cat((tokens, logits[:, -1:].argmax(2)), 1)
     assert torch.equal(found, tokens[:, 12:])
 
 
