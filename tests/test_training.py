@@ -76,18 +76,13 @@ def watched(run, data, tmp_path_factory):
     return watched
 
 
-def test_wall_time_and_order_of_images(watched):
-    """An epoch's seconds are those between two rows; ranks are disjoint, and epochs differ."""
-    logged, seen = watched("cnn", "--epochs", 4, "--max_steps", 50)
+def test_wall_time(watched):
+    """The phases of the later epochs add up to the seconds between the rows of the log."""
+    logged, seen = watched("cnn", "--epochs", 5, "--max_steps", 50)
     written = seen[0]["written"]
     later = [row for row in logged if row["rank"] == 0 and row["epoch"] > 0]
     phases = sum(row.get(phase, 0) for row in later for phase in PHASES)
-    assert len(written) == 4 and phases == pytest.approx(written[-1] - written[0], rel=0.01)
-    shares = np.array([each["images"] for each in seen])
-    shares = shares.reshape(2, 4, 50, 12).round(3)  # (rank, epoch, step, image)
-    for epoch in range(4):
-        assert len(np.unique(shares[:, epoch])) == 1200 == len(np.unique(shares)), "each once"
-    assert (shares[:, 0] != shares[:, 1]).mean() > 0.9
+    assert len(written) == 5 and phases == pytest.approx(written[-1] - written[0], rel=0.01)
 
 
 def test_comm_agrees_with_ddp(watched):

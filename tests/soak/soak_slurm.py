@@ -3,8 +3,8 @@
 import os
 import re
 import signal
+import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, assert_same_weights, saved_at, wait_for
@@ -104,13 +104,10 @@ def test_cancelled_job_stays_cancelled(site, long):  # noqa: F811
 def test_killed_process_is_restarted(site, long, tmp_path):  # noqa: F811
     """torchrun starts all processes again after one was killed, from the snapshot."""
     job = long("multinode", 30)
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        words = entry.read_bytes().split(b"\0") if entry.exists() else []
-        if str(tmp_path / "job.pt").encode() in words and b"--" not in words:
-            found += [int(entry.parent.name)] if b"multinode/images.py" in words else []
+    pattern = f"python[^ ]* -u multinode/images.py .*{tmp_path}/job.pt"
+    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
     assert len(found) == 2
-    os.kill(found[0], signal.SIGKILL)
+    os.kill(int(found[0]), signal.SIGKILL)
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert site.show(job)["Restarts"] == "0", "of the job: torchrun restarted its processes"
     long.check()
