@@ -6,8 +6,7 @@
     sbatch slurm/multigpu_gpt.slurm --dataset input.txt --d_model 768 --n_heads 12 --num_layers 12
 
 A text file is read as bytes. A folder holds train.bin and val.bin with 16-bit token ids, as nanoGPT
-writes them. `diff singlegpu/gpt.py multigpu/gpt.py` shows what distribution adds,
-multinode/gpt.py is for many nodes. To train another network, replace GPT.
+writes them. `diff singlegpu/gpt.py multigpu/gpt.py` shows what distribution adds.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 import argparse
@@ -324,8 +323,10 @@ def main(rank, args, init_method):
 
     torch.manual_seed(args.seed)
     model = GPT(args).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.99),
-                                  weight_decay=0.1, fused=True)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+                                  args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
@@ -368,8 +369,9 @@ def main(rank, args, init_method):
                 watch.mark("backward", at=watch.backward_end if last else None)
             watch.mark("comm")  # communication after the backward pass
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 0.55 + 0.45 * math.cos(math.pi * done))  # warm-up, cosine
-            optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+            factor = min(20 * done, 1.05 - done)  # up in 5% of all steps, then down in a line
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * factor
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
@@ -431,8 +433,7 @@ def main(rank, args, init_method):
 def launch_gpt(args):
     """Starts the processes, passes stop signals on to them, and ends as they end."""
     read_tokens(args)  # so that missing data is reported once
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.num_gpus)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, join=False)

@@ -392,8 +392,7 @@ def main(rank, args, init_method):
 def launch(args):
     """Starts the processes, passes stop signals on to them, and ends as they end."""
     read_images(args, "train")  # so that missing data is downloaded once
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.num_gpus)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, join=False)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from datasets import Dataset, exceptions, load_dataset
+from datasets import Dataset, disable_progress_bars, exceptions, load_dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -104,6 +104,7 @@ def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
+    disable_progress_bars()
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
@@ -432,8 +433,7 @@ def main(rank, args, init_method):
 def launch_text(args):
     """Starts the processes, passes stop signals on to them, and ends as they end."""
     read_texts(args, "cpu")  # so that the data is downloaded and encoded once
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.num_gpus)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, join=False)

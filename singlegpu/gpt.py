@@ -271,8 +271,10 @@ def main(args):
 
     torch.manual_seed(args.seed)
     model = GPT(args).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.99),
-                                  weight_decay=0.1, fused=True)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+                                  args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
@@ -308,8 +310,9 @@ def main(args):
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 0.55 + 0.45 * math.cos(math.pi * done))  # warm-up, cosine
-            optimizer.param_groups[0]["lr"] = args.learning_rate * factor
+            factor = min(20 * done, 1.05 - done)  # up in 5% of all steps, then down in a line
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * factor
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)

@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 import torch
-from datasets import Dataset, exceptions, load_dataset
+from datasets import Dataset, disable_progress_bars, exceptions, load_dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from tqdm import tqdm
@@ -93,6 +93,7 @@ def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
+    disable_progress_bars()
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:

@@ -14,11 +14,11 @@ from test_training import arguments_of, watched  # noqa: F401
 
 FIGURES = {  # command, processes, column: mean and standard deviation over five seeds
     ("images.py", "--dataset mnist --model mlp --epochs 3", 1, "val_acc"): None,
-    ("images.py", "--dataset mnist --model cnn --epochs 1", 2, "val_acc"): None,
-    ("autoencoder.py", "--dataset mnist --epochs 1", 2, "val_loss"): None,
+    ("images.py", "--dataset mnist --epochs 1 --max_steps 300", 2, "val_acc"): None,
+    ("autoencoder.py", "--dataset mnist --epochs 1 --max_steps 300", 2, "val_loss"): None,
     ("text.py", "--dataset imdb --epochs 2", 2, "val_acc"): None,
     ("text.py", "--dataset ag_news --model transformer --epochs 1", 2, "val_acc"): None,
-    ("translation.py", "--dataset multi30k --model lstm --epochs 1", 2, "val_loss"): None,
+    ("translation.py", "--dataset multi30k --epochs 1 --max_steps 60", 2, "val_loss"): None,
     ("gpt.py", "--dataset {data}/tinyshakespeare/input.txt --max_steps 300", 2, "val_loss"): None,
 }
 
