@@ -38,7 +38,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run t
 ARRIVED = []  # the signals that this process has received
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-VOCAB_SIZE = 20_000  # the most frequent words that occur at least twice
+VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
 
 
 def parse_args():
@@ -47,7 +47,7 @@ def parse_args():
     add("--num_gpus", type=int, default=torch.cuda.device_count() or 2, help="processes to start")
     add("--model", choices=("nbow", "transformer"), default="nbow", help="nbow: a bag of words")
     add("--size", choices=SIZES, default="small", help="width 128, 2 layers; or 256, 4 layers")
-    add("--dataset", default="synthetic", help="or ag_news, imdb, any folder or name on the hub")
+    add("--dataset", default="synthetic", help="or ag_news, imdb, a folder, a name on the hub")
     add("--data_dir", default="data", help="folder in which --dataset is looked for first")
     add("--seq_len", type=int, default=256, help="tokens of a text that the model reads")
     add("--epochs", type=int, default=5, help="passes over the training texts")
@@ -61,7 +61,7 @@ def parse_args():
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
@@ -72,7 +72,7 @@ def parse_args():
 
 
 def synthetic_texts():
-    """Yields texts of 5 to 100 random words. Every tenth is one of 50 words that its class has."""
+    """Yields texts of 5 to 100 random words. Every tenth word is one of 50 of the text's class."""
     generator = np.random.default_rng(0)
     for label in generator.integers(4, size=12_000).tolist():
         words = generator.integers(1000, size=generator.integers(5, 101))
@@ -81,7 +81,7 @@ def synthetic_texts():
 
 
 def learn_vocabulary(batch):
-    """Returns a tokenizer that knows the words of these texts, as a column of one JSON string."""
+    """Returns a tokenizer for these texts, as a table of one JSON string, which `map` can keep."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
@@ -95,7 +95,7 @@ def encode(batch, tokenizer, labels):
     """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
     tokens = np.array([encoding.ids for encoding in encodings], np.int16)
-    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text is an unknown word
+    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
     return {"tokens": tokens, "length": np.count_nonzero(tokens, axis=1),
             "class": [labels.index(label) for label in batch["label"]]}
 
@@ -103,7 +103,7 @@ def encode(batch, tokenizer, labels):
 def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
     for function in (synthetic_texts, learn_vocabulary, encode):
-        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
+        function.__module__ = "__main__"  # so that spawned processes share the cache of `map`
     disable_progress_bars()
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
@@ -131,7 +131,7 @@ def batches(split, args, epoch, steps):
     size, generator = args.batch_size, np.random.default_rng((args.seed, epoch))
     order = generator.permutation(len(lengths))[:len(lengths) // size * size]
     for pool in np.split(order, range(100 * size, len(order), 100 * size)):
-        pool.sort()  # by length, so that batches need little padding
+        pool.sort()  # the split is sorted by length: batches need little padding
     order = torch.from_numpy(generator.permutation(order.reshape(-1, size))).to(lengths.device)
     longest = lengths[order[:, -1]].tolist()
     for step in steps:
@@ -181,7 +181,7 @@ def create_model(args, num_classes):
 
 
 class Stopwatch:
-    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
+    """Times phases: mark(phase) adds the time since the last mark to that phase."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -211,7 +211,7 @@ class Stopwatch:
 
 
 class CommTimer(Stopwatch):
-    """Also times the all-reduces. DDP calls hook() for each bucket (group) of gradients."""
+    """Also times the all-reduces. DDP calls hook() for each bucket (set) of gradients."""
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
@@ -219,7 +219,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last bucket marks the end
+        start = self.backward_end = self.now()  # the last call is at the end
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -229,7 +229,7 @@ class CommTimer(Stopwatch):
             return self.comm_hook(group, bucket).then(sent)
 
     def read(self):
-        """Also adds the time in which any all-reduce ran: gloo runs several at once."""
+        """Also adds the time in which any all-reduce ran. Overlaps count once."""
         origin, covered = self.last, 0.0
         super().read()
         spans = [[self.between(origin, at) for at in span] for span in self.spans]
@@ -260,7 +260,7 @@ def save_snapshot(args, parts, progress):
 
 
 def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
+    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
@@ -302,11 +302,11 @@ def epoch_row(settings, progress, val_sums, seconds, num_samples):
 
 
 def print_summary(rows, metric):
-    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -365,7 +365,7 @@ def main(rank, args, init_method):
         model.train()
         for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                   leave=False, disable=True if rank else None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # of dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             for number, (tokens, classes) in enumerate(micro_batches, start=1):
                 last = number == args.grad_accum_steps
@@ -375,7 +375,7 @@ def main(rank, args, init_method):
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward", at=watch.backward_end if last else None)
-            watch.mark("comm")  # communication after the backward pass
+            watch.mark("comm")  # communication that the backward pass did not hide
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -403,11 +403,10 @@ def main(rank, args, init_method):
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
-        num_samples = (num_steps - first_step) * args.batch_size
+        num_samples = max(0, num_steps - first_step) * args.batch_size
         row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
@@ -424,17 +423,17 @@ def main(rank, args, init_method):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_acc")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
     sys.exit(128 + ARRIVED[0] if ARRIVED else 0)
 
 
 def launch_text(args):
-    """Starts the processes, passes stop signals on to them, and ends as they end."""
+    """Starts the processes, passes stop signals on, and exits with their exit status."""
     read_texts(args, "cpu")  # so that the data is downloaded and encoded once
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, join=False)
         for signum in SIGNALS:

@@ -53,7 +53,7 @@ def parse_args():
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights and data order")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--reconstructions", metavar="FILE.png", help="draw 16 images above their reconstructions")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
@@ -111,7 +111,7 @@ def create_model(channels):
 
 
 class Stopwatch:
-    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
+    """Times phases: mark(phase) adds the time since the last mark to that phase."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -141,7 +141,7 @@ class Stopwatch:
 
 
 class CommTimer(Stopwatch):
-    """Also times the all-reduces. DDP calls hook() for each bucket (group) of gradients."""
+    """Also times the all-reduces. DDP calls hook() for each bucket (set) of gradients."""
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
@@ -149,7 +149,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last bucket marks the end
+        start = self.backward_end = self.now()  # the last call is at the end
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -159,7 +159,7 @@ class CommTimer(Stopwatch):
             return self.comm_hook(group, bucket).then(sent)
 
     def read(self):
-        """Also adds the time in which any all-reduce ran: gloo runs several at once."""
+        """Also adds the time in which any all-reduce ran. Overlaps count once."""
         origin, covered = self.last, 0.0
         super().read()
         spans = [[self.between(origin, at) for at in span] for span in self.spans]
@@ -190,7 +190,7 @@ def save_snapshot(args, parts, progress):
 
 
 def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
+    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
@@ -231,11 +231,11 @@ def autoencoder_row(settings, progress, val_sums, seconds, num_samples):
 
 
 def print_summary(rows, metric):
-    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -263,7 +263,7 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     torch.backends.cudnn.benchmark = True
@@ -323,7 +323,7 @@ def main(args):
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward", at=watch.backward_end if last else None)
-            watch.mark("comm")  # communication after the backward pass
+            watch.mark("comm")  # communication that the backward pass did not hide
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -351,7 +351,7 @@ def main(args):
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
-        num_samples = (num_steps - first_step) * args.batch_size
+        num_samples = max(0, num_steps - first_step) * args.batch_size
         row = autoencoder_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
@@ -371,7 +371,7 @@ def main(args):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
     if args.reconstructions and rank == 0 and not stop:
         save_reconstructions(model, val_images[:16], args.reconstructions)
     dist.barrier()  # rank 0 may still be saving

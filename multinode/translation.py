@@ -6,7 +6,7 @@ r"""Train a translator on the GPUs of many nodes, or on CPU processes where ther
     sbatch --nodes=4 --gpus-per-node=4 slurm/multinode_translation.slurm --dataset multi30k
 
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
-Shapes: B pairs of a batch, S source and T target tokens, N pairs of a split, D = d_model, V words.
+Shapes: B pairs of a batch, S source and T target tokens, D = d_model, V words.
 """
 import argparse
 import csv
@@ -36,14 +36,10 @@ PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 SAME_ON_RESUME = ("model", "dataset", "source", "target", "seq_len", "batch_size", "learning_rate",
                   "dropout", "precision", "seed")
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
 COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
               "fp16": default_hooks.fp16_compress_hook}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
-BLOCK = 4096  # images that lie next to each other in the file, and are read together
-WINDOW = 16 * BLOCK  # images that are shuffled together, on the device
 
 
 def parse_args():
@@ -54,19 +50,19 @@ def parse_args():
     add("--data_dir", default="data", help="folder in which --dataset is looked for first")
     add("--source", default="de", help="column to translate from")
     add("--target", default="en", help="column to translate to")
-    add("--seq_len", type=int, default=64, help="tokens of a sentence that the model reads, writes")
+    add("--seq_len", type=int, default=64, help="longest sentence in tokens; the rest is cut off")
     add("--epochs", type=int, default=10, help="passes over the training pairs")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=128, help="global batch: pairs per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="first rate of AdamW; falls to 0")
+    add("--learning_rate", type=float, default=1e-3, help="first rate of AdamW; falls every epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability, on embeddings too")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
@@ -79,7 +75,7 @@ def parse_args():
 
 
 def synthetic_pairs(args):
-    """Returns splits of random numbers of 1 to 12 digits, and of the names of their digits."""
+    """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
     numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
     pairs = datasets.Dataset.from_dict({
@@ -89,16 +85,16 @@ def synthetic_pairs(args):
 
 
 def read_pairs(args):
-    """Returns ids and lengths of each split, the longest sources first; test texts; tokenizers."""
+    """Returns a dict of arrays for each split, longest sources first; test texts; tokenizers."""
     columns = [args.source, args.target]
-    own = os.path.join(args.data_dir, args.dataset)
-    place = own if os.path.isdir(own) else HUB.get(args.dataset, args.dataset)
+    folder = os.path.join(args.data_dir, args.dataset)
+    place = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     datasets.disable_progress_bars()
     try:
         if args.dataset == "synthetic":
             splits = synthetic_pairs(args)
         else:
-            splits = datasets.load_dataset(place, split=["train", "validation", "test"])
+            splits = datasets.load_dataset(place, split=SPLITS)
         splits = [split.select_columns(columns) for split in splits]
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         sys.exit(f"cannot read {place}: {error}")
@@ -123,7 +119,7 @@ def read_pairs(args):
             encoded |= {f"{side}s": ids, f"{side}_length": np.count_nonzero(ids, axis=1)}
         return encoded
 
-    encode.__module__ = "__main__"  # or spawned processes do not find what `map` keeps on disk
+    encode.__module__ = "__main__"  # so that spawned processes share the cache of `map`
     for index, texts in enumerate(splits):
         arrays = texts.map(encode, batched=True, remove_columns=columns).with_format("numpy")[:]
         order = np.argsort(-arrays["source_length"], kind="stable")
@@ -143,7 +139,7 @@ def select_pairs(split, rows, device):
 
 
 def batches(split, args, epoch, steps, device):
-    """Yields a list of micro-batches for each step: what select_pairs returns."""
+    """Yields a list of micro-batches for each step. select_pairs makes each of them."""
     lengths, size = split["source_length"] + split["target_length"], args.batch_size
     generator = np.random.default_rng((args.seed, epoch))
     order = generator.permutation(len(lengths))[:len(lengths) // size * size]
@@ -152,20 +148,20 @@ def batches(split, args, epoch, steps, device):
         pool[:] = pool[lengths[pool].argsort(kind="stable")]  # sorts this part of `order`
     order = generator.permutation(order.reshape(-1, size))  # (steps, B)
     for step in steps:
-        rows = np.sort(order[step])  # the longest first, as pack_padded_sequence wants them
+        rows = np.sort(order[step])  # the longest first: pack_padded_sequence needs that
         parts = np.split(rows[dist.get_rank()::dist.get_world_size()], args.grad_accum_steps)
         yield [select_pairs(split, rows, device) for rows in parts]
 
 
 class Translator(nn.Module):
-    """Sources (B, S), lengths (B,), targets (B, T) to logits (B, T, V) of the tokens after them."""
+    """Maps sources (B, S), lengths (B,) and targets (B, T) to the next tokens' logits (B, T, V)."""
 
     def forward(self, source, lengths, target):
         return self.decode(self.encode(source, lengths), target)
 
 
 class LSTMTranslator(Translator):
-    """Sutskever, Vinyals and Le 2014: the last state of one LSTM is the first one of the other."""
+    """Sutskever, Vinyals and Le 2014: the last state of the encoder starts the decoder."""
 
     def __init__(self, source_size, target_size, dropout):
         super().__init__()
@@ -183,7 +179,7 @@ class LSTMTranslator(Translator):
 
 
 class TransformerTranslator(Translator):
-    """Vaswani et al. 2017, with norms in front, learned positions and the embedding as the head."""
+    """Vaswani et al. 2017, with norms first, learned positions, and the embedding as the head."""
 
     def __init__(self, source_size, target_size, seq_len, dropout):
         super().__init__()
@@ -194,7 +190,7 @@ class TransformerTranslator(Translator):
         decoder_layer = nn.TransformerDecoderLayer(256, 8, 512, 0.0, **options)
         self.encoder = nn.TransformerEncoder(encoder_layer, 3, nn.LayerNorm(256), False)
         self.decoder = nn.TransformerDecoder(decoder_layer, 3, nn.LayerNorm(256))
-        for name, module in self.named_modules():  # none inside attention and feed-forward layers
+        for name, module in self.named_modules():  # only the dropout at the end of a sublayer
             if name.endswith(("dropout1", "dropout2", "dropout3")):
                 module.p = dropout
         for parameter in self.parameters():
@@ -202,11 +198,11 @@ class TransformerTranslator(Translator):
                 nn.init.xavier_uniform_(parameter)
 
     def embed(self, embedding, tokens):
-        x = embedding(tokens) * 256 ** 0.5  # as large as the positions
+        x = embedding(tokens) * 256 ** 0.5  # scaled as in the paper
         return self.dropout(x + self.positions.weight[:tokens.shape[1]])
 
     def encode(self, source, lengths):
-        """Returns the memory (B, S, D), and where it is padding (B, S)."""
+        """Returns the encoder's output (B, S, D), and where the sources are padding (B, S)."""
         padding = source == PAD
         return self.encoder(self.embed(self.source, source), None, padding), padding
 
@@ -224,7 +220,7 @@ def create_model(args, source_size, target_size):
 
 
 class Stopwatch:
-    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
+    """Times phases: mark(phase) adds the time since the last mark to that phase."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -254,7 +250,7 @@ class Stopwatch:
 
 
 class CommTimer(Stopwatch):
-    """Also times the all-reduces. DDP calls hook() for each bucket (group) of gradients."""
+    """Also times the all-reduces. DDP calls hook() for each bucket (set) of gradients."""
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
@@ -262,7 +258,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last bucket marks the end
+        start = self.backward_end = self.now()  # the last call is at the end
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -272,7 +268,7 @@ class CommTimer(Stopwatch):
             return self.comm_hook(group, bucket).then(sent)
 
     def read(self):
-        """Also adds the time in which any all-reduce ran: gloo runs several at once."""
+        """Also adds the time in which any all-reduce ran. Overlaps count once."""
         origin, covered = self.last, 0.0
         super().read()
         spans = [[self.between(origin, at) for at in span] for span in self.spans]
@@ -303,7 +299,7 @@ def save_snapshot(args, parts, progress):
 
 
 def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
+    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
@@ -318,7 +314,7 @@ def load_snapshot(args, parts):
 
 
 def translation_loss(model, source, target, lengths, args):
-    """Returns the sum of the losses of the target tokens, and the sums (2,) of losses, tokens."""
+    """Returns the summed loss, for backward(), and the sums (2,) of losses and of tokens."""
     with torch.autocast(source.device.type, DTYPES[args.precision], args.precision != "fp32"):
         logits = model(source, lengths, target[:, :-1]).flatten(0, 1)  # (B x T, V)
         expected = target[:, 1:].flatten()
@@ -361,11 +357,11 @@ def translation_row(settings, progress, val_sums, seconds, num_samples):
 
 
 def print_summary(rows, metric):
-    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -385,7 +381,7 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     if rank > 0:
@@ -404,7 +400,7 @@ def main(args):
     mean_tokens = args.batch_size * (train_split["target_length"] - 1).mean()  # of a batch
 
     torch.manual_seed(args.seed)
-    model = create_model(args, *(words.get_vocab_size() for words in tokenizers)).to(device)
+    model = create_model(args, *(each.get_vocab_size() for each in tokenizers)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -440,7 +436,7 @@ def main(args):
         model.train()
         for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                   leave=False, disable=True if rank else None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # of dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             for number, micro_batch in enumerate(micro_batches, start=1):
                 last = number == args.grad_accum_steps
@@ -450,7 +446,7 @@ def main(args):
                 watch.mark("forward")
                 scaler.scale(loss / mean_tokens * world_size).backward()  # DDP averages
                 watch.mark("backward", at=watch.backward_end if last else None)
-            watch.mark("comm")  # communication after the backward pass
+            watch.mark("comm")  # communication that the backward pass did not hide
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             scaler.step(optimizer)
@@ -480,11 +476,10 @@ def main(args):
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
-        num_samples = (num_steps - first_step) * args.batch_size
+        num_samples = max(0, num_steps - first_step) * args.batch_size
         row = translation_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
         rows += epoch_rows
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
@@ -501,14 +496,14 @@ def main(args):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_ppl")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
     if not stop:
         test_sums = evaluate(translation_loss, model, test_batches, args)
         dist.all_reduce(test_sums)
-        parts = [None] * world_size
-        dist.all_gather_object(parts, translate(model, test_batches, tokenizers[1], args))
+        gathered = [None] * world_size
+        dist.all_gather_object(gathered, translate(model, test_batches, tokenizers[1], args))
     if not stop and rank == 0:
-        translations = [parts[row % world_size][row // world_size] for row in range(len(texts))]
+        translations = [gathered[row % world_size][row // world_size] for row in range(len(texts))]
         for row in len(texts) // 4, len(texts) // 2, len(texts) * 3 // 4:
             print(*texts[row].values(), translations[row], sep="\n    ")
         references = [text or "" for text in texts[args.target]]

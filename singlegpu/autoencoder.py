@@ -47,7 +47,7 @@ def parse_args():
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights and data order")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--reconstructions", metavar="FILE.png", help="draw 16 images above their reconstructions")
     args = parser.parse_args()
@@ -100,7 +100,7 @@ def create_model(channels):
 
 
 class Stopwatch:
-    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
+    """Times phases: mark(phase) adds the time since the last mark to that phase."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -139,7 +139,7 @@ def save_snapshot(args, parts, progress):
 
 
 def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
+    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
@@ -180,11 +180,11 @@ def autoencoder_row(settings, progress, val_sums, seconds, num_samples):
 
 
 def print_summary(rows, metric):
-    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -275,7 +275,7 @@ def main(args):
         val_sums = evaluate(reconstruction_loss, model, val_batches, args)
         watch.mark("eval")
         watch.read()
-        num_samples = (num_steps - first_step) * args.batch_size
+        num_samples = max(0, num_steps - first_step) * args.batch_size
         row = autoencoder_row(settings, progress, val_sums, watch.seconds, num_samples)
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)

@@ -31,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run t
 ARRIVED = []  # the signals that this process has received
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-VOCAB_SIZE = 20_000  # the most frequent words that occur at least twice
+VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
 
 
 def parse_args():
@@ -39,7 +39,7 @@ def parse_args():
     add = parser.add_argument
     add("--model", choices=("nbow", "transformer"), default="nbow", help="nbow: a bag of words")
     add("--size", choices=SIZES, default="small", help="width 128, 2 layers; or 256, 4 layers")
-    add("--dataset", default="synthetic", help="or ag_news, imdb, any folder or name on the hub")
+    add("--dataset", default="synthetic", help="or ag_news, imdb, a folder, a name on the hub")
     add("--data_dir", default="data", help="folder in which --dataset is looked for first")
     add("--seq_len", type=int, default=256, help="tokens of a text that the model reads")
     add("--epochs", type=int, default=5, help="passes over the training texts")
@@ -52,7 +52,7 @@ def parse_args():
     add("--compile", action="store_true", help="use torch.compile")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     args = parser.parse_args()
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
@@ -61,7 +61,7 @@ def parse_args():
 
 
 def synthetic_texts():
-    """Yields texts of 5 to 100 random words. Every tenth is one of 50 words that its class has."""
+    """Yields texts of 5 to 100 random words. Every tenth word is one of 50 of the text's class."""
     generator = np.random.default_rng(0)
     for label in generator.integers(4, size=12_000).tolist():
         words = generator.integers(1000, size=generator.integers(5, 101))
@@ -70,7 +70,7 @@ def synthetic_texts():
 
 
 def learn_vocabulary(batch):
-    """Returns a tokenizer that knows the words of these texts, as a column of one JSON string."""
+    """Returns a tokenizer for these texts, as a table of one JSON string, which `map` can keep."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
@@ -84,7 +84,7 @@ def encode(batch, tokenizer, labels):
     """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
     tokens = np.array([encoding.ids for encoding in encodings], np.int16)
-    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text is an unknown word
+    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
     return {"tokens": tokens, "length": np.count_nonzero(tokens, axis=1),
             "class": [labels.index(label) for label in batch["label"]]}
 
@@ -92,7 +92,7 @@ def encode(batch, tokenizer, labels):
 def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
     for function in (synthetic_texts, learn_vocabulary, encode):
-        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
+        function.__module__ = "__main__"  # so that spawned processes share the cache of `map`
     disable_progress_bars()
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
@@ -120,7 +120,7 @@ def batches(split, args, epoch, steps):
     size, generator = args.batch_size, np.random.default_rng((args.seed, epoch))
     order = generator.permutation(len(lengths))[:len(lengths) // size * size]
     for pool in np.split(order, range(100 * size, len(order), 100 * size)):
-        pool.sort()  # by length, so that batches need little padding
+        pool.sort()  # the split is sorted by length: batches need little padding
     order = torch.from_numpy(generator.permutation(order.reshape(-1, size))).to(lengths.device)
     longest = lengths[order[:, -1]].tolist()
     for step in steps:
@@ -169,7 +169,7 @@ def create_model(args, num_classes):
 
 
 class Stopwatch:
-    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
+    """Times phases: mark(phase) adds the time since the last mark to that phase."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -208,7 +208,7 @@ def save_snapshot(args, parts, progress):
 
 
 def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
+    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
@@ -250,11 +250,11 @@ def epoch_row(settings, progress, val_sums, seconds, num_samples):
 
 
 def print_summary(rows, metric):
-    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -310,7 +310,7 @@ def main(args):
         model.train()
         for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                   leave=False, disable=None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # of dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
             watch.mark("data")
             for tokens, classes in micro_batches:
                 loss, loss_sums = text_loss(model, tokens, classes, args)
@@ -339,7 +339,7 @@ def main(args):
         val_sums = evaluate(text_loss, model, val_batches, args)
         watch.mark("eval")
         watch.read()
-        num_samples = (num_steps - first_step) * args.batch_size
+        num_samples = max(0, num_steps - first_step) * args.batch_size
         row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
