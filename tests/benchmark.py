@@ -153,27 +153,30 @@ def bigmnist(options):
         command = [sys.executable, ROOT / "singlegpu/make_bigmnist.py", "--dataset", "synthetic"]
         command += ["--copies", str(copies), "--out", folder / "bigmnist"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        path = folder / "bigmnist/train_images.npy"
-        arrays = np.load(path, "r"), np.load(folder / "bigmnist/train_labels.npy", "r")
-        steps = len(arrays[1]) // 64
+        path, labels = (folder / f"bigmnist/train_{what}.npy" for what in ("images", "labels"))
         args = argparse.Namespace(seed=1, batch_size=64, grad_accum_steps=1)
-        split = arrays[0][:, None], arrays[1]
-        loader = images.batches(split, args, 0, range(steps), torch.device("cpu"))
-        order = np.random.default_rng(0).permutation(steps * 64).reshape(-1, 64)
-        single = (arrays[0][each] for each in order)
         rates, memory = {}, []
-        for name, batches in (("windows", loader), ("one by one", single)):
+        for name in ("windows", "one by one"):
             forget(path)
+            split = np.load(path, "r")[:, None], np.load(labels, "r")  # a new map: no pages of it
+            steps = range(len(split[1]) // 64)
+            if name == "windows":
+                loader = images.batches(split, args, 0, steps, torch.device("cpu"))
+            else:
+                order = np.random.default_rng(0).permutation(len(steps) * 64).reshape(-1, 64)
+                loader = (split[0][each] for each in order)
             begin, count = time.perf_counter(), 0
-            for count, _ in enumerate(batches, start=1):
+            for count, _ in enumerate(loader, start=1):
                 if time.perf_counter() > begin + options.seconds:
                     break
                 if name == "windows" and count % 100 == 0:
                     memory.append(resident())
             rates[name] = count * 64 / (time.perf_counter() - begin)
+            size = split[0].nbytes / 1e9
+            del split, loader
         private, whole = map(max, zip(*memory))
         by_windows, one_by_one = rates.values()
-        print(f"{arrays[0].nbytes / 1e9:.1f} GB: {by_windows:,.0f} images/s by windows, "
+        print(f"{size:.1f} GB: {by_windows:,.0f} images/s by windows, "
               f"{one_by_one:,.0f} one by one, ratio {by_windows / one_by_one:.1f}; "
               f"{private:.2f} GB resident, {whole:.2f} with the file's pages")  # fmt: skip
     for model, steps in (("cnn", 600), ("mlp", 6000)):
