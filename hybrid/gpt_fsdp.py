@@ -66,7 +66,7 @@ def parse_args():
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="type of the forward pass")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
@@ -157,12 +157,12 @@ class GPT(nn.Module):
 def create_optimizer(model, args):
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, args.learning_rate, betas=(0.9, 0.99), fused=True)
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+                             args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
 class Stopwatch:
-    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
+    """Times phases: mark(phase) adds the time since the last mark to that phase."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -204,20 +204,19 @@ class ShardTimer(Stopwatch):
         self.start = self.now()  # of the all-reduce, if nothing is scattered before it
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False, **op):
         self.start = self.now()
-        if op is None:
-            dist.all_gather_into_tensor(output_tensor, input_tensor, group)
-        else:
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+        collective = dist.reduce_scatter_tensor if op else dist.all_gather_into_tensor
+        collective(output_tensor, input_tensor, group=group, **op)
         self.end()
 
     def end(self, reduced=None):
         if self.phase:
-            self.spans += ((self.start, self.now()),)
+            start, self.start = self.start, self.now()  # an all-reduce may follow
+            self.spans += ((start, self.start),)
             if not self.cuda:
-                super().mark(self.phase, self.start)
-                super().mark("comm")
+                super().mark(self.phase, start)
+                super().mark("comm", self.start)
 
     def read(self):
         """Also adds the time of the collectives."""
@@ -248,7 +247,7 @@ def save_snapshot(args, parts, progress):
 
 
 def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
+    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
@@ -305,11 +304,11 @@ def gpt_row(settings, progress, val_sums, seconds, num_samples):
 
 
 def print_summary(rows, metric):
-    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -329,7 +328,7 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     train_tokens, val_tokens = read_tokens(args)
@@ -396,7 +395,7 @@ def main(args):
         model.train()
         for tokens, targets in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                     leave=False, disable=True if rank else None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # of dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             loss, loss_sums = token_loss(model, tokens, targets, args)
             sums = sums + loss_sums
@@ -404,7 +403,7 @@ def main(args):
             loss.backward()
             watch.mark("backward")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 0.55 + 0.45 * math.cos(math.pi * done))  # warm-up, cosine
+            factor = min(20 * done, 1.05 - done)  # up in 5% of all steps, then down in a line
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * factor
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -434,7 +433,7 @@ def main(args):
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
-        num_samples = (num_steps - first_step) * args.batch_size
+        num_samples = max(0, num_steps - first_step) * args.batch_size
         row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
         peak = torch.cuda.max_memory_allocated() or 1024 * getrusage(RUSAGE_SELF).ru_maxrss
         tensors = [tensor for weight, state in optimizer.state.items()  # gradients are as weights
@@ -458,7 +457,7 @@ def main(args):
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
+        print(f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
         state, peak = (max(row[name] for row in rows) for name in ("state_MB", "peak_MB"))
         print(f"MB of parameters, gradients and optimizer state {state:.1f}, in theory "
               f"{16e-6 * settings['parameters'] / args.shard_size:.1f}; MB at the peak {peak:.1f}")

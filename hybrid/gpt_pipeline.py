@@ -65,7 +65,7 @@ def parse_args():
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="type of the forward pass")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save after so many steps; 0: do not")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
@@ -188,12 +188,12 @@ class Stage(nn.Module):
 def create_optimizer(model, args):
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, args.learning_rate, betas=(0.9, 0.99), fused=True)
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+                             args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
 class Stopwatch:
-    """mark(phase) counts the time since the last mark as time of the phase: phases add up."""
+    """Times phases: mark(phase) adds the time since the last mark to that phase."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -304,7 +304,7 @@ def save_snapshot(args, parts, progress):
 
 
 def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns how far the run has come."""
+    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
     try:
@@ -374,11 +374,11 @@ def gpt_row(settings, progress, val_sums, seconds, num_samples):
 
 
 def print_summary(rows, metric):
-    """Prints where an epoch's time goes and the row for results.md. Returns the mean times."""
+    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # 0 if there is one process
+    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -398,7 +398,7 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
     timeout = timedelta(seconds=args.timeout)
     ranks = torch.arange(world_size).view(-1, args.num_stages)  # a pipeline in each row
@@ -459,7 +459,7 @@ def main(args):
         stage.train()
         for tokens, targets in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
                                     leave=False, disable=True if rank else None):
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # of dropout
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             sums = sums + pass_through(schedule.step, timed_stage, tokens, targets)
             reduced = watch.all_reduce(gradients, replicas)
@@ -470,7 +470,7 @@ def main(args):
                 watch.all_reduce(stage.embedding.weight.grad, ends).wait()
             watch.mark("comm")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 0.55 + 0.45 * math.cos(math.pi * done))  # warm-up, cosine
+            factor = min(20 * done, 1.05 - done)  # up in 5% of all steps, then down in a line
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * factor
             clip_gradients(stage, pipeline)
@@ -502,7 +502,7 @@ def main(args):
         dist.all_reduce(val_sums)
         watch.mark("eval")
         watch.read()
-        num_samples = (num_steps - first_step) * args.batch_size
+        num_samples = max(0, num_steps - first_step) * args.batch_size
         row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
@@ -522,7 +522,7 @@ def main(args):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: more processes pay above 3")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
         theory = (args.num_stages - 1) / (args.num_microbatches + args.num_stages - 1)
         for number in range(args.num_stages):
             own = (rows[world_size:] or rows)[number::args.num_stages]
