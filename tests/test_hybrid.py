@@ -1,7 +1,6 @@
-"""Stages of a model, on devices or in pipelines, times data parallelism."""
+"""Stages of a model, on devices or in pipelines, and shards, times data parallelism."""
 
 import os
-import shutil
 import signal
 
 import numpy as np
@@ -10,7 +9,7 @@ from conftest import assert_same_weights, curve, load, rows, saved_at, wait_for,
 from test_launchers import steps_of
 from test_training import PHASES, arguments_of
 
-PIPELINE = "hybrid/gpt.py"
+PIPELINE, FSDP = "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
 GPT = "--d_model 32 --n_heads 2 --num_layers 8 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
 
 
@@ -45,55 +44,75 @@ def test_images_snapshots_move(run, data, tmp_path):
         np.testing.assert_allclose(found, curve(one), rtol=1e-5)
 
 
+HYBRIDS = (  # script, processes, arguments
+    (PIPELINE, 2, "--num_stages 2 --schedule gpipe --num_microbatches 3"),
+    (PIPELINE, (2, 2), "--num_stages 2 --num_microbatches 4"),
+    (PIPELINE, 4, "--num_stages 4 --num_microbatches 6"),
+    (FSDP, 2, "--shard_size 2"),
+    (FSDP, 4, "--shard_size 4 --checkpoint_activations"),
+    (FSDP, (2, 2), "--shard_size 2"),
+    (FSDP, 2, "--shard_size 1"),
+)
+
+
 def test_gpt_one_loss_curve(run, words, tmp_path):
-    """The losses of one process, whatever the schedule; phases and bubble are the wall time."""
+    """The losses of one process. Phases are the wall time; a process holds its share of memory."""
     base, one = [*words, "--epochs", 2, "--max_steps", 10], tmp_path / "one.csv"
     run("singlegpu/gpt.py", *base, "--log", one)
     assert curve(one)[1, 0] < curve(one)[0, 0]
-    for processes, num_stages, schedule in (((2, 2), 2, "1f1b"), (3, 3, "gpipe"), (4, 4, "1f1b")):
-        log = tmp_path / f"{num_stages}.csv"
-        more = ("--num_stages", num_stages, "--schedule", schedule, "--num_microbatches", 4)
-        more += ("--log", log)
-        run(PIPELINE, *base, *more, processes=processes)
+    for number, (script, processes, more) in enumerate(HYBRIDS):
+        log = tmp_path / f"{number}.csv"
+        run(script, *base, *more.split(), "--log", log, processes=processes)
         np.testing.assert_allclose(curve(log), curve(one), rtol=1e-5)
         for row in rows(log):
-            total = sum(row[phase] for phase in PHASES)
-            assert total == pytest.approx(row["seconds"], rel=0.01) and row["bubble"] > 0
+            phases = {name: row[name] for name in PHASES if name in row}
+            assert sum(phases.values()) == pytest.approx(row["seconds"], rel=0.01)
+            assert all(phases[name] > 0 for name in ("forward", "backward", "comm", "optimizer"))
+            assert (script == FSDP) != (row.get("bubble", 0) > 0)
+            if script == FSDP:  # weights, gradients and two moments of 4 bytes
+                share = 16e-6 * row["parameters"] / row["shard_size"]
+                assert row["state_MB"] == pytest.approx(share, rel=0.1) and row["comm_total"] > 0
 
 
-def test_gpt_resume_and_move(start, run, words, tmp_path, chance):
-    """A stage is killed, then all are told to stop: the weights of an undisturbed run, bit for bit.
+def test_gpt_snapshots_move(run, words, tmp_path):
+    """Each epoch in another script: the losses of one that did all of them."""
+    moves = (("singlegpu/gpt.py", 1, ()), (PIPELINE, 4, ()), (FSDP, 4, ("--shard_size", 2)),
+             ("multigpu/gpt.py", 2, ()), (FSDP, 2, ()), (PIPELINE, 2, ()))
+    curves = []
+    for name, steps in ("moved", moves), ("stayed", moves[:1] * len(moves)):
+        for epochs, (script, processes, more) in enumerate(steps, start=1):
+            log = tmp_path / f"{name}{epochs}.csv"
+            more = (*more, "--epochs", epochs, "--snapshot", tmp_path / f"{name}.pt", "--log", log)
+            run(script, *words, "--max_steps", 5, *more, processes=processes)
+            curves.append(curve(log)[-1])
+    np.testing.assert_allclose(curves[:len(moves)], curves[len(moves):], rtol=1e-5)
 
-    What is left of the run can also be done by multigpu/gpt.py, with the same loss.
-    """
-    whole, cut, moved = (tmp_path / f"{name}.pt" for name in ("whole", "cut", "moved"))
-    base = [*words, "--epochs", 4, "--max_steps", 20, "--snapshot_every", 4]
-    for signum in (signal.SIGKILL, signal.SIGTERM):
-        more = ("--num_stages", 2, "--snapshot", cut)
-        job = start(PIPELINE, *base, *more, processes=4)
-        wait_for_saves(job, cut, chance.randint(1, 3))
-        if signum == signal.SIGKILL:
-            os.kill(chance.choice(job.workers()), signum)
-        else:
-            job.process.send_signal(signum)
-        status, _, err = job.wait()
-        assert status, err
-        wait_for(lambda job=job: not job.processes())
-    shutil.copy(cut, moved)
-    epoch, step = load(cut)["place"]
-    logs = [tmp_path / f"{name}.csv" for name in ("cut", "moved")]
-    run(PIPELINE, *base, "--num_stages", 2, "--snapshot", cut, "--log", logs[0], processes=4)
-    first = rows(logs[0])[0]
-    assert (first["epoch"], steps_of(first)) == (epoch, 20 - step), "it went on at that very step"
-    run(PIPELINE, *base, "--num_stages", 2, "--snapshot", whole, processes=4)
+
+@pytest.mark.parametrize("script, signum", [(PIPELINE, signal.SIGKILL), (FSDP, signal.SIGTERM)])
+def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
+    """A process is killed, or all are told to stop: the weights of an undisturbed run."""
+    whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.csv"
+    base = [*words, "--dropout", 0.1, "--epochs", 4, "--max_steps", 20, "--snapshot_every", 4]
+    base += ["--num_stages", 2] if script == PIPELINE else ["--shard_size", 2]
+    job = start(script, *base, "--snapshot", cut, processes=4)
+    wait_for_saves(job, cut, chance.randint(1, 3))
+    if signum == signal.SIGKILL:
+        os.kill(chance.choice(job.workers()), signum)
+    else:
+        job.process.send_signal(signum)
+    status, _, err = job.wait()
+    assert status, err
+    wait_for(lambda: not job.processes())
+    _, step = load(cut)["place"]
+    run(script, *base, "--snapshot", cut, "--log", log, processes=4)
+    assert steps_of(rows(log)[0]) == 20 - step, "it went on at that very step"
+    run(script, *base, "--snapshot", whole, processes=4)
     assert_same_weights(cut, whole)
-    run("multigpu/gpt.py", *base, "--snapshot", moved, "--log", logs[1], processes=2)
-    np.testing.assert_allclose(curve(logs[1]), curve(logs[0]), rtol=1e-4)
 
 
 def test_bad_arguments(attempt, words, tmp_path):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
-    for script, flag, value in (("hybrid/images.py", "--num_stages", 9),
+    for script, flag, value in (("hybrid/images.py", "--num_stages", 9), (FSDP, "--shard_size", 3),
                                 (PIPELINE, "--num_stages", 3), (PIPELINE, "--num_microbatches", 1)):
         status, _, err = attempt(script, flag, value, processes=2)
         assert status and flag in err, err
@@ -101,5 +120,6 @@ def test_bad_arguments(attempt, words, tmp_path):
     run_one = (*words, "--max_steps", 1, "--snapshot", foreign)
     assert attempt("singlegpu/gpt.py", *run_one)[0] == 0
     before = saved_at(foreign)
-    status, _, err = attempt(PIPELINE, *run_one, "--num_layers", 4, processes=2)
-    assert status and "num_layers" in err and saved_at(foreign) == before, err
+    for script in PIPELINE, FSDP:
+        status, _, err = attempt(script, *run_one, "--num_layers", 4, processes=2)
+        assert status and "num_layers" in err and saved_at(foreign) == before, err

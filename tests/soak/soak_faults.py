@@ -22,7 +22,8 @@ SHAPES = {  # of jobs: script, processes (of each agent), arguments
     "multinode": ("multinode/images.py", 2, IMAGES),
     "two nodes": ("multinode/images.py", (2, 1), IMAGES),
     "stages": ("hybrid/images.py", 2, f"{IMAGES} --num_stages 2"),
-    "pipeline": ("hybrid/gpt.py", 2, f"{GPT} --epochs 3 --num_stages 2"),
+    "pipeline": ("hybrid/gpt_pipeline.py", 2, f"{GPT} --epochs 3 --num_stages 2"),
+    "shards": ("hybrid/gpt_fsdp.py", 2, f"{GPT} --epochs 3"),
 }
 
 
@@ -77,7 +78,8 @@ def test_kills(start, run, tmp_path, chance, shape):
     finish(run, shape, tmp_path)
 
 
-@pytest.mark.parametrize("shape", ["multigpu", "multinode", "stages", "pipeline"], indirect=True)
+@pytest.mark.parametrize(
+    "shape", ["multigpu", "multinode", "stages", "pipeline", "shards"], indirect=True)
 def test_stopped(start, run, tmp_path, chance, shape):
     """A process hangs: the others time out, and the job ends by itself with a non-zero status."""
     script, processes, words = shape
