@@ -1,18 +1,18 @@
-r"""Compare a trained text classifier in fp32, in bf16 and with dynamic int8 quantization: size, quality, speed, memory.
+"""Compare a trained text classifier in fp32, bf16 and int8: size, accuracy and speed.
 
     python singlegpu/text.py --model transformer --snapshot text.pt
-    python quantize/text.py --snapshot text.pt                   # also one of multigpu, multinode
-    python quantize/text.py --snapshot text.pt --save int8.pt    # the quantized weights, to be used:
-    python quantize/text.py --load int8.pt
-    sbatch slurm/quantize_text.slurm                             # trains a little first, if it gets no --snapshot
+    python quantize/text.py --snapshot text.pt           # a snapshot of any text.py
+    sbatch slurm/quantize_text.slurm --snapshot text.pt  # without it, it trains a little first
 
-Weights become int8 beforehand, with one scale a row; the input of each layer when it comes, with a scale of its own.
-Accuracy is of the whole test split. Backend torch.ao, for CPUs, is deprecated by torch and has the fastest kernels;
-torchao, its successor, is for GPUs (the default there), and compiled.
-Shapes: B texts, T tokens of the longest, D = d_model, H heads, K classes.
+The weights of linear layers become int8 beforehand, with a scale for each row. The inputs become
+int8 when they come (dynamic), or stay as they are (weight-only). Embeddings and attention stay
+fp32: a line tells how much of the time is not spent in linear layers.
+torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
+torch.compile. Its dynamic kernels need more than 16 tokens at once on a GPU.
+Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 import argparse
-import ctypes
+import copy
 import io
 import math
 import os
@@ -20,9 +20,6 @@ import statistics
 import sys
 import time
 import warnings
-import zipfile
-from collections import Counter
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -33,242 +30,22 @@ from torch import nn
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
 VOCAB_SIZE = 20_000  # the most frequent words that occur at least twice
-# What shapes the model, and its data.
-NAMES = {"model": str, "size": str, "dataset": str, "seq_len": int}
-PRECISIONS = ("fp32", "bf16", "int8")
-TABLE = {"script": "", "model": "", "dataset": "", "precision": "", "backend": "", "device": "", "threads": "",
-         "MB": ".2f", "val_acc": ".4f", "against fp32": ".4f", "ms a text": ".3f", "samples/s": ".1f",
-         "batch_size": "", "peak_MB": ".0f"}
+KERNELS = {"torch.ao": ["torch.ao"], "torchao": ["torchao dynamic", "torchao weight-only"]}
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Compare a trained text classifier in fp32, bf16 and int8.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--snapshot", metavar="FILE", help="what a text.py saved")
-    add("--data_dir", default="data", help="folder in which the data set is looked for first")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="what to compare; bf16 can take long")
-    add("--backend", choices=("torch.ao", "torchao"), default="torchao" if torch.cuda.is_available() else "torch.ao",
-        help="of int8; torch.ao is for CPUs")
-    add("--engine", default=torch.backends.quantized.engine, help="kernels of torch.ao")
-    add("--batch_size", type=int, default=64, help="texts at once, for samples/s and for the validation")
-    add("--rounds", type=int, default=5, help="measurements of each time, in turn; their median is told")
-    add("--threads", type=int, default=1, help="CPU threads")
-    add("--save", metavar="FILE", help="write the int8 weights")
-    add("--load", metavar="FILE", help="run int8 weights of --save, instead of --snapshot")
+    add("--snapshot", metavar="FILE", required=True, help="what a text.py saved")
+    add("--data_dir", default="data", help="folder in which the dataset is looked for first")
+    add("--backend", choices=KERNELS, help="library for int8; torch.ao is for CPUs",
+        default="torchao" if torch.cuda.is_available() else "torch.ao")
+    add("--batch_size", type=int, default=64, help="texts at once; torchao needs more than 16")
+    add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
-    check_numbers(args)
+    if args.rounds < 1 or args.batch_size < (17 if args.backend == "torchao" else 1):
+        parser.error("--rounds or --batch_size is too small")
     return args
-
-
-def fail(message):
-    """End on a user's mistake: one line on stderr, exit status 2."""
-    print(f"{sys.argv[0]}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def check_numbers(args):
-    """Refuse numbers that cannot be, and files that cannot be written."""
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1:
-            fail(f"--{name} {value} is out of range")
-    if bool(args.snapshot) == bool(args.load):
-        fail("give one of --snapshot FILE, from the training, and --load FILE, from --save")
-    if args.save and "int8" not in args.precisions:
-        fail("--save writes int8 weights: they must be among --precisions")
-    if args.save and (os.path.isdir(args.save) or not os.access(os.path.dirname(os.path.abspath(args.save)), os.W_OK)):
-        fail(f"cannot write {args.save}: it is a folder, or its folder is missing or read-only")
-    if args.backend == "torchao" and (args.save or args.load):
-        fail("torchao's weights are objects of its own classes, which only unpickling would restore: --save and --load "
-             "want --backend torch.ao")
-    if args.backend == "torch.ao":
-        try:
-            from torch.ao.quantization import quantize_dynamic  # noqa: F401
-        except ImportError:
-            fail(f"torch {torch.__version__} no longer has torch.ao.quantization: take --backend torchao")
-        if args.engine not in torch.backends.quantized.supported_engines or args.engine == "none":
-            fail(f"--engine {args.engine}: this CPU has {', '.join(torch.backends.quantized.supported_engines)}")
-        torch.backends.quantized.engine = args.engine
-
-
-def read_weights(args, names):
-    """Set in args the arguments of these names that shaped the model, and return its tensors by name."""
-    path = args.load or args.snapshot
-    try:
-        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
-            raise ValueError("wrong checksum")
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        shape, kind = snapshot["settings"], "int8" if args.load else "model"
-        fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
-                   for name, known in names.items())
-        if kind not in snapshot or not fits:
-            raise ValueError(f"it is not {'of --save' if args.load else 'a snapshot'} of a {sys.argv[0]} model")
-        dtypes = {tensor.numpy().dtype.name for tensor in snapshot[kind].values()}
-        if not dtypes <= ({"int8", "float32", "float64"} if args.load else {"float32"}):
-            raise ValueError(f"its tensors are {', '.join(sorted(dtypes))}")
-        if not all(tensor.isfinite().all() for tensor in snapshot[kind].values()):
-            raise ValueError("its weights are not finite")
-        for name in names:
-            if getattr(args, name, None) is None:
-                setattr(args, name, shape[name])
-        return snapshot[kind]
-    except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"cannot read {path}: {reason}")
-
-
-def load_weights(build, tensors, args):
-    """The model that build makes, with these tensors."""
-    try:
-        with torch.device("meta"):
-            model = build()
-        model.load_state_dict(tensors, assign=True)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        fail(f"{args.snapshot} does not fit the model: {reason}")
-    return model.eval()
-
-
-def quantize(model, args):
-    """Linear layers, with a scale for each row, and LSTMs to int8 weights; their inputs are quantized as they come.
-
-    Returns the model, and what was converted.
-    """
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    sizes = {name: sum(parameter.numel() for parameter in module.parameters())
-             for name, module in model.named_modules() if not [*module.children()]}
-    if args.backend == "torch.ao":
-        qconfigs = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
-                    nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
-        model = torch.ao.quantization.quantize_dynamic(model, qconfigs, inplace=True)
-        converted = [name for name, module in model.named_modules()
-                     if isinstance(module, (torch.ao.nn.quantized.dynamic.Linear, torch.ao.nn.quantized.dynamic.LSTM))]
-    else:
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_  # slow to import
-
-        quantize_(model, Int8DynamicActivationInt8WeightConfig())
-        converted = [name for name, module in model.named_modules()
-                     if isinstance(module, nn.Linear) and type(module.weight) not in (torch.Tensor, nn.Parameter)]
-    if not converted:
-        fail("none of the model's modules can be quantized")
-    total, left = sum(sizes.values()), [name for name, size in sizes.items() if size and name not in converted]
-    groups = Counter(f"{kinds[name]} {name.split('.')[-1]}" for name in converted)
-    return model, (f"converted: {', '.join(f'{count} x {group}' for group, count in groups.items())}: "
-                   f"{sum(sizes[name] for name in converted) / total:.1%} of the parameters; left alone: "
-                   f"{', '.join(sorted({name.split('.')[-1] for name in left})) or 'none'}: "
-                   f"{sum(sizes[name] for name in left) / total:.1%}")
-
-
-def backend_name(args):
-    """Backend, and engine where there are several."""
-    return args.backend if args.backend == "torchao" else f"{args.backend}/{args.engine}"
-
-
-def int8_tensors(model):
-    """What a model of torch.ao consists of, by name, as plain tensors: int8 weights, their scales, and the others."""
-    tensors, quantized = {}, torch.ao.nn.quantized.dynamic
-    for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, quantized.LSTM):
-            own = module.get_weight() | module.get_bias()
-        if isinstance(module, quantized.Linear):
-            own = {"weight": module.weight(), "bias": module.bias()}
-        for name, tensor in own.items():
-            name = f"{prefix}.{name}"
-            if tensor is None:
-                continue
-            if not tensor.is_quantized:
-                tensors[name] = tensor.detach()
-            elif tensor.qscheme() == torch.per_tensor_affine:
-                tensors |= {f"{name}.int8": tensor.int_repr(), f"{name}.scale": torch.tensor(tensor.q_scale())}
-            else:
-                tensors |= {f"{name}.int8": tensor.int_repr(), f"{name}.scale": tensor.q_per_channel_scales()}
-    return tensors
-
-
-def load_int8(build, tensors, args):
-    """The model that build makes, quantized, with what int8_tensors gave; and what is int8 in it."""
-    try:
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in build().state_dict().items()}
-        if shapes != {name: tensors.get(f"{name}.int8", tensors.get(name)).shape for name in shapes}:
-            raise ValueError("its tensors are of other sizes")
-        model, converted = quantize(build(), args)
-        weights, quantized = dict(tensors), torch.ao.nn.quantized.dynamic
-        for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
-            integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
-            if integers.dtype != torch.int8:
-                raise ValueError(f"{name}: {integers.dtype}")
-            if scale.dim():
-                real = integers.double() * scale.double()[:, None]
-                zeros = torch.zeros(len(scale), dtype=torch.int64)
-                weights[name] = torch.quantize_per_channel(real.float(), scale, zeros, 0, torch.qint8)
-            else:
-                weights[name] = torch.quantize_per_tensor(integers * scale, scale, 0, torch.qint8)
-        for prefix, module in model.named_modules():
-            own = {name.removeprefix(f"{prefix}."): weights[name] for name in shapes
-                   if name.rpartition(".")[0] == prefix and name in weights}
-            if isinstance(module, quantized.LSTM):
-                module.set_weight_bias(own)
-            elif isinstance(module, quantized.Linear):
-                module.set_weight_bias(own["weight"], own.get("bias"))
-            elif own:
-                module.load_state_dict(own)
-        return model.eval(), converted
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"{args.load} does not fit the model: {reason}")
-
-
-def save_int8(model, names, args):
-    """Write a model of torch.ao for --load: tensors and numbers, no objects."""
-    saved = {"int8": int8_tensors(model), "settings": {name: getattr(args, name) for name in names}}
-    try:
-        torch.save(saved, args.save + ".tmp")
-        os.replace(args.save + ".tmp", args.save)
-    except (OSError, RuntimeError) as error:
-        fail(f"cannot write {args.save}: {error}")
-
-
-def size_on_disk(model, precision, args):
-    """Bytes of the model's file."""
-    file = io.BytesIO()
-    is_int8 = precision == "int8" and args.backend == "torch.ao"
-    torch.save(int8_tensors(model) if is_int8 else model.state_dict(), file)
-    return file.tell()
-
-
-def peak_memory(device):
-    """The most bytes in use since the last call: allocated on the GPU or, on a CPU, resident in the process."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
-    peak = math.nan
-    with suppress(OSError):  # not Linux
-        with open("/proc/self/status") as file:
-            peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    return peak
-
-
-def memory_in_use(device):
-    """Bytes: allocated on the GPU or, on a CPU, resident in the process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # not Linux, or no glibc
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed does not count
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
-    return math.nan
-
-
-def print_row(columns, row=None):
-    """A row of a Markdown table or, without `row`, its head."""
-    cells = (format(row[name], spec).replace("nan", "-") if row else name for name, spec in columns.items())
-    print("|", " | ".join(cell.rjust(max(7, len(name))) for cell, name in zip(cells, columns)), "|")
 
 
 def synthetic_texts():
@@ -353,102 +130,140 @@ class TextEncoder(nn.Module):
         return (self.norm(x) * real[:, :, None]).sum(1) / real.sum(1, keepdim=True)
 
 
-def create_classifier(args, num_classes):
-    """Returns a network from token ids (B, T) to logits (B, K)."""
+def create_model(args, tensors):
+    """Returns a network from token ids (B, T) to logits (B, K), with these weights."""
     d_model = SIZES[args.size][0]
     encoder = (TextEncoder(args) if args.model == "transformer" else
                nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0))
-    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, num_classes))
-    for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2):
-        nn.init.normal_(matrix, std=0.02)
+    classifier = nn.Linear(d_model, len(tensors["2.weight"]))
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), classifier)
+    model.load_state_dict(tensors)
     return model
 
 
-def create_model(args, tensors, num_classes, precision, device):
-    """The model with these weights, in this precision; and, of int8, what was converted."""
-    def build():
-        return create_classifier(args, num_classes)
+def load_model(args):
+    """Returns the trained model. Adds the settings of the training to args."""
+    try:
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        vars(args).update(snapshot["settings"] | vars(args))
+        return create_model(args, snapshot["model"]).eval()
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot load {args.snapshot}: {error!r}")
 
-    if args.load:
-        return load_int8(build, tensors, args)
-    model = load_weights(build, {name: tensor.clone() for name, tensor in tensors.items()}, args).to(device)
-    converted = None
-    if precision == "bf16":
-        model.bfloat16()
-    if precision == "int8":
-        model, converted = quantize(model, args)
-    if args.backend == "torchao":  # which alone is slow; so are all
-        model.compile()
-    return model, converted
+
+def quantize(model, kernels):
+    """Returns a copy of the model in which linear layers, and torch.ao's LSTMs, are int8."""
+    if kernels == "torch.ao":
+        warnings.filterwarnings("ignore", ".*deprecated")
+        layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
+                  nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
+        return torch.ao.quantization.quantize_dynamic(model, layers)
+    import torchao.quantization as ao  # slow
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            config = ao.Int8WeightOnlyConfig()
+            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # int8 products on GPUs
+            if kernels == "torchao dynamic" and fits:
+                config = ao.Int8DynamicActivationInt8WeightConfig()
+            ao.quantize_(layer, config)
+    return model
+
+
+def create_variants(model, backend):
+    """Returns [(precision, kernels, model)], fp32 first. On a GPU, what is not int8 is bf16."""
+    on_gpu, cpu = next(model.parameters()).is_cuda, torch.cpu.get_capabilities()
+    kernels = "eager" if backend == "torch.ao" else "compiled"
+    variants = [("fp32", kernels, model)]
+    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # on x86, on Arm
+        variants.append(("bf16", kernels, copy.deepcopy(model).bfloat16()))
+    else:
+        print("bf16 is left out: this CPU has no instructions for it")
+    base = variants[-1][2] if on_gpu else model
+    for kernels in KERNELS[backend]:
+        variants.append(("int8", kernels, quantize(base, kernels)))
+    return variants
+
+
+def megabytes(model):
+    """Returns the size of the model's file."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return f"{file.tell() / 1e6:.1f}"
+
+
+def print_table(rows):
+    """Prints dicts as Markdown: of a list of speeds the median, and how many times fp32's it is."""
+    lines = [list(rows[0])]
+    for row in rows:
+        lines.append([])
+        for name, cell in row.items():
+            if isinstance(cell, list):
+                speed, fp32 = statistics.median(cell), statistics.median(rows[0][name])
+                cell = "-" if math.isnan(speed) else f"{speed:.0f} {speed / fp32:.2f}x"
+            lines[-1].append(cell)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    for line in lines:
+        print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
 
 
 @torch.no_grad()
 def accuracy(model, batches):
-    """The share of right answers."""
-    right = sum((model(tokens).argmax(1) == classes).sum().item() for tokens, classes in batches)
-    return right / sum(len(classes) for _, classes in batches)
+    """Returns the share of right answers."""
+    right = [model(tokens).argmax(1) == classes for tokens, classes in batches]
+    return torch.cat(right).float().mean().item()
 
 
 @torch.no_grad()
-def seconds_of(model, batches):
-    """What the model takes for each of these batches of tokens (B, T), classes (B,)."""
-    seconds = []
+def texts_per_second(model, batches):
+    start = time.perf_counter()
     for tokens, _ in batches:
-        start = time.perf_counter()
-        model(tokens)
-        if tokens.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        logits = model(tokens)
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    return sum(len(tokens) for tokens, _ in batches) / (time.perf_counter() - start)
+
+
+def share_outside_linear(model, batches):
+    """Returns the share of the model's time on the CPU that is not spent in linear layers."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        texts_per_second(model, batches)
+    operations = profile.key_averages()
+    linear = sum(each.cpu_time_total for each in operations if each.key == "aten::linear")
+    return 1 - linear / sum(each.self_cpu_time_total for each in operations)
 
 
 def main(args):
-    sys.stdout.reconfigure(line_buffering=True)
-    warnings.filterwarnings("ignore", ".*deprecated")
-    device = torch.device("cuda" if torch.cuda.is_available() and args.backend == "torchao" else "cpu")
-    torch.set_num_threads(args.threads)
-    tensors = read_weights(args, NAMES)
-    args.dropout = 0.0
-    _, split, labels = read_texts(args, device)  # by length
-    # Timed are 20 texts alone, and 8 batches, that stand for all lengths.
-    batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
-               in zip(*(tensor.split(args.batch_size) for tensor in split))]
-    some = [(split[0][index, :split[1][index]][None], split[2][index][None])
-            for index in np.linspace(0, len(split[0]) - 1, 20, dtype=int)]
-    some += [batches[index] for index in np.linspace(0, max(0, len(batches) - 2), 8, dtype=int)]
-    some_sizes = [len(classes) for _, classes in some]
-    shared = {"script": "quantize/text.py", "model": f"{args.model}-{args.size}", "dataset": args.dataset,
-              "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "threads": args.threads,
-              "batch_size": args.batch_size}
-    print(f"quantize/text.py: {shared['model']}, vocabulary {VOCAB_SIZE}; {args.dataset}, {len(split[0]):,} texts of "
-          f"{args.seq_len} tokens at most to validate on; {shared['device']}, {args.threads} thread(s); int8 by "
-          f"{backend_name(args)}; torch {torch.__version__}")
-    precisions = ("int8",) if args.load else args.precisions
-    seconds_of(create_model(args, tensors, len(labels), precisions[0], device)[0], some)  # takes what is taken once
-    quantized, rows = {}, {}
-    for precision in precisions:
-        before = memory_in_use(device)
-        peak_memory(device)
-        quantized[precision], converted = create_model(args, tensors, len(labels), precision, device)
-        if converted:
-            print(f"int8: {converted}")
-        rows[precision] = shared | {"precision": precision, "backend": backend_name(args) if converted else "",
-                                    "val_acc": accuracy(quantized[precision], batches)}
-        rows[precision]["peak_MB"] = (peak_memory(device) - before) / 1e6
-        rows[precision]["MB"] = size_on_disk(quantized[precision], precision, args) / 1e6
-    seconds = {precision: [] for precision in quantized}
-    for _ in range(args.rounds):
-        for precision, model in quantized.items():
-            times = seconds_of(model, some)
-            seconds[precision].append((sum(times[:20]) / 20, sum(times[20:]) / sum(some_sizes[20:])))
-    print_row(TABLE)
-    for precision, row in rows.items():
-        alone, together = (statistics.median(times) for times in zip(*seconds[precision]))
-        print_row(TABLE, row | {
-            "against fp32": row["val_acc"] - rows["fp32"]["val_acc"] if "fp32" in rows else math.nan,
-            "ms a text": 1000 * alone, "samples/s": 1 / together})
-    if args.save:
-        save_int8(quantized["int8"], NAMES, args)
+    on_gpu = torch.cuda.is_available() and args.backend == "torchao"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
+    torch.compiler.config.recompile_limit = 64  # for all models and shapes together
+    model = load_model(args).to(device)
+    _, (tokens, lengths, classes), _ = read_texts(args, device)
+    batches = []
+    num_batches = max(1, len(tokens) // args.batch_size)
+    for numbers in torch.arange(len(tokens)).tensor_split(num_batches):  # shortest texts first
+        batches.append((tokens[numbers, :lengths[numbers[-1]]], classes[numbers]))
+    timed = batches[::len(batches) // 16 + 1]  # stand for all lengths
+    print(f"quantize/text.py: {args.model}-{args.size}; {args.dataset}, {len(tokens):,} texts "
+          f"of up to {args.seq_len} tokens to validate on")
+    device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    print(f"{device_name}, threads {torch.get_num_threads()}; batches of {args.batch_size}; "
+          f"torch {torch.__version__}")
+    if not on_gpu:
+        print(f"{share_outside_linear(model, timed):.0%} of fp32's time is not in linear layers")
+
+    variants, rows = create_variants(model, args.backend), []
+    for precision, kernels, model in variants:
+        rows.append({"precision": precision, "kernels": kernels, "MB": megabytes(model)})
+        if args.backend == "torchao":
+            model.compile()
+        rows[-1] |= {"val_acc": f"{accuracy(model, batches):.4f}", "texts/s": []}
+    for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
+        for row, (_, _, model) in zip(rows, variants):
+            row["texts/s"].append(texts_per_second(model, timed))
+    print_table(rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-r"""Compare a trained translator in fp32, in bf16 and with dynamic int8 quantization: size, quality, speed, memory.
+"""Compare a trained translator in fp32, bf16 and int8: size, BLEU and speed.
 
     python singlegpu/translation.py --model lstm --snapshot lstm.pt
-    python quantize/translation.py --snapshot lstm.pt                   # also one of multigpu, multinode
-    python quantize/translation.py --snapshot lstm.pt --save int8.pt    # the quantized weights, to be used:
-    python quantize/translation.py --load int8.pt
-    sbatch slurm/quantize_translation.slurm                             # trains a little first, given no --snapshot
+    python quantize/translation.py --snapshot lstm.pt           # a snapshot of any translation.py
+    sbatch slurm/quantize_translation.slurm --snapshot lstm.pt  # without it, it trains a little
 
-Weights of linear layers and LSTMs become int8 beforehand, a linear layer's with one scale a row; the input of each
-layer when it comes, with a scale of its own. BLEU is of greedy decoding of the whole test split; so are sentences/s.
-Backend torch.ao, for CPUs, is deprecated by torch and has the fastest kernels; torchao, its successor, is for GPUs (the
-default there), knows linear layers only, and is compiled.
-Shapes: B pairs, S and T tokens of the longest source and target, D = d_model, H heads, V vocabulary.
+The weights of linear layers and LSTMs become int8 beforehand, with a scale for each row or LSTM.
+The inputs become int8 when they come (dynamic), or stay as they are (weight-only).
+Embeddings stay fp32. torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which
+follows it, needs torch.compile and leaves LSTMs as they are, and its dynamic kernels need more
+than 16 sentences at once on a GPU.
+Shapes: B pairs of a batch, S source and T target tokens, D = d_model, H heads, V words.
 """
 import argparse
-import ctypes
+import copy
 import io
 import math
 import os
@@ -21,256 +20,34 @@ import statistics
 import sys
 import time
 import warnings
-import zipfile
-from collections import Counter
-from contextlib import suppress
 
 import datasets
 import numpy as np
 import sacrebleu
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
 PAD, UNKNOWN, START, END = range(4)  # token ids
 DIGITS = "zero one two three four five six seven eight nine".split()
-# What shapes the model, and its data.
-NAMES = {"model": str, "dataset": str, "source": str, "target": str, "seq_len": int}
-PRECISIONS = ("fp32", "bf16", "int8")
-TABLE = {"script": "", "model": "", "dataset": "", "precision": "", "backend": "", "device": "", "threads": "",
-         "MB": ".2f", "BLEU": ".2f", "against fp32": ".2f", "ms a sentence": ".1f", "sentences/s": ".1f",
-         "batch_size": "", "peak_MB": ".0f"}
+KERNELS = {"torch.ao": ["torch.ao"], "torchao": ["torchao dynamic", "torchao weight-only"]}
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Compare a trained translator in fp32, bf16 and int8.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--snapshot", metavar="FILE", help="what a translation.py saved")
-    add("--data_dir", default="data", help="folder in which the data set is looked for first")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="what to compare; bf16 can take long")
-    add("--backend", choices=("torch.ao", "torchao"), default="torchao" if torch.cuda.is_available() else "torch.ao",
-        help="of int8; torch.ao is for CPUs")
-    add("--engine", default=torch.backends.quantized.engine, help="kernels of torch.ao")
-    add("--batch_size", type=int, default=128, help="sentences at once, for sentences/s and for the validation")
-    add("--rounds", type=int, default=5, help="measurements of each time, in turn; their median is told")
-    add("--threads", type=int, default=1, help="CPU threads")
-    add("--save", metavar="FILE", help="write the int8 weights")
-    add("--load", metavar="FILE", help="run int8 weights of --save, instead of --snapshot")
+    add("--snapshot", metavar="FILE", required=True, help="what a translation.py saved")
+    add("--data_dir", default="data", help="folder in which the dataset is looked for first")
+    add("--backend", choices=KERNELS, help="library for int8; torch.ao is for CPUs",
+        default="torchao" if torch.cuda.is_available() else "torch.ao")
+    add("--batch_size", type=int, default=128, help="sentences at once; torchao: more than 16")
+    add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
-    check_numbers(args)
+    if args.rounds < 1 or args.batch_size < (17 if args.backend == "torchao" else 1):
+        parser.error("--rounds or --batch_size is too small")
     return args
-
-
-def fail(message):
-    """End on a user's mistake: one line on stderr, exit status 2."""
-    print(f"{sys.argv[0]}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def check_numbers(args):
-    """Refuse numbers that cannot be, and files that cannot be written."""
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1:
-            fail(f"--{name} {value} is out of range")
-    if bool(args.snapshot) == bool(args.load):
-        fail("give one of --snapshot FILE, from the training, and --load FILE, from --save")
-    if args.save and "int8" not in args.precisions:
-        fail("--save writes int8 weights: they must be among --precisions")
-    if args.save and (os.path.isdir(args.save) or not os.access(os.path.dirname(os.path.abspath(args.save)), os.W_OK)):
-        fail(f"cannot write {args.save}: it is a folder, or its folder is missing or read-only")
-    if args.backend == "torchao" and (args.save or args.load):
-        fail("torchao's weights are objects of its own classes, which only unpickling would restore: --save and --load "
-             "want --backend torch.ao")
-    if args.backend == "torch.ao":
-        try:
-            from torch.ao.quantization import quantize_dynamic  # noqa: F401
-        except ImportError:
-            fail(f"torch {torch.__version__} no longer has torch.ao.quantization: take --backend torchao")
-        if args.engine not in torch.backends.quantized.supported_engines or args.engine == "none":
-            fail(f"--engine {args.engine}: this CPU has {', '.join(torch.backends.quantized.supported_engines)}")
-        torch.backends.quantized.engine = args.engine
-
-
-def read_weights(args, names):
-    """Set in args the arguments of these names that shaped the model, and return its tensors by name."""
-    path = args.load or args.snapshot
-    try:
-        if zipfile.ZipFile(path).testzip():  # torch.load does not look at the checksums
-            raise ValueError("wrong checksum")
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
-        shape, kind = snapshot["args" if args.load else "settings"], "int8" if args.load else "model"
-        fits = all(type(shape.get(name)) is known and (known is str or 0 < shape[name] < 1 << 31)
-                   for name, known in names.items())
-        if kind not in snapshot or not fits:
-            raise ValueError(f"it is not {'of --save' if args.load else 'a snapshot'} of a {sys.argv[0]} model")
-        dtypes = {tensor.numpy().dtype.name for tensor in snapshot[kind].values()}
-        if not dtypes <= ({"int8", "float32", "float64"} if args.load else {"float32"}):
-            raise ValueError(f"its tensors are {', '.join(sorted(dtypes))}")
-        if not all(tensor.isfinite().all() for tensor in snapshot[kind].values()):
-            raise ValueError("its weights are not finite")
-        for name in names:
-            if getattr(args, name, None) is None:
-                setattr(args, name, shape[name])
-        return snapshot[kind]
-    except Exception as error:  # a foreign or damaged file can fail anywhere
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"cannot read {path}: {reason}")
-
-
-def load_weights(build, tensors, args):
-    """The model that build makes, with these tensors."""
-    try:
-        with torch.device("meta"):
-            model = build()
-        model.load_state_dict(tensors, assign=True)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        fail(f"{args.snapshot} does not fit the model: {reason}")
-    return model.eval()
-
-
-def quantize(model, args):
-    """Linear layers, with a scale for each row, and LSTMs to int8 weights; their inputs are quantized as they come.
-
-    Returns the model, and what was converted.
-    """
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    sizes = {name: sum(parameter.numel() for parameter in module.parameters())
-             for name, module in model.named_modules() if not [*module.children()]}
-    if args.backend == "torch.ao":
-        qconfigs = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
-                    nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
-        model = torch.ao.quantization.quantize_dynamic(model, qconfigs, inplace=True)
-        converted = [name for name, module in model.named_modules()
-                     if isinstance(module, (torch.ao.nn.quantized.dynamic.Linear, torch.ao.nn.quantized.dynamic.LSTM))]
-    else:
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_  # slow to import
-
-        quantize_(model, Int8DynamicActivationInt8WeightConfig())
-        converted = [name for name, module in model.named_modules()
-                     if isinstance(module, nn.Linear) and type(module.weight) not in (torch.Tensor, nn.Parameter)]
-    if not converted:
-        fail("none of the model's modules can be quantized")
-    total, left = sum(sizes.values()), [name for name, size in sizes.items() if size and name not in converted]
-    groups = Counter(f"{kinds[name]} {name.split('.')[-1]}" for name in converted)
-    return model, (f"converted: {', '.join(f'{count} x {group}' for group, count in groups.items())}: "
-                   f"{sum(sizes[name] for name in converted) / total:.1%} of the parameters; left alone: "
-                   f"{', '.join(sorted({name.split('.')[-1] for name in left})) or 'none'}: "
-                   f"{sum(sizes[name] for name in left) / total:.1%}")
-
-
-def backend_name(args):
-    """Backend, and engine where there are several."""
-    return args.backend if args.backend == "torchao" else f"{args.backend}/{args.engine}"
-
-
-def int8_tensors(model):
-    """What a model of torch.ao consists of, by name, as plain tensors: int8 weights, their scales, and the others."""
-    tensors, quantized = {}, torch.ao.nn.quantized.dynamic
-    for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, quantized.LSTM):
-            own = module.get_weight() | module.get_bias()
-        if isinstance(module, quantized.Linear):
-            own = {"weight": module.weight(), "bias": module.bias()}
-        for name, tensor in own.items():
-            name = f"{prefix}.{name}"
-            if tensor is None:
-                continue
-            if not tensor.is_quantized:
-                tensors[name] = tensor.detach()
-            elif tensor.qscheme() == torch.per_tensor_affine:
-                tensors |= {f"{name}.int8": tensor.int_repr(), f"{name}.scale": torch.tensor(tensor.q_scale())}
-            else:
-                tensors |= {f"{name}.int8": tensor.int_repr(), f"{name}.scale": tensor.q_per_channel_scales()}
-    return tensors
-
-
-def load_int8(build, tensors, args):
-    """The model that build makes, quantized, with what int8_tensors gave; and what is int8 in it."""
-    try:
-        with torch.device("meta"):
-            shapes = {name: tensor.shape for name, tensor in build().state_dict().items()}
-        if shapes != {name: tensors.get(f"{name}.int8", tensors.get(name)).shape for name in shapes}:
-            raise ValueError("its tensors are of other sizes")
-        model, converted = quantize(build(), args)
-        weights, quantized = dict(tensors), torch.ao.nn.quantized.dynamic
-        for name in [name.removesuffix(".int8") for name in tensors if name.endswith(".int8")]:
-            integers, scale = weights.pop(f"{name}.int8"), weights.pop(f"{name}.scale")
-            if integers.dtype != torch.int8:
-                raise ValueError(f"{name}: {integers.dtype}")
-            if scale.dim():
-                real = integers.double() * scale.double()[:, None]
-                zeros = torch.zeros(len(scale), dtype=torch.int64)
-                weights[name] = torch.quantize_per_channel(real.float(), scale, zeros, 0, torch.qint8)
-            else:
-                weights[name] = torch.quantize_per_tensor(integers * scale, scale, 0, torch.qint8)
-        for prefix, module in model.named_modules():
-            own = {name.removeprefix(f"{prefix}."): weights[name] for name in shapes
-                   if name.rpartition(".")[0] == prefix and name in weights}
-            if isinstance(module, quantized.LSTM):
-                module.set_weight_bias(own)
-            elif isinstance(module, quantized.Linear):
-                module.set_weight_bias(own["weight"], own.get("bias"))
-            elif own:
-                module.load_state_dict(own, strict=False)  # attention has layers inside
-        return model.eval(), converted
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"{args.load} does not fit the model: {reason}")
-
-
-def save_int8(model, names, args):
-    """Write a model of torch.ao for --load: tensors and numbers, no objects."""
-    saved = {"int8": int8_tensors(model), "args": {name: getattr(args, name) for name in names}}
-    try:
-        torch.save(saved, args.save + ".tmp")
-        os.replace(args.save + ".tmp", args.save)
-    except (OSError, RuntimeError) as error:
-        fail(f"cannot write {args.save}: {error}")
-
-
-def size_on_disk(model, precision, args):
-    """Bytes of the model's file."""
-    file = io.BytesIO()
-    is_int8 = precision == "int8" and args.backend == "torch.ao"
-    torch.save(int8_tensors(model) if is_int8 else model.state_dict(), file)
-    return file.tell()
-
-
-def peak_memory(device):
-    """The most bytes in use since the last call: allocated on the GPU or, on a CPU, resident in the process."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
-    peak = math.nan
-    with suppress(OSError):  # not Linux
-        with open("/proc/self/status") as file:
-            peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    return peak
-
-
-def memory_in_use(device):
-    """Bytes: allocated on the GPU or, on a CPU, resident in the process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with suppress(OSError, AttributeError):  # not Linux, or no glibc
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed does not count
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
-    return math.nan
-
-
-def print_row(columns, row=None):
-    """A row of a Markdown table or, without `row`, its head."""
-    cells = (format(row[name], spec).replace("nan", "-") if row else name for name, spec in columns.items())
-    print("|", " | ".join(cell.rjust(max(7, len(name))) for cell, name in zip(cells, columns)), "|")
 
 
 def synthetic_pairs(args):
@@ -337,165 +114,242 @@ def select_pairs(split, rows, device):
     return *(ids.to(device, non_blocking=True) for ids in tensors), torch.from_numpy(lengths)
 
 
-class Translator(nn.Module):
-    """Sources (B, S), lengths (B,), targets (B, T) to logits (B, T, V) of the tokens after them."""
+class StepwiseLSTM(nn.Module):
+    """An LSTMTranslator for inference: it makes one token at a time, and keeps the state."""
 
-    def forward(self, source, lengths, target):
-        return self.decode(self.encode(source, lengths), target)
-
-
-class LSTMTranslator(Translator):
-    """Sutskever, Vinyals and Le 2014: the last state of one LSTM is the first one of the other."""
-
-    def __init__(self, source_size, target_size, dropout):
+    def __init__(self, source_size, target_size):
         super().__init__()
         self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
-        self.encoder = nn.LSTM(256, 512, num_layers=2, batch_first=True, dropout=dropout)
-        self.decoder = nn.LSTM(256, 512, num_layers=2, batch_first=True, dropout=dropout)
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(512, target_size)
+        self.encoder = nn.LSTM(256, 512, num_layers=2, batch_first=True)
+        self.decoder = nn.LSTM(256, 512, num_layers=2, batch_first=True)
+        self.head = nn.Linear(512, target_size)
 
     def encode(self, source, lengths):
-        x = self.dropout(self.source(source))
+        x = self.source(source)
         return self.encoder(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1]
 
-    def decode(self, state, target):
-        return self.head(self.decoder(self.dropout(self.target(target)), state)[0])
+    def step(self, state, token, position):
+        """Tokens (B, 1) to logits of the next ones (B, 1, V), and the next state."""
+        x, state = self.decoder(self.target(token), state)
+        return self.head(x), state
 
 
-class TransformerTranslator(Translator):
-    """Vaswani et al. 2017, with norms in front, learned positions and the embedding as the head."""
+class Attention(nn.Module):
+    """nn.MultiheadAttention hides its weights from quantization. This has linear layers."""
 
-    def __init__(self, source_size, target_size, seq_len, dropout):
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(256, 256, bias=False), nn.Linear(256, 512, bias=False)
+        self.out_proj = nn.Linear(256, 256, bias=False)
+
+    def keys_values(self, x):
+        """(B, S, D) to (2, B, H, S, D / H)."""
+        return self.kv(x).unflatten(2, (2, 8, 32)).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x, keys_values, mask=None):
+        q = self.q(x).unflatten(2, (8, 32)).transpose(1, 2)  # (B, H, T, D / H)
+        y = F.scaled_dot_product_attention(q, *keys_values, mask)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class EncoderLayer(nn.Module):
+    """nn.TransformerEncoderLayer for inference."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = Attention()
+        self.linear1, self.linear2 = nn.Linear(256, 512, False), nn.Linear(512, 256, False)
+        self.norm1, self.norm2 = nn.LayerNorm(256, bias=False), nn.LayerNorm(256, bias=False)
+
+    def forward(self, x, real):
+        y = self.norm1(x)
+        x = x + self.self_attn(y, self.self_attn.keys_values(y), real)
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+
+class DecoderLayer(EncoderLayer):
+    """nn.TransformerDecoderLayer for inference. `past` has the keys and values of past tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.multihead_attn, self.norm3 = Attention(), nn.LayerNorm(256, bias=False)
+
+    def forward(self, x, past, memory, real):
+        y = self.norm1(x)
+        past = torch.cat((past, self.self_attn.keys_values(y)), 3)
+        x = x + self.self_attn(y, past)
+        x = x + self.multihead_attn(self.norm2(x), memory, real)
+        return x + self.linear2(F.gelu(self.linear1(self.norm3(x)))), past
+
+
+class StepwiseTransformer(nn.Module):
+    """A TransformerTranslator for inference: one token at a time, with a cache of the past."""
+
+    def __init__(self, source_size, target_size, seq_len):
         super().__init__()
         self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
-        self.positions, self.dropout = nn.Embedding(seq_len, 256), nn.Dropout(dropout)
-        options = {"activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
-        encoder_layer = nn.TransformerEncoderLayer(256, 8, 512, 0.0, **options)
-        decoder_layer = nn.TransformerDecoderLayer(256, 8, 512, 0.0, **options)
-        self.encoder = nn.TransformerEncoder(encoder_layer, 3, nn.LayerNorm(256), False)
-        self.decoder = nn.TransformerDecoder(decoder_layer, 3, nn.LayerNorm(256))
-        for name, module in self.named_modules():  # none inside attention and feed-forward layers
-            if name.endswith(("dropout1", "dropout2", "dropout3")):
-                module.p = dropout
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.xavier_uniform_(parameter)
-
-    def embed(self, embedding, tokens):
-        x = embedding(tokens) * 256 ** 0.5  # as large as the positions
-        return self.dropout(x + self.positions.weight[:tokens.shape[1]])
+        self.positions = nn.Embedding(seq_len, 256)
+        encoder = nn.ModuleList([EncoderLayer() for _ in range(3)])
+        decoder = nn.ModuleList([DecoderLayer() for _ in range(3)])
+        self.encoder = nn.ModuleDict({"layers": encoder, "norm": nn.LayerNorm(256)})
+        self.decoder = nn.ModuleDict({"layers": decoder, "norm": nn.LayerNorm(256)})
+        self.head = nn.Linear(256, target_size, bias=False)
+        self.head.weight = self.target.weight
 
     def encode(self, source, lengths):
-        """Returns the memory (B, S, D), and where it is padding (B, S)."""
-        padding = source == PAD
-        return self.encoder(self.embed(self.source, source), None, padding), padding
+        """Returns where sources are real, and past and memory of each layer of the decoder."""
+        real = (source != PAD)[:, None, None]  # (B, 1, 1, S)
+        x = self.source(source) * 256 ** 0.5 + self.positions.weight[:source.shape[1]]
+        for layer in self.encoder["layers"]:
+            x = layer(x, real)
+        x, caches = self.encoder["norm"](x), []
+        for layer in self.decoder["layers"]:
+            memory = layer.multihead_attn.keys_values(x)
+            caches.append((memory[:, :, :, :0], memory))
+        return real, caches
 
-    def decode(self, state, target):
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
-        x = self.decoder(self.embed(self.target, target), state[0], mask, tgt_is_causal=True,
-                         memory_key_padding_mask=state[1])
-        return nn.functional.linear(x, self.target.weight)
+    def step(self, state, token, position):
+        """Tokens (B, 1) to logits of the next ones (B, 1, V), and the next state."""
+        real, caches = state
+        x = self.target(token) * 256 ** 0.5 + self.positions.weight[position]
+        next_caches = []
+        for layer, (past, memory) in zip(self.decoder["layers"], caches):
+            x, past = layer(x, past, memory, real)
+            next_caches.append((past, memory))
+        return self.head(self.decoder["norm"](x)), (real, next_caches)
 
 
-def create_model(args, tensors, sizes, precision, device):
-    """The model with these weights, in this precision; and, of int8, what was converted."""
-    def build():
-        if args.model == "lstm":
-            return LSTMTranslator(*sizes, 0.0)
-        return TransformerTranslator(*sizes, args.seq_len, 0.0)
+def create_model(args, tensors):
+    """Returns a translator with these weights."""
+    sizes = len(tensors["source.weight"]), len(tensors["target.weight"])
+    if args.model == "lstm":
+        model = StepwiseLSTM(*sizes)
+    else:
+        model = StepwiseTransformer(*sizes, args.seq_len)
+        tensors["head.weight"] = tensors["target.weight"]
+        for name in [name for name in tensors if name.endswith("in_proj_weight")]:
+            q, kv = tensors.pop(name).split((256, 512))
+            name = name.removesuffix("in_proj_weight")
+            tensors |= {f"{name}q.weight": q, f"{name}kv.weight": kv}
+    model.load_state_dict(tensors)
+    return model
 
-    if args.load:
-        return load_int8(build, tensors, args)
-    model = load_weights(build, {name: tensor.clone() for name, tensor in tensors.items()}, args).to(device)
-    converted = None
-    if precision == "bf16":
-        model.bfloat16()
-    if precision == "int8":
-        model, converted = quantize(model, args)
-    if args.backend == "torchao":  # which alone is slow; so are all
-        model.compile()
-    return model, converted
+
+def load_model(args):
+    """Returns the trained model. Adds the settings of the training to args."""
+    try:
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        vars(args).update(snapshot["settings"] | vars(args))
+        return create_model(args, snapshot["model"]).eval()
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot load {args.snapshot}: {error!r}")
+
+
+def quantize(model, kernels):
+    """Returns a copy of the model in which linear layers, and torch.ao's LSTMs, are int8."""
+    if kernels == "torch.ao":
+        warnings.filterwarnings("ignore", ".*deprecated")
+        layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
+                  nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
+        return torch.ao.quantization.quantize_dynamic(model, layers)
+    import torchao.quantization as ao  # slow
+    model = copy.deepcopy(model)
+    for layer in model.modules():
+        if type(layer) is nn.Linear:
+            config = ao.Int8WeightOnlyConfig()
+            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # int8 products on GPUs
+            if kernels == "torchao dynamic" and fits:
+                config = ao.Int8DynamicActivationInt8WeightConfig()
+            ao.quantize_(layer, config)
+    return model
+
+
+def create_variants(model, backend):
+    """Returns [(precision, kernels, model)], fp32 first. On a GPU, what is not int8 is bf16."""
+    on_gpu, cpu = next(model.parameters()).is_cuda, torch.cpu.get_capabilities()
+    kernels = "eager" if backend == "torch.ao" else "compiled"
+    variants = [("fp32", kernels, model)]
+    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # on x86, on Arm
+        variants.append(("bf16", kernels, copy.deepcopy(model).bfloat16()))
+    else:
+        print("bf16 is left out: this CPU has no instructions for it")
+    base = variants[-1][2] if on_gpu else model
+    for kernels in KERNELS[backend]:
+        variants.append(("int8", kernels, quantize(base, kernels)))
+    return variants
+
+
+def megabytes(model):
+    """Returns the size of the model's file."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return f"{file.tell() / 1e6:.1f}"
+
+
+def print_table(rows):
+    """Prints dicts as Markdown: of a list of speeds the median, and how many times fp32's it is."""
+    lines = [list(rows[0])]
+    for row in rows:
+        lines.append([])
+        for name, cell in row.items():
+            if isinstance(cell, list):
+                speed, fp32 = statistics.median(cell), statistics.median(rows[0][name])
+                cell = "-" if math.isnan(speed) else f"{speed:.0f} {speed / fp32:.2f}x"
+            lines[-1].append(cell)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    for line in lines:
+        print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
 
 
 @torch.no_grad()
-def translate(model, loader, tokenizer, args):
-    """Returns the translations of the loader's sources, by greedy decoding: the likeliest words."""
-    model.eval()
-    texts = []
-    for source, _, lengths in loader:
-        target = torch.full((len(source), 1), START, device=source.device)  # (B, T)
-        state = model.encode(source, lengths)
+def translate_stepwise(model, batches, tokenizer, args):
+    """Returns the translations by greedy decoding: the likeliest words. Also sentences/s."""
+    texts, start = [], time.perf_counter()
+    for source, _, lengths in batches:
+        state, target = model.encode(source, lengths), torch.full_like(source[:, :1], START)
         while target.shape[1] < args.seq_len and not (target == END).any(1).all():
-            token = model.decode(state, target)[:, -1].argmax(1)
-            target = torch.cat((target, token[:, None]), 1)
+            logits, state = model.step(state, target[:, -1:], target.shape[1] - 1)
+            target = torch.cat((target, logits.argmax(2)), 1)  # (B, T)
         for ids in target[:, 1:].tolist():
             texts.append(tokenizer.decode(ids, skip_special_tokens=False).partition("[END]")[0])
-    return texts
-
-
-def bleu(translations, texts, args):
-    """BLEU as the training scripts print it."""
-    references = [text or "" for text in texts[args.target]]
-    return sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl", force=True).score
+    return texts, len(texts) / (time.perf_counter() - start)
 
 
 def main(args):
-    sys.stdout.reconfigure(line_buffering=True)
-    warnings.filterwarnings("ignore", ".*deprecated")
-    device = torch.device("cuda" if torch.cuda.is_available() and args.backend == "torchao" else "cpu")
-    torch.set_num_threads(args.threads)
-    tensors = read_weights(args, NAMES)
-    *_, split, texts, words = read_pairs(args)
+    on_gpu = torch.cuda.is_available() and args.backend == "torchao"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs
+    torch.compiler.config.recompile_limit = 64  # for all models and shapes together
+    model = load_model(args).to(device)
+    *_, split, texts, tokenizers = read_pairs(args)
+    words = [tokenizer.get_vocab_size() for tokenizer in tokenizers]
+    if words != [len(model.source.weight), len(model.target.weight)]:
+        sys.exit(f"{args.dataset} in {args.data_dir} is not the data of the training")
+    parts = np.array_split(np.arange(len(texts)), max(1, len(texts) // args.batch_size))
+    batches = [select_pairs(split, part, device) for part in parts]  # the longest sources first
+    timed = batches[::len(batches) // 4 + 1]  # stand for all lengths
+    print(f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
+          f"{len(texts):,} pairs to test on")
+    device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    print(f"{device_name}, threads {torch.get_num_threads()}; batches of {args.batch_size}; "
+          f"torch {torch.__version__}")
 
-    def select(rows):
-        return [select_pairs(split, part, device) for part in rows]
-
-    rows = np.arange(len(texts))
-    batches = select(np.split(rows, range(args.batch_size, len(rows), args.batch_size)))
-    alone = select(np.linspace(0, len(rows) - 1, 20, dtype=int)[:, None])
-    together = [batches[index] for index in np.linspace(0, len(batches) - 1, min(3, len(batches)), dtype=int)]
-    num_together = sum(len(source) for source, _, _ in together)
-    shared = {"script": "quantize/translation.py", "model": args.model, "dataset": args.dataset,
-              "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "threads": args.threads,
-              "batch_size": args.batch_size}
-    print(f"quantize/translation.py: {args.model}, {args.dataset}, "
-          f"{args.source} to {args.target}, {len(rows):,} pairs to test on; {shared['device']}, {args.threads} "
-          f"thread(s); int8 by {backend_name(args)}; torch {torch.__version__}")
-
-    def run(model, batches):
-        return translate(model, batches, words[1], args)
-
-    def seconds_of(model, batches):
-        start = time.perf_counter()
-        run(model, batches)
-        return time.perf_counter() - start
-
-    precisions, sizes = ("int8",) if args.load else args.precisions, [each.get_vocab_size() for each in words]
-    run(create_model(args, tensors, sizes, precisions[0], device)[0], together[:1])  # takes what is taken once
-    translators, rows = {}, {}
-    for precision in precisions:
-        before = memory_in_use(device)
-        peak_memory(device)
-        translators[precision], converted = create_model(args, tensors, sizes, precision, device)
-        if converted:
-            print(f"int8: {converted}")
-        rows[precision] = shared | {"precision": precision, "backend": backend_name(args) if converted else "",
-                                    "BLEU": bleu(run(translators[precision], batches), texts, args)}
-        rows[precision]["peak_MB"] = (peak_memory(device) - before) / 1e6
-        rows[precision]["MB"] = size_on_disk(translators[precision], precision, args) / 1e6
-    seconds = {precision: [] for precision in translators}
-    for _ in range(args.rounds):
-        for precision, model in translators.items():
-            times = seconds_of(model, alone) / len(alone), seconds_of(model, together) / num_together
-            seconds[precision].append(times)
-    print_row(TABLE)
-    for precision, row in rows.items():
-        one, one_of_many = (statistics.median(times) for times in zip(*seconds[precision]))
-        print_row(TABLE, row | {
-            "against fp32": row["BLEU"] - rows["fp32"]["BLEU"] if "fp32" in rows else math.nan,
-            "ms a sentence": 1000 * one, "sentences/s": 1 / one_of_many})
-    if args.save:
-        save_int8(translators["int8"], NAMES, args)
+    references = [text or "" for text in texts[args.target]]
+    variants, rows = create_variants(model, args.backend), []
+    for precision, kernels, model in variants:
+        rows.append({"precision": precision, "kernels": kernels, "MB": megabytes(model)})
+        if args.backend == "torchao":
+            model.encode, model.step = torch.compile(model.encode), torch.compile(model.step)
+        translations, _ = translate_stepwise(model, batches, tokenizers[1], args)
+        bleu = sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl",
+                                     force=True)  # as the training scripts call it
+        rows[-1] |= {"BLEU": f"{bleu.score:.2f}", "sentences/s": []}
+    for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
+        for row, (_, _, model) in zip(rows, variants):
+            _, speed = translate_stepwise(model, timed, tokenizers[1], args)
+            row["sentences/s"].append(speed)
+    print_table(rows)
 
 
 if __name__ == "__main__":

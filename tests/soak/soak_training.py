@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 from conftest import curve, rows
-from test_quantize import QUALITIES, table, trained  # noqa: F401
+from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F401
 from test_training import arguments_of, watched  # noqa: F401
 
 PAIRS = "--dataset multi30k --seq_len 16 --epochs 1"
@@ -62,14 +62,12 @@ def test_compiled(run, data, tmp_path, task):
 
 
 @needs_compiler
-@pytest.mark.parametrize("script", ["gpt"])
-def test_torchao(run, trained, script):  # noqa: F811
+@pytest.mark.parametrize("model", QUALITIES)
+def test_torchao(run, trained, model):  # noqa: F811
     """The other kernels of int8 have the same quality."""
-    more = ("--backend", "torchao", "--precisions", "fp32", "int8", "--rounds", 1)
-    found = table(run(f"quantize/{script}.py", "--snapshot", trained(script)[0], *more))
-    column = next(name for name in found["int8"] if QUALITIES[script] in name)
-    expected = float(found["fp32"][column])
-    assert float(found["int8"][column]) == pytest.approx(expected, rel=0.01)
+    script, snapshot, *_ = trained(model)
+    more = ("--snapshot", snapshot, "--backend", "torchao", "--rounds", 1)
+    assert_as_good(table(run(script, *more)), QUALITIES[model])
 
 
 def test_comm_agrees_with_ddp(watched):  # noqa: F811
