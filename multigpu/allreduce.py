@@ -12,7 +12,6 @@ a ring, and can be compared between different N. For many nodes there is multino
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -147,10 +146,9 @@ def launch_all(args):
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.num_gpus)))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the others, too
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, daemon=True)
+            mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus)
         except mp.ProcessExitedException as error:
             sys.exit(error.exit_code if error.exit_code > 0 else str(error))
 
