@@ -1,30 +1,34 @@
-"""Does it pay, and would it? Speedup, efficiency and where the time went, from what the scripts wrote with --log.
+"""Compare training runs by their logs, and predict what more processes would do.
 
-    python report.py runs/                                     # every .csv in the folder; or name the files
-    python report.py runs/ --out report                        # also writes report.md, and pictures of each group
-    python report.py one.csv --predict link.json               # before any distributed run: 2 to 1024 processes
+    python report.py runs/                            # logs in a folder, written with --log
+    python report.py runs/ --out report               # also writes report.md, CSVs and pictures
+    python report.py one.csv --predict link.json      # link.json is from allreduce.py --out
     python report.py one.csv --predict inside.json between.json --gpus_per_node 8
 
-Runs are compared that differ in the processes alone, at the same global batch (strong scaling) or at the same batch per
-process (weak). The baseline is the run with the fewest processes. Times are means over the processes and over the
-epochs after the first ones (--warmup); speedup is of samples/s, which leaves evaluation and saving out; efficiency is
-speedup over the ratio of processes; R = compute / communication; hidden is the share of the communication that the
-backward pass hides. Serial is Amdahl's serial fraction, as Karp and Flatt measure it (1990, "Measuring parallel
-processor performance"), fitted over all counts by least squares; 1 / serial is the largest speedup that it allows.
+Runs are compared that have the same settings and different numbers of processes. Strong scaling
+keeps the global batch, weak scaling keeps the batch of a process. Figures are means over the
+processes and over the epochs after the first. s is the time of an epoch in seconds. Speedup is the
+ratio of samples/s to the run with the fewest processes, efficiency is speedup / ratio of processes.
+comm % is the part of s that communication adds, hidden % the part of all communication that the
+backward pass hides. R = compute / communication. Skew is the compute time of the slowest process
+minus that of the fastest, in seconds. The serial fraction f of Amdahl's law, 1 / speedup =
+f + (1 - f) / N, is fitted by least squares (after Karp and Flatt 1990).
 
-A prediction needs the log of one process, and link files of allreduce.py, best of messages as large as buckets
-(--min_bytes 1048576). Its model (after Li et al. 2020, "PyTorch Distributed", section 3.2, and the ring of Patarasu and
-Yuan 2009): with N processes, data, forward and backward pass take the time of 1 / N of the global batch, in proportion
-or, if the log also has runs that differ from this one in the batch alone, in a line between the batches that were
-measured; the optimizer's time stays. The gradients, 4 bytes a parameter, leave in buckets as DDP makes them, of 1 MiB
-and then 25 MiB, each when the backward pass has come as far as its share of the bytes; they pass one after the other, a
-bucket of n bytes in latency (N - 1) / (N' - 1) + n 2 (N - 1) / N / bandwidth, measured with N' processes; what is left
-after the backward pass is exposed. Over nodes the slower link counts, and the latencies of both. The model does not
-know of compute that slows down because it shares cores or memory with the communication or with other processes, of
-skew, or of links that others use.
+The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process.
+Data, forward and backward pass shrink with the batch: in proportion or, with logs of several
+batches, in a line between them. The optimizer's time stays. DDP sends gradients in buckets of
+1 MiB and then 25 MiB. A bucket is ready when the backward pass has come as far as the bucket's
+share of the bytes, and waits for the one before. n bytes take N - 1 latencies and n x 2 (N - 1) / N
+/ bandwidth; over nodes, the latencies of both links and the smaller bandwidth. More processes pay
+if twice as many are 1.5 times as fast. Measure a link with --min_bytes 1048576. The prediction has
+limits. Processes of a node share memory and cores and slow each other down: it does not know that.
+Nor does it know that communication takes time from the cores that compute. A large layer's
+gradients are not ready in proportion to their bytes. All processes count as equally fast, and the
+link as free. A process can have less than one sample, which the scripts refuse.
 """
 import argparse
-import io
+import csv
+import itertools
 import json
 import math
 import sys
@@ -32,402 +36,304 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from matplotlib import pyplot as plt
 
-SAME = ("script", "model", "dataset", "source", "target", "precision", "seq_len", "grad_accum_steps", "compile",
-        "num_stages", "num_microbatches", "schedule", "balance", "num_workers", "max_steps", "learning_rate",
-        "dropout")  # what a user chose, and compared runs have alike; script: without its folder
-PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
-METRICS = ("val_acc", "val_ppl", "val_bpb", "val_loss")  # the first that a script has
-COLUMNS = ("folder", "processes", "nodes", "batch_size", "comm_hook", "epochs", "epoch time", "+-", "samples/s",
-           "speedup", "efficiency", "serial", *PHASES, "comm_total", "hidden", "R", "skew")
-NEEDED = ("run", "script", "model", "dataset", "precision", "epoch", "rank", "processes", "nodes", "batch_size",
-          "epochs", "parameters", "time", "samples/s", "data", "forward", "backward", "comm", "optimizer", "eval",
-          "save", "comm_total")
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe, Ito 2008
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
-BUCKETS = 1 << 20, 25 << 20  # bytes of DDP's first bucket, and of the others
-
-
-def fail(message):
-    """End on a user's mistake: one line on stderr, exit status 2."""
-    print(f"report.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
+# The settings that compared runs have in common. Seed and epochs may differ.
+SAME = ("script", "model", "dataset", "precision", "size", "parameters", "source", "target",
+        "vocab_size", "d_model", "n_heads", "num_layers", "seq_len", "learning_rate", "dropout",
+        "grad_accum_steps", "compile", "max_steps", "num_stages", "num_microbatches", "schedule")
+WORDS = ["run", *SAME[:4], "comm_hook", "device", "threads"]
+COUNTS = ["processes", "nodes", "batch_size", "parameters"]
+COMPUTE = ["forward", "backward", "optimizer"]
+PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save"]
+NUMBERS = [*COUNTS, "epoch", "rank", "seconds", "samples/s", *PHASES, "comm_total"]
+METRICS = ["val_acc", "val_ppl", "val_loss"]  # quality is the first that a script logs
+SCALING = ["speedup", "efficiency", "comm %", "hidden %", "R"]
+MEASURED = ["processes", "nodes", "batch", "s", "samples/s", *SCALING, "skew"]
+PREDICTED = ["processes", "batch each", "ms a step", *SCALING]
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
 
 
 def read_logs(paths):
-    """All rows of the logs, and lines on what is missing in them."""
-    files = [file for path in paths for file in (sorted(path.glob("*.csv")) if path.is_dir() else [path])]
-    if not files:
-        fail(f"no .csv file in {' '.join(map(str, paths))}")
-    frames, notes = [], []
+    """Returns the whole rows of all logs, and notes on what was left out."""
+    frames, notes, files = [pd.DataFrame()], [], []
+    for path in paths:
+        files += sorted(path.glob("*.csv")) if path.is_dir() else [path]
     for file in files:
         try:
             text = file.read_text(errors="replace")
-            frame = pd.read_csv(io.StringIO(text), dtype=str, on_bad_lines="skip", index_col=False)
-        except OSError as error:
-            notes.append(f"{file}: {error.strerror}")
+            lines = text[:text.rfind("\n") + 1].splitlines()  # a torn last line has no end
+            rows = [row for row in csv.DictReader(lines) if None not in row]  # None: too long
+        except (OSError, csv.Error) as error:
+            notes.append(f"{file}: {error}")
             continue
-        except Exception as error:  # pandas has many
-            notes.append(f"{file}: {str(error).strip().splitlines()[0]}")
+        frame = pd.DataFrame({"bubble": 0} | dict.fromkeys(METRICS) | row for row in rows)
+        missing = {*WORDS, *NUMBERS} - set(frame)
+        if missing:
+            notes.append(f"{file}: not a log: it lacks {', '.join(sorted(missing))}")
             continue
-        frame = frame.rename(columns={"seconds": "time"})
-        if missing := [name for name in NEEDED if name not in frame]:
-            notes.append(f"{file}: not a log of these scripts: no column {', '.join(missing)}")
-            continue
-        words = {"run", *SAME, "comm_hook", "torch"}
-        for name in set(frame) - words:
-            column = pd.to_numeric(frame[name], errors="coerce")
-            frame[name] = column.where(column.abs() < 1e13)
-        numbers = frame[[name for name in NEEDED if name not in words]]
-        whole = (numbers >= 0).all(axis=1) & frame[["run", "script"]].notna().all(axis=1)
-        whole &= (numbers[["processes", "nodes", "batch_size"]] >= 1).all(axis=1)
-        whole &= (numbers[["time", "samples/s"]] > 1e-9).all(axis=1)
-        whole &= numbers["time"] > numbers["eval"] + numbers["save"]
-        if damaged := sum(map(bool, text.splitlines()[1:])) - int(whole.sum()):
+        frame[NUMBERS + METRICS] = frame[NUMBERS + METRICS].apply(pd.to_numeric, errors="coerce")
+        numbers = frame[NUMBERS]
+        whole = frame[WORDS].notna().all(axis=1) & (numbers[COUNTS] >= 1).all(axis=1)
+        whole &= ((numbers >= 0) & (numbers < 1e12)).all(axis=1) & (numbers["samples/s"] > 1e-9)
+        whole &= numbers["seconds"] - numbers["eval"] - numbers["save"] > 1e-9
+        damaged = len(text.splitlines()) - 1 - whole.sum()
+        if damaged:
             notes.append(f"{file}: {damaged} damaged row(s) left out")
         frames.append(frame[whole])
-    rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-    return rows, notes
+    return pd.concat(frames, ignore_index=True), notes
 
 
 def runs_of(rows, warmup, notes):
-    """One row for each run, its epochs that all processes told of; and notes on what was cut short."""
-    runs = []
-    for run, of_run in rows.groupby("run", sort=False):
-        of_run = of_run.drop_duplicates(["epoch", "rank"], keep="last")
-        compute = (of_run["forward"] + of_run["backward"] + of_run["optimizer"]).groupby(of_run["epoch"])
-        of_run = of_run.assign(skew=compute.transform("max") - compute.transform("min"))
-        counts = of_run.groupby("epoch")["rank"].transform("count")
-        whole, name = of_run[counts == of_run["processes"]], f"{of_run['script'].iloc[0]}, run {run}"
-        if len(whole) < len(of_run):
-            notes.append(f"{name}: epochs left out that not all processes told of")
-        if whole.empty:
-            continue
-        if whole["epoch"].max() + 1 < whole["epochs"].iloc[0]:
-            notes.append(f"{name}: cut short after {whole['epoch'].max() + 1:.0f} of {whole['epochs'].iloc[0]:.0f} "
-                         "epochs")
-        later = whole[whole["epoch"] >= whole["epoch"].min() + warmup]
-        if later.empty:
-            notes.append(f"{name}: no more than {warmup} epoch(s), so the first one counts")
-            later = whole
-        epochs = later.groupby("epoch")[[name for name in ("time", "samples/s", "comm_total", "R", "skew", *PHASES)
-                                         if name in later]].mean()
-        last = whole[whole["epoch"] == whole["epoch"].max()].iloc[0]
-        folder, _, script = last["script"].rpartition("/")
-        metric = next((name for name in METRICS if name in last and np.isfinite(last[name])), "val_loss")
-        summary = {name: last.get(name) for name in SAME} | epochs.mean().to_dict()
-        summary |= {name: int(last[name]) for name in ("processes", "nodes", "batch_size")}
-        runs.append(summary | {
-            "script": script, "folder": folder, "comm_hook": last.get("comm_hook"), "epochs": len(epochs),
-            "epoch time": summary["time"], "+-": epochs["time"].std(ddof=0), "metric": metric, metric: last.get(metric),
-            "hidden": max(0, 1 - summary["comm"] / summary["comm_total"]) if summary.get("comm_total") else math.nan,
-            "R": (sum(summary[name] for name in ("forward", "backward", "optimizer")) / summary["comm_total"]
-                  if summary.get("comm_total") else math.nan),
-            "parameters": last.get("parameters"), "rows": whole})
+    """Returns a dict for each run: its settings, and means over processes and later epochs."""
+    runs, names = [], ["run", "script", "processes", "nodes"]
+    rows = rows.drop_duplicates([*names, "epoch", "rank"], keep="last")
+    whole = rows.groupby([*names, "epoch"])["rank"].transform("count") == rows["processes"]
+    if not whole.all():
+        notes.append(f"{(~whole).sum()} row(s) left out: not all processes logged their epoch")
+    for _, run in rows[whole].groupby(names, sort=False):
+        later = run[run["epoch"] >= min(run["epoch"].min() + warmup, run["epoch"].max())]
+        means = later[["seconds", "samples/s", *PHASES, "comm_total"]].mean().to_dict()
+        comm_total = means["comm_total"] or math.nan  # 0 if there is one process
+        compute = later[COMPUTE].sum(axis=1).groupby(later["epoch"])
+        last = run.iloc[-1].dropna().to_dict()
+        metric = next((metric for metric in METRICS if metric in last), "val_loss")
+        runs.append(last | means | {name: int(last[name]) for name in COUNTS} | {
+            "script": last["script"].split("/")[-1], "batch": int(last["batch_size"]),
+            "s": means["seconds"], "comm %": 100 * means["comm"] / means["seconds"],
+            "hidden %": max(100 - 100 * means["comm"] / comm_total, 0.0),
+            "R": sum(means[phase] for phase in COMPUTE) / comm_total,
+            "skew": (compute.max() - compute.min()).mean(),
+            "metric": metric, metric: last.get(metric, math.nan),
+            "epoch_times": run.groupby("epoch")["seconds"].mean()})
     return runs
 
 
 def settings_of(run):
-    """What compared runs have alike."""
-    return tuple("" if pd.isna(run[name]) else str(run[name]) for name in SAME)
+    """Returns the settings that compared runs have in common, as words."""
+    return {name: str(run.get(name, "")) for name in SAME}
 
 
 def groups_of(runs):
-    """Yields ("strong" or "weak", what the runs have alike, the runs): those that differ in the processes alone."""
-    for scaling in ("strong", "weak"):
-        groups = {}
-        for run in runs:
-            batch = run["batch_size"] if scaling == "strong" else run["batch_size"] / run["processes"]
-            groups.setdefault((settings_of(run), batch), []).append(run)
-        for (same, batch), group in groups.items():
-            group.sort(key=lambda run: (run["processes"], run["nodes"]))
-            if group[0]["processes"] < group[-1]["processes"]:
-                batch = f"global batch {batch}" if scaling == "strong" else f"batch {batch:g} per process"
-                settings = dict(zip(SAME, same)) | {"batch": batch}
-                yield scaling, settings, group
+    """Returns tables of the runs that differ in the number of processes alone, with speedups."""
+    groups, found = {}, []
+    for run in runs:
+        same = tuple(settings_of(run).values())
+        groups.setdefault(("strong", run["batch"], same), []).append(run)
+        groups.setdefault(("weak", run["batch"] / run["processes"], same), []).append(run)
+    for (scaling, batch, same), alike in sorted(groups.items(), key=lambda item: item[0]):
+        for hook in sorted({run["comm_hook"] for run in alike if run["processes"] > 1}):
+            group = pd.DataFrame(run for run in alike
+                                 if run["processes"] == 1 or run["comm_hook"] == hook)
+            group = group.sort_values(["processes", "nodes"], kind="stable", ignore_index=True)
+            ratio = group["processes"] / group["processes"].min()
+            if ratio.max() == 1:
+                continue
+            group["speedup"] = group["samples/s"] / group["samples/s"][ratio == 1].mean()
+            group["efficiency"] = group["speedup"] / ratio
+            x, y = 1 - 1 / ratio, 1 / group["speedup"] - 1 / ratio  # Amdahl: y = serial * x
+            group["serial"] = (x * y).sum() / (x * x).sum()
+            kept = "global batch" if scaling == "strong" else "batch of a process"
+            group["group"] = f"{scaling} scaling, {same[0]}, {same[1]}, {kept} {batch:g}"
+            found.append(group)
+    return found
 
 
-def serial_fraction(processes, speedups):
-    """Amdahl's serial fraction f of 1 / speedup = f + (1 - f) / N, by least squares over counts N > 1; nan of none."""
-    counts, inverse = np.array(processes, float), 1 / np.array(speedups, float)
-    x, y = (1 - 1 / counts)[counts > 1], (inverse - 1 / counts)[counts > 1]
-    return float((x * y).sum() / (x * x).sum()) if len(x) else math.nan
-
-
-def compare(group):
-    """Adds speedup, efficiency and serial fraction to the runs of a group, against its first one."""
-    base = group[0]
-    for run in group:
-        ratio = run["processes"] / base["processes"]
-        run["speedup"] = run["samples/s"] / base["samples/s"]
-        run["efficiency"] = run["speedup"] / ratio
-        run["serial"] = serial_fraction([ratio], [run["speedup"]])
-    return serial_fraction([run["processes"] / base["processes"] for run in group], [run["speedup"] for run in group])
+def cell(value):
+    """Returns words as they are, and a number with three digits or more."""
+    if isinstance(value, (int, str)):
+        return str(value)
+    decimals = sum(abs(value) < limit for limit in (1, 10, 100))
+    return f"{value:.{decimals}f}" if math.isfinite(value) else "-"
 
 
 def table(columns, rows):
-    """Markdown."""
-    def cell(value):
-        if value is None or isinstance(value, float) and not math.isfinite(value):
-            return "-"
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    rows = [[cell(row.get(name)) for name in columns] for row in rows]
-    return "\n".join(["| " + " | ".join(line) + " |" for line in ([*columns], ["---"] * len(columns), *rows)])
+    """Returns these columns of the rows as a Markdown table."""
+    lines = [[cell(row[name]) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *lines)]
+    lines = [columns, ["-" * (width - 1) + ":" for width in widths], *lines]
+    return "\n".join("| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in lines)
 
 
-def report(rows, warmup, notes, out):
-    """The report's lines; writes the pictures of each group into the folder `out`, if there is one."""
-    runs = runs_of(rows, warmup, notes)
-    groups, lines, told = list(groups_of(runs)), [], set()
-    for number, (scaling, settings, group) in enumerate(groups):
-        fraction = compare(group)
-        told |= {id(run) for run in group}
-        plain = ("script", "model", "dataset", "precision", "batch")
-        name = ", ".join(value if key in plain else f"{key} {value}" for key, value in settings.items()
-                         if value not in ("", "False", "None", "0", "0.0"))
-        columns = [column for column in (*COLUMNS, group[0]["metric"])
-                   if any(pd.notna(run.get(column)) and run.get(column) != "" for run in group)]
-        columns = [column for column in columns if column not in PHASES or any(run.get(column) for run in group)]
-        lines += [f"## {scaling} scaling: {name}", "", table(["scaling", *columns],
-                  [{"scaling": scaling} | run for run in group]), ""]
-        base = group[0]["processes"]
-        if base > 1:
-            lines.append(f"The baseline has {base} processes: there is no run of one.")
-        if scaling == "strong":
-            bound = f"at most {1 / fraction:.3g} times as fast, however many processes" if fraction > 0 else "no bound"
-            lines.append(f"Serial fraction {fraction:.3f}: {bound if fraction < 1 else 'more processes are slower'}.")
-        lines.append("")
-        if out:
-            name = f"{number + 1}_{scaling}_{settings['script'].removesuffix('.py')}_{settings['model']}"
-            name = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in name[:50])  # or too long
-            draw(out, name, scaling, group)
-    alone = [run for run in runs if id(run) not in told]
-    if alone:
-        lines += ["## not compared: no run that differs in the processes alone", "",
-                  table(["script", "model", "dataset", *COLUMNS[:COLUMNS.index("speedup")]], alone), ""]
-    if not groups:
-        lines.append("no two runs with different numbers of processes and otherwise equal settings")
+def compare(group):
+    """Returns the lines on a group."""
+    first = group.iloc[0]
+    facts = [f"{name} {value}" for name, value in settings_of(first).items()
+             if name not in ("script", "model") and value not in ("", "0", "0.0", "False")]
+    for name in ("comm_hook", "device", "threads"):
+        facts.append(f"{name} {' / '.join(group[name].unique())}")
+    lines = [f"## {first['group']}", "", ", ".join(facts), ""]
+    lines += [table([*MEASURED, first["metric"]], group.to_dict("records")), ""]
+    if first["group"].startswith("strong"):
+        bound = f"at most {1 / first['serial']:.3g}" if first["serial"] > 0 else "any number of"
+        lines += [f"Serial fraction {first['serial']:.3f}: {bound} times as fast, however many "
+                  "processes.", ""]
     return lines
 
 
-def draw(out, name, scaling, group):
-    """The group's pictures: epoch time over epochs, mean epoch time, speedup, efficiency, phases, losses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    def picture(kind, y_label, x_label="processes"):
-        figure, axes = plt.subplots(figsize=(5, 3.5), layout="constrained")
-        axes.set(xlabel=x_label, ylabel=y_label, title=f"{group[0]['script']}, {group[0]['model']}, {scaling} scaling")
-        axes.title.set_fontsize("medium")
-
-        def save():
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize="small")
-            figure.savefig(out / f"{name}_{kind}.png", dpi=150)
-            plt.close(figure)
-
-        return axes, save
-
-    labels = [f"{run['processes']}" + (f" ({run['nodes']} nodes)" if run["nodes"] > 1 else "") for run in group]
-    marks, places = "osD^vPX*", np.arange(len(group))
-    axes, save = picture("epoch_times", "s an epoch", "epoch")
-    for number, run in enumerate(group):
-        times = run["rows"].groupby("epoch")["time"].mean()
-        axes.plot(times.index, times, marker=marks[number % 8], color=COLOURS[number % 8], label=labels[number])
-    axes.set_ylim(0)
-    save()
-    axes, save = picture("mean_epoch_time", "s an epoch")
-    means, spreads = ([run[name] for run in group] for name in ("epoch time", "+-"))
-    axes.bar(places, means, yerr=spreads, color=COLOURS[0], capsize=4)
-    axes.set_xticks(places, labels)
-    save()
-    counts = [run["processes"] for run in group]
-    for kind, ideal in (("speedup", [count / counts[0] for count in counts]), ("efficiency", [1] * len(counts))):
-        axes, save = picture(kind, kind)
-        axes.plot(counts, ideal, color="grey", linestyle="--", label="ideal")
-        axes.plot(counts, [run[kind] for run in group], marker="o", color=COLOURS[0], label="measured")
-        axes.set_xticks(counts)
-        axes.set_ylim(0)
-        save()
-    axes, save = picture("phases", "s an epoch, mean over processes")
-    bottom = np.zeros(len(group))
-    for number, phase in enumerate(PHASES):
-        heights = np.nan_to_num([run.get(phase, 0.0) for run in group])
-        if heights.any():
-            axes.bar(places, heights, bottom=bottom, label=phase, color=COLOURS[number], hatch=HATCHES[number],
-                     edgecolor="white")
-            bottom += heights
-    axes.set_xticks(places, labels)
-    save()
-    for kind in ("loss", "acc"):
-        names = [name for name in (f"train_{kind}", f"val_{kind}") if name in group[0]["rows"]]
-        if not names or group[0]["rows"][names].isna().all(axis=None):
-            continue
-        axes, save = picture({"loss": "losses", "acc": "accuracies"}[kind], {"loss": "loss", "acc": "accuracy"}[kind],
-                             "epoch")
-        for number, run in enumerate(group):
-            for column, line in zip(names, ("-", "--")):
-                values = run["rows"].groupby("epoch")[column].mean()
-                axes.plot(values.index, values, line, marker=marks[number % 8], color=COLOURS[number % 8],
-                          label=f"{labels[number]}: {column}")
-        save()
+def draw_group(group, path):
+    """Draws the speedup, where the time goes, and the epoch times. `path` begins their names."""
+    group = group.set_index("processes")
+    title, serial = group["group"].iloc[0], max(0.0, group["serial"].iloc[0])
+    speedup = pd.DataFrame({"ideal": group["speedup"] / group["efficiency"]})
+    if title.startswith("strong"):
+        speedup["Amdahl's law"] = 1 / (serial + (1 - serial) / speedup["ideal"])
+    speedup["measured"] = group["speedup"]
+    phases = group[PHASES].loc[:, group[PHASES].any()]
+    times = pd.DataFrame(list(group["epoch_times"]), group.index).T
+    styles = {"ideal": "--", "Amdahl's law": "-", "measured": "o"}
+    axes = speedup.plot(title=title, ylabel="speedup", style=styles, xticks=group.index, ylim=0)
+    axes.figure.savefig(f"{path}_speedup.png")
+    axes = phases.plot.bar(title=title, ylabel="s an epoch", stacked=True, rot=0)
+    axes.figure.savefig(f"{path}_phases.png")
+    axes = times.plot(title=title, xlabel="epoch", ylabel="s an epoch", marker="o", ylim=0)
+    axes.figure.savefig(f"{path}_epoch_times.png")
+    plt.close("all")
 
 
 def read_links(paths):
-    """Of each file of allreduce.py: processes, latency_s and bandwidth_bytes_per_s."""
+    """Returns the number of processes, the latency and the bandwidth from each link file."""
     links = []
     for path in paths:
         try:
             link = json.loads(Path(path).read_text())
-            link = {name: float(link[name]) for name in ("processes", "latency_s", "bandwidth_bytes_per_s")}
-            if not (2 <= link["processes"] < math.inf and 0 <= link["latency_s"] < 1e9 and
-                    1 <= link["bandwidth_bytes_per_s"] < 1e300):
-                raise ValueError("its numbers cannot be")
-            links.append(link)
-        except OSError as error:
-            fail(f"--predict {path}: {error.strerror}")
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            fail(f"--predict {path} is not of allreduce.py --out: {str(error).splitlines()[0]}")
+            processes, latency, bandwidth = (
+                float(link[name]) for name in ("processes", "latency_s", "bandwidth_bytes_per_s"))
+            if not (2 <= processes < 1e9 and 0 <= latency < 1e9 and 1 <= bandwidth < 1e30):
+                raise ValueError("a number is out of range")
+            links.append({"hop_s": latency / (processes - 1), "bandwidth": bandwidth})
+        except Exception as error:  # a damaged or foreign file can fail anywhere
+            sys.exit(f"cannot read the link {path}: {error!r}")
     return links
 
 
-def buckets_of(parameters):
-    """Bytes of the buckets that DDP sends gradients of this many float32 parameters in, in their order."""
-    sizes, left = [], 4 * parameters
-    while left > 0:
-        sizes.append(min(left, BUCKETS[bool(sizes)]))
-        left -= sizes[-1]
-    return sizes
+def step_of(run, runs):
+    """Returns what a prediction needs of a run of one process, and of those like it in `runs`."""
+    phases, total = {}, 4 * run["parameters"]  # seconds of a step for each batch; bytes
+    for other in [*runs, run]:
+        if settings_of(other) == settings_of(run):
+            steps = other["samples/s"] / other["batch"]  # in a second
+            steps *= other["seconds"] - other["eval"] - other["save"]
+            phases[other["batch"]] = {name: other[name] / steps for name in ("data", *COMPUTE)}
+    ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
+    return {"batch": run["batch"], "phases": phases, "bytes": np.diff(ends),
+            "ready": ends[1:] / total}  # each bucket, as a share of the backward pass
+
+
+def time_at(phases, name, batch):
+    """Returns the seconds of a phase for any batch, from {batch: phases}."""
+    batches = sorted(phases)
+    times = [phases[size][name] for size in batches]
+    return np.interp(batch, [0, *batches, 1e6 * batches[-1]], [0, *times, 1e6 * times[-1]])
 
 
 def all_reduce_seconds(size, processes, links, gpus_per_node):
-    """Of this many bytes among the processes: see the docstring on top."""
-    per_hop = [link["latency_s"] / (link["processes"] - 1) for link in links]
-    if len(links) == 1 or processes <= gpus_per_node:
-        latency, bandwidth = per_hop[0] * (processes - 1), links[0]["bandwidth_bytes_per_s"]
-    else:
-        nodes = math.ceil(processes / gpus_per_node)
-        latency = per_hop[0] * (processes - nodes) + per_hop[1] * (nodes - 1)
-        bandwidth = min(link["bandwidth_bytes_per_s"] for link in links)
+    """Returns the seconds of an all-reduce of `size` bytes. Links: in nodes, between nodes."""
+    nodes = math.ceil(processes / gpus_per_node) if len(links) == 2 else 1
+    latency = links[0]["hop_s"] * (processes - nodes) + links[-1]["hop_s"] * (nodes - 1)
+    bandwidth = min(link["bandwidth"] for link in links[:nodes])
     return latency + size * 2 * (processes - 1) / processes / bandwidth
 
 
-def predict_step(step, processes, scaling, links, gpus_per_node, batch=1, compression=1):
-    """The times of a step of many processes, from what step_of says of one.
-
-    With a batch that is `batch` times as large, and gradients `compression` times as small.
-    """
-    share = step["batch_size"] * (batch / processes if scaling == "strong" else batch)
-    data, forward, backward = (time_at(step["measured"], name, share) for name in ("data", "forward", "backward"))
-    sizes, clock, comm_total = buckets_of(step["parameters"]), 0.0, 0.0
-    for size, sent in zip(sizes, np.cumsum(sizes)):
-        took = all_reduce_seconds(size / compression, processes, links, gpus_per_node) if processes > 1 else 0.0
-        clock, comm_total = max(clock, backward * sent / (4 * step["parameters"])) + took, comm_total + took
-    comm = max(0.0, clock - backward)
-    compute = forward + backward + step["optimizer"]
-    return {"processes": processes, "step_ms": 1000 * (data + compute + comm), "comm_ms": 1000 * comm,
-            "comm_total_ms": 1000 * comm_total, "hidden": 1 - comm / comm_total if comm_total else math.nan,
-            "R": compute / comm_total if comm_total else math.nan}
-
-
-def phases_of(run):
-    """The times of a step of a run, in s."""
-    steps = run["samples/s"] * (run["time"] - run["eval"] - run["save"]) / run["batch_size"]
-    return {name: run[name] / steps for name in ("data", "forward", "backward", "optimizer")}
+def predict_step(step, processes, scaling, links, gpus_per_node):
+    """Returns the row of the prediction for so many processes, without the speedup."""
+    batch = step["batch"] / (processes if scaling == "strong" else 1)
+    data, forward, backward = (
+        time_at(step["phases"], name, batch) for name in ("data", "forward", "backward"))
+    optimizer = step["phases"][step["batch"]]["optimizer"]
+    all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
+    sent = 0.0  # seconds from the start of the backward pass
+    for ready, seconds in zip(step["ready"], all_reduces):
+        sent = max(sent, ready * backward) + seconds
+    comm, comm_total = max(0.0, sent - backward), sum(all_reduces) or math.nan
+    compute = forward + backward + optimizer
+    seconds = data + compute + comm
+    return {"processes": processes, "batch each": batch, "ms a step": 1000 * seconds,
+            "comm %": 100 * comm / seconds, "hidden %": 100 * (1 - comm / comm_total),
+            "R": compute / comm_total}
 
 
-def step_of(run, runs):
-    """What predict_step wants of a run of one process, among others of different batches: times in s, and sizes."""
-    alike = [other for other in runs if settings_of(other) == settings_of(run)]
-    return {"batch_size": run["batch_size"], "parameters": int(run["parameters"]),
-            "optimizer": phases_of(run)["optimizer"],
-            "measured": {other["batch_size"]: phases_of(other) for other in [*alike, run]}}
-
-
-def time_at(measured, name, batch):
-    """Of a phase at this batch, in s, from {batch: phases}: in a line between batches, beyond them in proportion."""
-    batches = sorted(measured)
-    if batch > batches[-1]:
-        return measured[batches[-1]][name] * batch / batches[-1]
-    return float(np.interp(batch, [0, *batches], [0, *(measured[each][name] for each in batches)]))
-
-
-def predict_speedup(step, processes, scaling, links, gpus_per_node, **change):
-    """Of so many processes over one, both with a batch that is `batch` times as large."""
-    alone = predict_step(step, 1, scaling, links, gpus_per_node, batch=change.get("batch", 1))["step_ms"]
-    many = predict_step(step, processes, scaling, links, gpus_per_node, **change)["step_ms"]
+def predict_speedup(step, processes, scaling, links, gpus_per_node):
+    """Returns the speedup over one process."""
+    alone, many = (predict_step(step, count, scaling, links, gpus_per_node)["ms a step"]
+                   for count in (1, processes))
     return alone / many * (processes if scaling == "weak" else 1)
 
 
-def predict(rows, warmup, notes, link_files, gpus_per_node):
-    """Lines on each run of one process: what 2 to 1024 would do, strong and weak, and what would change it."""
-    links = read_links(link_files)
-    if len(links) == 2 and not gpus_per_node:
-        fail("two link files, inside a node and between nodes, need --gpus_per_node")
-    runs, lines = [run for run in runs_of(rows, warmup, notes)
-                   if run["processes"] == 1 and 0 < run["parameters"] < 1e11], []
-    if not runs:
-        fail("--predict needs the log of a run of one process")
-    for run in runs:
-        step, now = step_of(run, runs), sum(phases_of(run).values())
-        name = f"{run['folder']}/{run['script']}, {run['model']}, {run['dataset']}, {run['precision']}"
-        lines += [f"## prediction: {name}, {step['parameters']:,} parameters, batch {run['batch_size']}, steps of "
-                  f"{1000 * now:.1f} ms", ""]
-        for scaling in ("strong", "weak"):
-            predictions = [predict_step(step, 2 ** power, scaling, links, gpus_per_node) for power in range(1, 11)]
-            for row in predictions:
-                row["scaling"], row["speedup"] = scaling, predict_speedup(step, row["processes"], scaling, links,
-                                                                          gpus_per_node)
-                row["efficiency"] = row["speedup"] / row["processes"]
-            lines += [table(("scaling", "processes", "step_ms", "speedup", "efficiency", "comm_ms", "comm_total_ms",
-                             "hidden", "R"), predictions), ""]
-        two = predict_speedup(step, 2, "strong", links, gpus_per_node)
-        verdict = "pays" if two >= 1.5 else "hardly pays" if two > 1.1 else "does not pay"
-        lines.append(f"Two processes at the same global batch: {two:.2f} times as fast; it {verdict}. What would "
-                     "change it:")
-        faster = [link | {"bandwidth_bytes_per_s": 10 * link["bandwidth_bytes_per_s"],
-                          "latency_s": link["latency_s"] / 10} for link in links]
-        for what, used, change in (
-                ("a batch 4 times as large (--batch_size; --grad_accum_steps saves memory)", links, {"batch": 4}),
-                ("gradients in half precision (--comm_hook bf16)", links, {"compression": 2}),
-                ("a link 10 times as fast", faster, {})):
-            lines.append(f"- {what}: {predict_speedup(step, 2, 'strong', used, gpus_per_node, **change):.2f}")
-        lines.append("")
-    return lines
+def predict(step, scaling, links, gpus_per_node):
+    """Returns the rows of the prediction, and one sentence on how far it pays."""
+    rows, speedup, verdict = [], 1.0, ""
+    for processes in (2 ** power for power in range(1, 11)):
+        half = speedup
+        speedup = predict_speedup(step, processes, scaling, links, gpus_per_node)
+        row = predict_step(step, processes, scaling, links, gpus_per_node)
+        rows.append(row | {"speedup": speedup, "efficiency": speedup / processes})
+        if speedup < 1.5 * half and not verdict:
+            verdict = (f"From {processes} processes on it stops paying: they are only "
+                       f"{speedup / half:.2f} times as fast as {processes // 2}.")
+    return rows, verdict or "It pays up to 1024 processes: each doubling is 1.5 times as fast."
+
+
+def write_all(groups, predictions, lines, out):
+    """Writes the lines, the tables as CSV, and the pictures."""
+    (out / "tables").mkdir(parents=True, exist_ok=True)
+    (out / "report.md").write_text("\n".join(lines) + "\n")
+    columns = ["group", *MEASURED, *METRICS, "serial", *PHASES]
+    measured = pd.concat([pd.DataFrame(), *groups]).reindex(columns=columns)
+    predicted = pd.DataFrame(predictions, columns=["group", *PREDICTED])
+    measured.to_csv(out / "tables/measured.csv", index=False)
+    predicted.to_csv(out / "tables/predicted.csv", index=False)
+    for number, group in enumerate(groups, start=1):
+        draw_group(group, out / f"group{number}")
+    figure, axes = plt.subplots()
+    line = np.geomspace(0.1, 100)
+    for count in sorted({2, *measured["processes"]} - {1}):  # T / N + T / N / R for T seconds
+        axes.loglog(line, count * line / (1 + line), label=f"{count} processes, nothing hidden")
+    for frame, style in (measured, "o"), (predicted, "x:"):
+        for title, rows in frame.groupby("group", sort=False):
+            axes.plot(rows["R"], rows["speedup"], style, label=title)
+    axes.set(xlabel="R = compute / communication", ylabel="speedup")
+    axes.legend(fontsize="x-small")
+    figure.savefig(out / "speedup_over_r.png")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Speedup, efficiency and predictions from the rows that --log wrote.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
-    parser.add_argument("paths", nargs="+", type=Path, help="CSV files, or folders of them")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.md and pictures there")
-    parser.add_argument("--warmup", type=int, default=1, help="epochs at a run's start that do not count")
-    parser.add_argument("--predict", nargs="+", metavar="LINK.json", help="of allreduce.py: of all processes, or of "
-                        "those of a node and of the nodes")
-    parser.add_argument("--gpus_per_node", type=int, default=0, help="processes inside a node, for two link files")
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("paths", nargs="+", type=Path, help="logs (.csv), or folders of them")
+    add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
+    add("--warmup", type=int, default=1, help="first epochs of a run that do not count")
+    add("--predict", nargs="+", default=[], metavar="LINK.json",
+        help="files of allreduce.py: one for all processes, or inside and between nodes")
+    add("--gpus_per_node", type=int, default=0, help="processes of a node, for two link files")
     args = parser.parse_args()
-    if args.warmup < 0 or args.gpus_per_node < 0 or args.predict and len(args.predict) > 2:
-        fail("--warmup and --gpus_per_node must not be negative, and --predict takes one or two files")
+    if len(args.predict) > 2 or len(args.predict) == 2 and args.gpus_per_node < 1:
+        parser.error("--predict takes one link file, or two of them with --gpus_per_node")
     rows, notes = read_logs(args.paths)
     if rows.empty:
-        fail("; ".join(notes) or "no rows")
-    if args.out:
-        try:
-            args.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"--out {args.out}: {error.strerror}")
-    if args.predict:
-        lines = predict(rows, args.warmup, notes, args.predict, args.gpus_per_node)
-    else:
-        lines = report(rows, args.warmup, notes, args.out)
-    lines += [f"note: {note}" for note in dict.fromkeys(notes)]
+        sys.exit("no rows to report: " + "; ".join(notes))
+    runs = runs_of(rows, args.warmup, notes)
+    groups, links = groups_of(runs), read_links(args.predict)
+    singles = [run for run in runs if run["processes"] == 1]
+    if links and not singles:
+        sys.exit("--predict needs the log of a run of one process")
+    lines = [line for group in groups for line in compare(group)]
+    compared = {name for group in groups for name in group["run"]}
+    alone = [run for run in runs if run["run"] not in compared]
+    if alone and not links:
+        columns = [*SAME[:4], "processes", "batch", "s", "samples/s", "comm %", "R"]
+        lines += ["## not compared, because no other run differs in the processes alone", ""]
+        lines += [table(columns, alone), ""]
+    predictions = []
+    for run, scaling in itertools.product(singles if links else [], ("strong", "weak")):
+        title = "predicted {} scaling, {script}, {model}, batch {batch}".format(scaling, **run)
+        found, verdict = predict(step_of(run, singles), scaling, links, args.gpus_per_node)
+        predictions += [row | {"group": title} for row in found]
+        lines += [f"## {title}", "", table(PREDICTED, found), "", verdict, ""]
+    lines += [f"note: {note}" for note in notes]
     print("\n".join(lines))
     if args.out:
-        (args.out / "report.md").write_text("\n".join(lines) + "\n")
+        write_all(groups, predictions, lines, args.out)
 
 
 if __name__ == "__main__":

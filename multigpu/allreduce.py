@@ -1,24 +1,21 @@
-r"""Measure what an all-reduce takes between the GPUs of a node or, on a machine that has none, between CPU processes.
+"""Measure the time of an all-reduce on all GPUs of a node, or on two CPU processes without a GPU.
 
-    python multigpu/allreduce.py --num_gpus 4                       # from 4 KiB to 1 GiB
-    python multigpu/allreduce.py --num_gpus 4 --out link.json       # for the prediction of report.py
+    python multigpu/allreduce.py                            # from 4 KiB to 1 GiB
+    python multigpu/allreduce.py --num_gpus 4 --min_bytes 1048576 --out link.json
+    python report.py one.csv --predict link.json            # what that link would do to a training
     sbatch slurm/multigpu_allreduce.slurm
 
-Sizes and bandwidths are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md): n bytes that each of N
-processes has, algbw = n / time, busbw = algbw x 2 (N - 1) / N, what the slowest link carries in a ring of any N.
-A line is fitted, time = latency + n x 2 (N - 1) / N / bandwidth, by least squares of the relative errors.
+The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md). Each of N
+processes has n bytes. algbw = n / time. busbw = algbw x 2 (N - 1) / N is what each link carries in
+a ring, and can be compared between different N. For many nodes there is multinode/allreduce.py.
 """
 import argparse
-import atexit
 import json
-import logging
 import os
-import signal
-import socket
 import statistics
 import sys
+import tempfile
 import time
-from contextlib import suppress
 from datetime import timedelta
 
 import numpy as np
@@ -26,207 +23,135 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
-GROUPS = 5  # of measurements; their median is told
-COLUMNS = {"bytes": "d", "time_us": ".1f", "algbw_GB/s": ".3f", "busbw_GB/s": ".3f", "fit_us": ".1f"}
-
 
 def parse_args():
-    parser = argparse.ArgumentParser(description="Measure all-reduces on a node.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.error = fail
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--num_gpus", type=int, default=torch.cuda.device_count() or 1, help="processes; without GPUs, on the CPU")
-    add("--min_bytes", type=int, default=1 << 12, help="smallest size, in bytes")
-    add("--max_bytes", type=int, default=1 << 30, help="largest size, in bytes; each is twice the one before")
-    add("--seconds", type=float, default=1.0, help="for the measurements of a size, if that is enough for five")
-    add("--threads", type=int, help="CPU threads of a process; its share of the cores if not given")
-    add("--out", metavar="FILE.json", help="write the times and the fitted line")
-    add("--timeout", type=int, default=600, help="seconds without a word from a process that end the job")
+    add("--num_gpus", type=int, default=torch.cuda.device_count() or 2, help="processes to start")
+    add("--min_bytes", type=int, default=1 << 12, help="smallest size in bytes")
+    add("--max_bytes", type=int, default=1 << 30, help="largest size in bytes")
+    add("--seconds", type=float, default=1.0, help="time to spend on each size")
+    add("--out", metavar="FILE.json", help="write the times and the fitted line, for report.py")
+    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
-    if torch.cuda.is_available() and args.num_gpus > torch.cuda.device_count():
-        fail(f"--num_gpus {args.num_gpus}: this machine has {torch.cuda.device_count()}")
-    check_sizes(args, args.num_gpus)
+    if args.num_gpus < 2:
+        parser.error("--num_gpus must be 2 or more: one process has nobody to send to")
+    if not 4 <= args.min_bytes <= args.max_bytes // 2:
+        parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
     return args
 
 
-def fail(message):
-    """End on a user's mistake: one line on stderr, exit status 2."""
-    print(f"{sys.argv[0]}: error: {message}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def check_sizes(args, world_size):
-    """Refuse what cannot be measured."""
-    for name in ("num_gpus", "threads", "timeout", "seconds"):
-        value = getattr(args, name, None)
-        if value is not None and not 0 < value < float("inf"):
-            fail(f"--{name} {value} is out of range")
-    if world_size < 2:
-        fail("one process has nobody to send to: start two or more")
-    if not 4 <= args.min_bytes <= args.max_bytes // 4:
-        fail(f"--min_bytes {args.min_bytes}, --max_bytes {args.max_bytes}: take at least 4, and four times that")
-    if args.out and (os.path.isdir(args.out) or not os.access(os.path.dirname(os.path.abspath(args.out)), os.W_OK)):
-        fail(f"cannot write {args.out}: it is a folder, or its folder is missing or read-only")
-
-
-def setup(args):
-    """Join the other processes; returns rank, world_size and device."""
-    rank, world_size, local_rank, local_world_size = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    torch.set_num_threads(args.threads or max(1, len(os.sched_getaffinity(0)) // local_world_size))
-    device, place = torch.device("cpu"), f"process {os.getpid()}"
+def setup(args, rank, world_size, init_method):
+    """Joins the process group. Returns the device of this process."""
+    backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())  # Slurm may show a task its own GPU only
+        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        place = f"{device} {torch.cuda.get_device_properties(device).uuid}"
-    if local_world_size == world_size:  # one node: nothing needs to listen to the network
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    elif "GLOO_SOCKET_IFNAME" not in os.environ and socket.gethostbyname(socket.gethostname()).startswith("127."):
-        fail(f"the name {socket.gethostname()} means this machine only (127...), which no other node can reach: set "
-             "GLOO_SOCKET_IFNAME to the network interface that the nodes share, such as eth0")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                            timeout=timedelta(seconds=args.timeout))
-    places = [None] * world_size
-    dist.all_gather_object(places, f"{socket.gethostname()}, {place}")
-    if len(set(places)) < world_size:
-        fail(f"two processes share a GPU: {places}")
-    dist.all_reduce(torch.ones(1, device=device), async_op=True).wait(timedelta(seconds=min(60, args.timeout)))
-    if rank == 0:
-        print(*(f"rank {number}: {place}" for number, place in enumerate(places)), sep="\n")
-    return rank, world_size, device
+    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
+                            device_id=device if backend == "nccl" else None)
+    return device
 
 
-def cleanup():
-    dist.all_reduce(torch.zeros(1))  # a process that leaves early can abort the others
-    dist.destroy_process_group()
+def time_all_reduce(buffer, repeats):
+    """Returns the seconds of one of `repeats` all-reduces, on the slowest process."""
+    dist.barrier()  # all processes start together
+    start = time.perf_counter()
+    for _ in range(repeats):
+        dist.all_reduce(buffer)
+    buffer[0].item()  # waits for the GPU
+    mean = (time.perf_counter() - start) / repeats
+    slowest = torch.tensor(mean, dtype=torch.float64, device=buffer.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
 
 
-def leave(status=0):
-    """End without Python's own end: a thread of gloo's that frees its last tensor meanwhile would abort the process."""
-    atexit._run_exitfuncs()
-    os._exit(status)
-
-
-def measure(buffer, seconds):
-    """Seconds of an all-reduce of the buffer: the median of groups of them, on the slowest process."""
-    device, groups, repeats = buffer.device, [], 1
-    for number in range(-2, GROUPS):  # the first one warms up, the second one tells how many fit in
-        dist.all_reduce(torch.zeros(1, device=device))  # all begin together
-        if buffer.is_cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            dist.all_reduce(buffer)
-        if buffer.is_cuda:
-            torch.cuda.synchronize()
-        slowest = torch.tensor([(time.perf_counter() - start) / repeats], dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        if number >= 0:
-            groups.append(slowest.item())
-        if number == -1:
-            repeats = int(min(1000, max(1, seconds / GROUPS / slowest.item())))
-    return statistics.median(groups)
-
-
-def assert_right(buffer, rank, world_size):
-    """End unless the sum over the processes is right, in every element: small whole numbers, so to the last bit."""
-    pattern = torch.arange(7, dtype=torch.float32, device=buffer.device).repeat(len(buffer) // 7 + 1)[:len(buffer)]
+def check_sum(buffer, rank, world_size):
+    """Ends the process unless each element of a sum is right. Small whole numbers have no error."""
+    pattern = torch.arange(7.0, device=buffer.device).repeat(len(buffer) // 7 + 1)[:len(buffer)]
     buffer.copy_(pattern).add_(rank)
     dist.all_reduce(buffer)
-    wrong = (buffer != pattern.mul_(world_size).add_(world_size * (world_size - 1) // 2)).sum().item()
+    expected = pattern.mul_(world_size).add_(sum(range(world_size)))
+    wrong = (buffer != expected).sum().item()
     if wrong:
-        sys.exit(f"{sys.argv[0]}: error: {wrong} of {len(buffer)} elements wrong on rank {rank}")
+        sys.exit(f"{wrong} of {len(buffer)} elements of a sum are wrong on rank {rank}")
+
+
+def measure(args, rank, world_size, device):
+    """Returns the sizes in bytes, each twice the one before, and the seconds of an all-reduce."""
+    sizes, seconds = [], []
+    size = args.min_bytes // 4 * 4
+    while size <= args.max_bytes:
+        buffer = torch.zeros(size // 4, device=device)
+        time_all_reduce(buffer, 1)  # warm-up
+        repeats = int(args.seconds / 5 / time_all_reduce(buffer, 1))
+        times = [time_all_reduce(buffer, max(1, repeats)) for _ in range(5)]
+        check_sum(buffer, rank, world_size)
+        sizes.append(size)
+        seconds.append(statistics.median(times))
+        size *= 2
+    return sizes, seconds
 
 
 def fit_line(sizes, seconds, world_size):
-    """Latency in s, bandwidth in bytes/s, and the relative errors of time = latency + n 2 (N - 1) / N / bandwidth.
+    """Fits time = latency + n x 2 (N - 1) / N / bandwidth by least squares of relative errors.
 
-    Neither can be negative: where noise wants that, the latency is 0.
+    Returns the latency in s, the bandwidth in bytes/s, and the relative error at each size. Where
+    noise would make the latency negative, it is 0.
     """
     carried, seconds = np.array(sizes) * 2 * (world_size - 1) / world_size, np.array(seconds)
-    columns = np.stack((1 / seconds, carried / seconds), 1)
+    columns = np.stack((1 / seconds, carried / seconds), axis=1)
     latency, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
     if latency < 0 or per_byte <= 0:
         latency, per_byte = 0.0, (carried / seconds).sum() / ((carried / seconds) ** 2).sum()
     return latency, 1 / per_byte, (latency + carried * per_byte) / seconds - 1
 
 
-def main(args):
-    sys.stdout.reconfigure(line_buffering=True)
-    rank, world_size, device = setup(args)
-    nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
-    sizes, seconds = [], []
-    while not sizes or sizes[-1] * 2 <= args.max_bytes:
-        sizes.append(sizes[-1] * 2 if sizes else args.min_bytes // 4 * 4)
-        buffer = torch.zeros(sizes[-1] // 4, device=device)
-        seconds.append(measure(buffer, args.seconds))
-        assert_right(buffer, rank, world_size)
+def print_link(sizes, seconds, world_size, nodes):
+    """Prints the table and the fitted line. Returns what --out writes."""
+    device, backend = "CPU", dist.get_backend()
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     latency, bandwidth, errors = fit_line(sizes, seconds, world_size)
+    rms = np.sqrt((errors ** 2).mean())
+    print(f"processes {world_size}, nodes {nodes}, {device}, {backend}, torch {torch.__version__}; "
+          "all sums are right")
+    print("|      bytes |    time_us | algbw_GB/s | busbw_GB/s |     fit_us |")
+    print("| ---------: | ---------: | ---------: | ---------: | ---------: |")
+    for size, took, error in zip(sizes, seconds, errors):
+        algbw = size / took / 1e9
+        busbw = algbw * 2 * (world_size - 1) / world_size
+        fit = 1e6 * took * (1 + error)
+        print(f"| {size:10} | {1e6 * took:10.1f} | {algbw:10.3f} | {busbw:10.3f} | {fit:10.1f} |")
+    print(f"fit: {1e6 * latency:.1f} us + n x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s; "
+          f"errors: rms {rms:.1%}, largest {abs(errors).max():.1%}")
+    return {"processes": world_size, "nodes": nodes, "device": device, "backend": backend,
+            "torch": torch.__version__, "latency_s": latency, "bandwidth_bytes_per_s": bandwidth,
+            "rms_error": rms, "sizes": sizes, "seconds": seconds}
+
+
+def main(rank, args, init_method):
+    device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
+    sizes, seconds = measure(args, rank, world_size, device)
     if rank == 0:
-        name, backend = (torch.cuda.get_device_name(), "NCCL") if device.type == "cuda" else ("CPU", "gloo")
-        print(f"{world_size} processes on {nodes} node(s), {name}, {backend}, torch {torch.__version__}; sums right")
-        print("|", " | ".join(COLUMNS), "|\n|" + " --- |" * len(COLUMNS))
-        factor = 2 * (world_size - 1) / world_size
-        for size, took in zip(sizes, seconds):
-            fitted = latency + factor * size / bandwidth
-            cells = size, 1e6 * took, size / took / 1e9, factor * size / took / 1e9, 1e6 * fitted
-            print("|", " | ".join(format(cell, spec) for cell, spec in zip(cells, COLUMNS.values())), "|")
-        print(f"fit: {1e6 * latency:.1f} us + bytes x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s; errors: rms "
-              f"{np.sqrt((errors ** 2).mean()):.1%}, largest {abs(errors).max():.1%}")
+        link = print_link(sizes, seconds, world_size, nodes=1)
         if args.out:
-            link = {"processes": world_size, "nodes": nodes, "device": name, "backend": backend,
-                    "torch": torch.__version__, "latency_s": latency, "bandwidth_bytes_per_s": bandwidth,
-                    "rms_error": np.sqrt((errors ** 2).mean()), "sizes": sizes, "seconds": seconds}
             with open(args.out, "w") as file:
                 json.dump(link, file, indent=1)
-    cleanup()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def run(local_rank, args, port):
-    """A spawned process: torchrun's environment, then main."""
-    os.environ |= {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(args.num_gpus),
-                   "LOCAL_WORLD_SIZE": str(args.num_gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the parent serves the store
-    leave(main(args) or 0)
-
-
-def launch(args):
-    """Spawn the processes, pass stop signals on to them, end as they end."""
-    listener = socket.create_server(("127.0.0.1", 0))  # a free port, on this machine only
-    port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # what it warns of is said below
-    context = mp.spawn(run, (args, port), nprocs=args.num_gpus, join=False)
-    received = []
-
-    def forward_signal(signum, frame):
-        received.append(signum)
-        for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, signum)
-
-    for signum in SIGNALS:
-        signal.signal(signum, forward_signal)
-    try:
-        while not context.join(grace_period=2):
-            pass
-    except mp.ProcessExitedException as error:
-        if received:
-            sys.exit(128 + received[0])
-        if error.exit_code < 0:
-            print(f"{sys.argv[0]}: error: rank {error.error_index} was ended by {error.signal_name}", file=sys.stderr)
-        sys.exit(max(1, error.exit_code))
-    except mp.ProcessRaisedException as error:
-        hung = [rank for rank, process in enumerate(context.processes) if process.exitcode == -signal.SIGKILL]
-        silent = f"; no answer of ranks {hung}" if hung else ""
-        sys.exit(f"{error}{sys.argv[0]}: error: rank {error.error_index} failed{silent}")
-    finally:
-        for file in context.error_files:  # torch leaves them behind
-            with suppress(OSError):
-                os.remove(file)
-    del store  # it had to serve until here
+def launch_all(args):
+    """Starts the processes, and ends as they end."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // args.num_gpus)))
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus)
+        except mp.ProcessExitedException as error:
+            sys.exit(error.exit_code if error.exit_code > 0 else str(error))
 
 
 if __name__ == "__main__":
-    launch(parse_args())
+    launch_all(parse_args())

@@ -23,13 +23,13 @@ import warnings
 
 import numpy as np
 import torch
-from datasets import Dataset, exceptions, load_dataset
+from datasets import Dataset, disable_progress_bars, exceptions, load_dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-VOCAB_SIZE = 20_000  # the most frequent words that occur at least twice
+VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
 KERNELS = {"torch.ao": ["torch.ao"], "torchao": ["torchao dynamic", "torchao weight-only"]}
 
 
@@ -49,7 +49,7 @@ def parse_args():
 
 
 def synthetic_texts():
-    """Yields texts of 5 to 100 random words. Every tenth is one of 50 words that its class has."""
+    """Yields texts of 5 to 100 random words. Every tenth word is one of 50 of the text's class."""
     generator = np.random.default_rng(0)
     for label in generator.integers(4, size=12_000).tolist():
         words = generator.integers(1000, size=generator.integers(5, 101))
@@ -58,7 +58,7 @@ def synthetic_texts():
 
 
 def learn_vocabulary(batch):
-    """Returns a tokenizer that knows the words of these texts, as a column of one JSON string."""
+    """Returns a tokenizer for these texts, as a table of one JSON string, which `map` can keep."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
@@ -72,7 +72,7 @@ def encode(batch, tokenizer, labels):
     """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
     tokens = np.array([encoding.ids for encoding in encodings], np.int16)
-    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text is an unknown word
+    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
     return {"tokens": tokens, "length": np.count_nonzero(tokens, axis=1),
             "class": [labels.index(label) for label in batch["label"]]}
 
@@ -80,7 +80,8 @@ def encode(batch, tokenizer, labels):
 def read_texts(args, device):
     """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
     for function in (synthetic_texts, learn_vocabulary, encode):
-        function.__module__ = "__main__"  # or spawned processes do not find the cache of `map`
+        function.__module__ = "__main__"  # so that spawned processes share the cache of `map`
+    disable_progress_bars()
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
+SPLITS = ["train", "validation", "test"]
 PAD, UNKNOWN, START, END = range(4)  # token ids
 DIGITS = "zero one two three four five six seven eight nine".split()
 KERNELS = {"torch.ao": ["torch.ao"], "torchao": ["torchao dynamic", "torchao weight-only"]}
@@ -51,7 +52,7 @@ def parse_args():
 
 
 def synthetic_pairs(args):
-    """Returns splits of random numbers of 1 to 12 digits, and of the names of their digits."""
+    """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
     numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
     pairs = datasets.Dataset.from_dict({
@@ -61,16 +62,16 @@ def synthetic_pairs(args):
 
 
 def read_pairs(args):
-    """Returns ids and lengths of each split, the longest sources first; test texts; tokenizers."""
+    """Returns a dict of arrays for each split, longest sources first; test texts; tokenizers."""
     columns = [args.source, args.target]
-    own = os.path.join(args.data_dir, args.dataset)
-    place = own if os.path.isdir(own) else HUB.get(args.dataset, args.dataset)
+    folder = os.path.join(args.data_dir, args.dataset)
+    place = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     datasets.disable_progress_bars()
     try:
         if args.dataset == "synthetic":
             splits = synthetic_pairs(args)
         else:
-            splits = datasets.load_dataset(place, split=["train", "validation", "test"])
+            splits = datasets.load_dataset(place, split=SPLITS)
         splits = [split.select_columns(columns) for split in splits]
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         sys.exit(f"cannot read {place}: {error}")
@@ -95,7 +96,7 @@ def read_pairs(args):
             encoded |= {f"{side}s": ids, f"{side}_length": np.count_nonzero(ids, axis=1)}
         return encoded
 
-    encode.__module__ = "__main__"  # or spawned processes do not find what `map` keeps on disk
+    encode.__module__ = "__main__"  # so that spawned processes share the cache of `map`
     for index, texts in enumerate(splits):
         arrays = texts.map(encode, batched=True, remove_columns=columns).with_format("numpy")[:]
         order = np.argsort(-arrays["source_length"], kind="stable")

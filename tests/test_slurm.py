@@ -89,7 +89,8 @@ def test_sweep(site):
         assert len(logged) == 2 * processes
         assert {(row["processes"], row["nodes"]) for row in logged} == {(processes, nodes)}
     report = (out / "report.md").read_text()
-    assert report.count("| strong |") == 3 and "not compared" not in report, report
+    assert report.count("## strong scaling") == 1 and "not compared" not in report, report
+    assert len(re.findall(r"^\| +[12] \| +[12] \| +32 \|", report, re.M)) == 3, report
     assert list(out.glob("*speedup*.png"))
 
 
