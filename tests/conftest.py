@@ -262,10 +262,7 @@ def real_data(tmp_path_factory):
 
 
 def rows(path):
-    """The rows of a log, numbers as such; of a repeated epoch the last.
-
-    The wall time of an epoch is under `seconds`.
-    """
+    """The rows of a log, numbers as such; of a repeated epoch the last."""
 
     def number(text):
         with contextlib.suppress(ValueError):
@@ -276,7 +273,6 @@ def rows(path):
     with open(path, newline="") as file:
         for row in csv.DictReader(file):
             row = {name: number(value) for name, value in row.items()}
-            row["seconds"] = row.get("seconds", row.get("time"))
             found[row["run"], row["epoch"], row["rank"]] = row
     return list(found.values())
 
@@ -290,8 +286,7 @@ def curve(path, *more):
 def load(path):
     """A snapshot. Its place in the run, (epoch, step), is under `place`."""
     snapshot = torch.load(path, weights_only=True)
-    place = snapshot.get("progress", snapshot.get("state"))
-    return snapshot | {"place": (place["epoch"], place["step"])}
+    return snapshot | {"place": (snapshot["progress"]["epoch"], snapshot["progress"]["step"])}
 
 
 def assert_same_weights(path, other):

@@ -13,6 +13,7 @@ from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F40
 from test_training import arguments_of, watched  # noqa: F401
 
 PAIRS = "--dataset multi30k --seq_len 16 --epochs 1"
+SHAKESPEARE = "--dataset {data}/tinyshakespeare/input.txt --seq_len 64"
 FIGURES = {  # command, processes, column: mean and standard deviation over five seeds
     ("images.py", "--dataset mnist --model mlp --epochs 3", 1, "val_acc"): None,
     ("images.py", "--dataset mnist --epochs 1 --max_steps 300", 2, "val_acc"): None,
@@ -20,7 +21,7 @@ FIGURES = {  # command, processes, column: mean and standard deviation over five
     ("text.py", "--dataset imdb --epochs 2", 2, "val_acc"): None,
     ("text.py", "--dataset ag_news --model transformer --epochs 1", 2, "val_acc"): None,
     ("translation.py", f"{PAIRS} --batch_size 32 --max_steps 60", 2, "val_ppl"): None,
-    ("gpt.py", "--dataset {data}/tinyshakespeare/input.txt --max_steps 300", 2, "val_loss"): None,
+    ("gpt.py", f"{SHAKESPEARE} --batch_size 12 --max_steps 300", 2, "val_loss"): None,
 }
 
 
