@@ -57,7 +57,7 @@ HYBRIDS = (  # script, processes, arguments
 
 def test_gpt_one_loss_curve(run, words, tmp_path):
     """The losses of one process. Phases are the wall time; a process holds its share of memory."""
-    base, one = [*words, "--epochs", 2, "--max_steps", 10], tmp_path / "one.csv"
+    base, one = [*words, "--epochs", 2, "--max_steps", 8], tmp_path / "one.csv"
     run("singlegpu/gpt.py", *base, "--log", one)
     assert curve(one)[1, 0] < curve(one)[0, 0]
     for number, (script, processes, more) in enumerate(HYBRIDS):
@@ -92,9 +92,8 @@ def test_gpt_snapshots_move(run, words, tmp_path):
 def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
     """A process is killed, or all are told to stop: the weights of an undisturbed run."""
     whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.csv"
-    base = [*words, "--dropout", 0.1, "--epochs", 4, "--max_steps", 20, "--snapshot_every", 4]
-    base += ["--num_stages", 2] if script == PIPELINE else ["--shard_size", 2]
-    job = start(script, *base, "--snapshot", cut, processes=4)
+    base = [*words, "--dropout", 0.1, "--epochs", 3, "--max_steps", 20, "--snapshot_every", 4]
+    job = start(script, *base, "--snapshot", cut, processes=2)
     wait_for_saves(job, cut, chance.randint(1, 3))
     if signum == signal.SIGKILL:
         os.kill(chance.choice(job.workers()), signum)
@@ -104,9 +103,9 @@ def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
     assert status, err
     wait_for(lambda: not job.processes())
     _, step = load(cut)["place"]
-    run(script, *base, "--snapshot", cut, "--log", log, processes=4)
+    run(script, *base, "--snapshot", cut, "--log", log, processes=2)
     assert steps_of(rows(log)[0]) == 20 - step, "it went on at that very step"
-    run(script, *base, "--snapshot", whole, processes=4)
+    run(script, *base, "--snapshot", whole, processes=2)
     assert_same_weights(cut, whole)
 
 
