@@ -317,16 +317,16 @@ def main():
     singles = [run for run in runs if run["processes"] == 1]
     if links and not singles:
         sys.exit("--predict needs the log of a run of one process")
-    lines = [line for group in groups for line in compare(group)]
+    lines, predictions = [line for group in groups for line in compare(group)], []
     compared = {name for group in groups for name in group["run"]}
     alone = [run for run in runs if run["run"] not in compared]
     if alone and not links:
         columns = [*SAME[:4], "processes", "batch", "s", "samples/s", "comm %", "R"]
         lines += ["## not compared, because no other run differs in the processes alone", ""]
         lines += [table(columns, alone), ""]
-    predictions = []
     for run, scaling in itertools.product(singles if links else [], ("strong", "weak")):
-        name = "predicted {} scaling, {script}, {model}, batch {batch} ({run})".format(scaling, **run)
+        name = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
+        name += f"batch {run['batch']}, run {run['run']}"
         found, verdict = predict(step_of(run, singles), scaling, links, args.gpus_per_node)
         predictions += [row | {"group": name} for row in found]
         lines += [f"## {name}", "", table(PREDICTED, found), "", verdict, ""]
