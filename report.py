@@ -150,7 +150,7 @@ def cell(value):
 def table(columns, rows):
     """Returns these columns of the rows as a Markdown table."""
     lines = [[cell(row[name]) for name in columns] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *lines)]
+    widths = [max(2, *map(len, column)) for column in zip(columns, *lines)]
     lines = [columns, ["-" * (width - 1) + ":" for width in widths], *lines]
     return "\n".join("| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in lines)
 
@@ -317,19 +317,19 @@ def main():
     singles = [run for run in runs if run["processes"] == 1]
     if links and not singles:
         sys.exit("--predict needs the log of a run of one process")
-    lines = [line for group in groups for line in compare(group)]
+    lines, predictions = [line for group in groups for line in compare(group)], []
     compared = {name for group in groups for name in group["run"]}
     alone = [run for run in runs if run["run"] not in compared]
     if alone and not links:
         columns = [*SAME[:4], "processes", "batch", "s", "samples/s", "comm %", "R"]
         lines += ["## not compared, because no other run differs in the processes alone", ""]
         lines += [table(columns, alone), ""]
-    predictions = []
     for run, scaling in itertools.product(singles if links else [], ("strong", "weak")):
-        title = "predicted {} scaling, {script}, {model}, batch {batch}".format(scaling, **run)
+        name = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
+        name += f"batch {run['batch']}, run {run['run']}"
         found, verdict = predict(step_of(run, singles), scaling, links, args.gpus_per_node)
-        predictions += [row | {"group": title} for row in found]
-        lines += [f"## {title}", "", table(PREDICTED, found), "", verdict, ""]
+        predictions += [row | {"group": name} for row in found]
+        lines += [f"## {name}", "", table(PREDICTED, found), "", verdict, ""]
     lines += [f"note: {note}" for note in notes]
     print("\n".join(lines))
     if args.out:
