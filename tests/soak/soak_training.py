@@ -14,12 +14,13 @@ from test_training import arguments_of, watched  # noqa: F401
 
 PAIRS = "--dataset multi30k --seq_len 16 --epochs 1"
 SHAKESPEARE = "--dataset {data}/tinyshakespeare/input.txt --seq_len 64"
+STEPS = "--dataset mnist --epochs 1 --max_steps 300"
 FIGURES = {  # command, processes, column: mean and standard deviation over five seeds
-    ("images.py", "--dataset mnist --model mlp --epochs 3", 1, "val_acc"): None,
-    ("images.py", "--dataset mnist --epochs 1 --max_steps 300", 2, "val_acc"): None,
-    ("autoencoder.py", "--dataset mnist --epochs 1 --max_steps 300", 2, "val_loss"): None,
-    ("text.py", "--dataset imdb --epochs 2", 2, "val_acc"): None,
-    ("text.py", "--dataset ag_news --model transformer --epochs 1", 2, "val_acc"): None,
+    ("images.py", "--dataset mnist --model mlp --epochs 3", 1, "val_acc"): (0.9779, 0.0015),
+    ("images.py", STEPS, 2, "val_acc"): (0.9715, 0.0032),
+    ("autoencoder.py", STEPS, 2, "val_loss"): (0.0070, 0.0003),
+    ("text.py", "--dataset imdb --epochs 2", 2, "val_acc"): (0.8587, 0.0089),
+    ("text.py", "--dataset ag_news --model transformer --epochs 1", 2, "val_acc"): (0.8968, 0.0031),
     ("translation.py", f"{PAIRS} --batch_size 32 --max_steps 60", 2, "val_ppl"): None,
     ("gpt.py", f"{SHAKESPEARE} --batch_size 12 --max_steps 300", 2, "val_loss"): None,
 }
