@@ -329,7 +329,7 @@ def main(args):
         sys.exit(f"{args.dataset} in {args.data_dir} is not the data of the training")
     parts = np.array_split(np.arange(len(texts)), max(1, len(texts) // args.batch_size))
     batches = [select_pairs(split, part, device) for part in parts]  # the longest sources first
-    timed = batches[::len(batches) // 4 + 1]  # stand for all lengths
+    timed = batches[::len(batches) // 3 + 1]  # stand for all lengths
     print(f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
           f"{len(texts):,} pairs to test on")
     device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
