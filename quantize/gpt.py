@@ -78,7 +78,8 @@ class CachedBlock(nn.Module):
         end = start + x.shape[1]
         cache[:, :, :, start:end] = qkv[1:]
         k, v = cache[:, :, :, :end]
-        y = F.scaled_dot_product_attention(qkv[0], k, v, is_causal=start == 0)
+        causal = True if start == 0 else False  # a constant for torch.compile, unlike start == 0
+        y = F.scaled_dot_product_attention(qkv[0], k, v, is_causal=causal)
         x = x + self.projection(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
