@@ -53,7 +53,7 @@ def parse_args():
     add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--compile", action="store_true", help="use torch.compile")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--sample", type=int, metavar="N", default=0, help="characters to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
