@@ -23,8 +23,7 @@ share of the bytes, and waits for the one before. n bytes take N - 1 latencies a
 if twice as many are 1.5 times as fast. Measure a link with --min_bytes 1048576. The prediction has
 limits. Processes of a node share memory and cores and slow each other down: it does not know that.
 Nor does it know that communication takes time from the cores that compute. A large layer's
-gradients are not ready in proportion to their bytes. All processes count as equally fast, and the
-link as free. A process can have less than one sample, which the scripts refuse.
+gradients are not ready in proportion to their bytes. It takes processes as equally fast.
 """
 import argparse
 import csv
@@ -32,6 +31,7 @@ import itertools
 import json
 import math
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +162,7 @@ def compare(group):
              if name not in ("script", "model") and value not in ("", "0", "0.0", "False")]
     for name in ("comm_hook", "device", "threads"):
         facts.append(f"{name} {' / '.join(group[name].unique())}")
-    lines = [f"## {first['group']}", "", ", ".join(facts), ""]
+    lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
     lines += [table([*MEASURED, first["metric"]], group.to_dict("records")), ""]
     if first["group"].startswith("strong"):
         bound = f"at most {1 / first['serial']:.3g}" if first["serial"] > 0 else "any number of"
