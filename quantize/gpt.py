@@ -6,7 +6,7 @@
 
 The weights of linear layers become int8 beforehand, with a scale for each row. The inputs become
 int8 when they come (dynamic), or stay as they are (weight-only). One text at a time is limited by
-memory, for each token reads all weights. Prompts and many texts are limited by arithmetic.
+memory, because each token reads all weights. Prompts and many texts are limited by arithmetic.
 torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
 torch.compile. Its dynamic kernels need more than 16 tokens at once on a GPU.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.

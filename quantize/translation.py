@@ -4,11 +4,11 @@
     python quantize/translation.py --snapshot lstm.pt           # a snapshot of any translation.py
     sbatch slurm/quantize_translation.slurm --snapshot lstm.pt  # without it, it trains a little
 
-The weights of linear layers and LSTMs become int8 beforehand, with a scale for each row or LSTM.
-The inputs become int8 when they come (dynamic), or stay as they are (weight-only).
-Embeddings stay fp32. torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which
-follows it, needs torch.compile and leaves LSTMs as they are, and its dynamic kernels need more
-than 16 sentences at once on a GPU.
+The weights of linear layers and LSTMs become int8 beforehand. The inputs become int8 when they
+come (dynamic), or stay as they are (weight-only). Embeddings stay as they are.
+torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
+torch.compile and leaves LSTMs as they are, so that of the lstm the last layer alone becomes int8.
+Its dynamic kernels need more than 16 sentences at once on a GPU.
 Shapes: B pairs of a batch, S source and T target tokens, D = d_model, H heads, V words.
 """
 import argparse
