@@ -5,7 +5,7 @@
     python report.py one.csv --predict link.json      # link.json is from allreduce.py --out
     python report.py one.csv --predict inside.json between.json --gpus_per_node 8
 
-Runs are compared that have the same settings and different numbers of processes. Strong scaling
+Runs with the same settings and different numbers of processes are compared. Strong scaling
 keeps the global batch, weak scaling keeps the batch of a process. Figures are means over the
 processes and over the epochs after the first. s is the time of an epoch in seconds. Speedup is the
 ratio of samples/s to the run with the fewest processes, efficiency is speedup / ratio of processes.
@@ -192,7 +192,7 @@ def draw_group(group, path):
 
 
 def read_links(paths):
-    """Returns the number of processes, the latency and the bandwidth from each link file."""
+    """Returns the latency of a hop (s) and the bandwidth (bytes/s) from each link file."""
     links = []
     for path in paths:
         try:

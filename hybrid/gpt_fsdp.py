@@ -112,7 +112,7 @@ def batches(tokens, args, epoch, steps, device):
 
 
 class GPTBlock(nn.Module):
-    """A transformer block, (B, T, D) to (B, T, D), in which a token sees those before it."""
+    """A transformer block, (B, T, D) to (B, T, D), where a token sees itself and those before."""
 
     def __init__(self, args):
         super().__init__()
@@ -282,7 +282,7 @@ def token_loss(model, tokens, targets, args):
 
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
-    """Returns the sums of batch_loss, added up over all batches."""
+    """Returns the sums that batch_loss gives, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
@@ -299,7 +299,7 @@ def gpt_row(settings, progress, val_sums, seconds, num_samples):
     row["tokens/s"] = row["samples/s"] * row["seq_len"]
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in row["device"]] or [math.nan]
-    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of bf16
+    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of the bf16 peak
     return row
 
 
@@ -308,7 +308,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
+    comm_total = means["comm_total"] or float("nan")  # nothing is sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -403,7 +403,7 @@ def main(args):
             loss.backward()
             watch.mark("backward")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 1.05 - done)  # up in 5% of all steps, then down in a line
+            factor = min(20 * done, 1.05 - done)  # rises for 5% of all steps, then falls linearly
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * factor
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -117,7 +117,7 @@ def batches(tokens, args, epoch, steps, device):
 
 
 class GPTBlock(nn.Module):
-    """A transformer block, (B, T, D) to (B, T, D), in which a token sees those before it."""
+    """A transformer block, (B, T, D) to (B, T, D), where a token sees itself and those before."""
 
     def __init__(self, args):
         super().__init__()
@@ -369,7 +369,7 @@ def gpt_row(settings, progress, val_sums, seconds, num_samples):
     row["tokens/s"] = row["samples/s"] * row["seq_len"]
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in row["device"]] or [math.nan]
-    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of bf16
+    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of the bf16 peak
     return row
 
 
@@ -378,7 +378,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
+    comm_total = means["comm_total"] or float("nan")  # nothing is sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -470,7 +470,7 @@ def main(args):
                 watch.all_reduce(stage.embedding.weight.grad, ends).wait()
             watch.mark("comm")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 1.05 - done)  # up in 5% of all steps, then down in a line
+            factor = min(20 * done, 1.05 - done)  # rises for 5% of all steps, then falls linearly
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * factor
             clip_gradients(stage, pipeline)

@@ -64,7 +64,7 @@ def parse_args():
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--sample", type=int, metavar="N", default=0, help="characters to generate at the end")
+    add("--sample", type=int, metavar="N", default=0, help="bytes to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
@@ -110,7 +110,7 @@ def batches(tokens, args, epoch, steps, device):
 
 
 class GPTBlock(nn.Module):
-    """A transformer block, (B, T, D) to (B, T, D), in which a token sees those before it."""
+    """A transformer block, (B, T, D) to (B, T, D), where a token sees itself and those before."""
 
     def __init__(self, args):
         super().__init__()
@@ -191,7 +191,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last call is at the end
+        start = self.backward_end = self.now()  # the last call ends the backward pass
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -256,7 +256,7 @@ def token_loss(model, tokens, targets, args):
 
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
-    """Returns the sums of batch_loss, added up over all batches."""
+    """Returns the sums that batch_loss gives, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
@@ -283,7 +283,7 @@ def gpt_row(settings, progress, val_sums, seconds, num_samples):
     row["tokens/s"] = row["samples/s"] * row["seq_len"]
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in row["device"]] or [math.nan]
-    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of bf16
+    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of the bf16 peak
     return row
 
 
@@ -292,7 +292,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # singlegpu sends nothing
+    comm_total = means["comm_total"] or float("nan")  # nothing is sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -369,7 +369,7 @@ def main(rank, args, init_method):
                 watch.mark("backward", at=watch.backward_end if last else None)
             watch.mark("comm")  # communication that the backward pass did not hide
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 1.05 - done)  # up in 5% of all steps, then down in a line
+            factor = min(20 * done, 1.05 - done)  # rises for 5% of all steps, then falls linearly
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * factor
             scaler.unscale_(optimizer)

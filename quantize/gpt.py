@@ -2,13 +2,13 @@
 
     python singlegpu/gpt.py --snapshot gpt.pt
     python quantize/gpt.py --snapshot gpt.pt            # a snapshot of any gpt.py
-    sbatch slurm/quantize_gpt.slurm --snapshot gpt.pt   # without it, it trains a little first
+    sbatch slurm/quantize_gpt.slurm --snapshot gpt.pt   # trains a little without --snapshot
 
-The weights of linear layers become int8 beforehand, with a scale for each row. The inputs become
-int8 when they come (dynamic), or stay as they are (weight-only). One text at a time is limited by
-memory, because each token reads all weights. Prompts and many texts are limited by arithmetic.
+The weights of linear layers become int8 once, with a scale for each row. Their inputs become int8
+in each call (dynamic), or never (weight-only). One text at a time is limited by
+memory bandwidth: each token reads all weights. Prompts and many texts are limited by arithmetic.
 torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
-torch.compile. Its dynamic kernels need more than 16 tokens at once on a GPU.
+torch.compile. Its dynamic kernels need more than 16 tokens at once.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
 """
 import argparse
@@ -78,7 +78,7 @@ class CachedBlock(nn.Module):
         end = start + x.shape[1]
         cache[:, :, :, start:end] = qkv[1:]
         k, v = cache[:, :, :, :end]
-        causal = True if start == 0 else False  # a constant for torch.compile, unlike start == 0
+        causal = True if start == 0 else False  # torch.compile needs a plain bool
         y = F.scaled_dot_product_attention(qkv[0], k, v, is_causal=causal)
         x = x + self.projection(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -132,12 +132,12 @@ def quantize(model, kernels):
         layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
                   nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
         return torch.ao.quantization.quantize_dynamic(model, layers)
-    import torchao.quantization as ao  # slow
+    import torchao.quantization as ao  # a slow import
     model = copy.deepcopy(model)
     for layer in model.modules():
         if type(layer) is nn.Linear:
             config = ao.Int8WeightOnlyConfig()
-            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # int8 products on GPUs
+            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # GPUs' kernels need that
             if kernels == "torchao dynamic" and fits:
                 config = ao.Int8DynamicActivationInt8WeightConfig()
             ao.quantize_(layer, config)
@@ -145,11 +145,11 @@ def quantize(model, kernels):
 
 
 def create_variants(model, backend):
-    """Returns [(precision, kernels, model)], fp32 first. On a GPU, what is not int8 is bf16."""
+    """Returns [(precision, kernels, model)]. On a GPU the rest of an int8 model is bf16."""
     on_gpu, cpu = next(model.parameters()).is_cuda, torch.cpu.get_capabilities()
     kernels = "eager" if backend == "torch.ao" else "compiled"
     variants = [("fp32", kernels, model)]
-    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # on x86, on Arm
+    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # x86, Arm
         variants.append(("bf16", kernels, copy.deepcopy(model).bfloat16()))
     else:
         print("bf16 is left out: this CPU has no instructions for it")
@@ -167,7 +167,7 @@ def megabytes(model):
 
 
 def print_table(rows):
-    """Prints dicts as Markdown: of a list of speeds the median, and how many times fp32's it is."""
+    """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
     lines = [list(rows[0])]
     for row in rows:
         lines.append([])
@@ -195,7 +195,7 @@ def perplexity(model, batches):
 
 @torch.no_grad()
 def generate(model, prompts, num_new):
-    """Returns the likeliest next tokens (B, num_new), and the seconds of the first and the rest."""
+    """Returns the likeliest tokens (B, num_new), and the seconds of the first and of the rest."""
     def now():
         if prompts.is_cuda:
             torch.cuda.synchronize()
@@ -224,7 +224,7 @@ def main(args):
     on_gpu = torch.cuda.is_available() and args.backend == "torchao"
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
-    torch.compiler.config.recompile_limit = 64  # for all models and shapes together
+    torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
     tokens = torch.from_numpy(read_tokens(args)[1].astype(np.int64)).to(device)
     batches = tokens.unfold(0, args.seq_len + 1, args.seq_len).split(args.batch_size)

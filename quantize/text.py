@@ -2,13 +2,13 @@
 
     python singlegpu/text.py --model transformer --snapshot text.pt
     python quantize/text.py --snapshot text.pt           # a snapshot of any text.py
-    sbatch slurm/quantize_text.slurm --snapshot text.pt  # without it, it trains a little first
+    sbatch slurm/quantize_text.slurm --snapshot text.pt  # trains a little without --snapshot
 
-The weights of linear layers become int8 beforehand, with a scale for each row. The inputs become
-int8 when they come (dynamic), or stay as they are (weight-only). Embeddings and attention do not
+The weights of linear layers become int8 once, with a scale for each row. Their inputs become int8
+in each call (dynamic), or never (weight-only). Embeddings and attention do not
 change: a line tells how much of the time of fp32 is not spent in linear layers.
 torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
-torch.compile. Its dynamic kernels need more than 16 tokens at once on a GPU.
+torch.compile. Its dynamic kernels need more than 16 tokens at once.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 import argparse
@@ -159,12 +159,12 @@ def quantize(model, kernels):
         layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
                   nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
         return torch.ao.quantization.quantize_dynamic(model, layers)
-    import torchao.quantization as ao  # slow
+    import torchao.quantization as ao  # a slow import
     model = copy.deepcopy(model)
     for layer in model.modules():
         if type(layer) is nn.Linear:
             config = ao.Int8WeightOnlyConfig()
-            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # int8 products on GPUs
+            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # GPUs' kernels need that
             if kernels == "torchao dynamic" and fits:
                 config = ao.Int8DynamicActivationInt8WeightConfig()
             ao.quantize_(layer, config)
@@ -172,11 +172,11 @@ def quantize(model, kernels):
 
 
 def create_variants(model, backend):
-    """Returns [(precision, kernels, model)], fp32 first. On a GPU, what is not int8 is bf16."""
+    """Returns [(precision, kernels, model)]. On a GPU the rest of an int8 model is bf16."""
     on_gpu, cpu = next(model.parameters()).is_cuda, torch.cpu.get_capabilities()
     kernels = "eager" if backend == "torch.ao" else "compiled"
     variants = [("fp32", kernels, model)]
-    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # on x86, on Arm
+    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # x86, Arm
         variants.append(("bf16", kernels, copy.deepcopy(model).bfloat16()))
     else:
         print("bf16 is left out: this CPU has no instructions for it")
@@ -194,7 +194,7 @@ def megabytes(model):
 
 
 def print_table(rows):
-    """Prints dicts as Markdown: of a list of speeds the median, and how many times fp32's it is."""
+    """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
     lines = [list(rows[0])]
     for row in rows:
         lines.append([])
@@ -242,7 +242,7 @@ def main(args):
     on_gpu = torch.cuda.is_available() and args.backend == "torchao"
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
-    torch.compiler.config.recompile_limit = 64  # for all models and shapes together
+    torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
     _, (tokens, lengths, classes), _ = read_texts(args, device)
     batches = []

@@ -2,14 +2,14 @@
 
     python singlegpu/translation.py --model lstm --snapshot lstm.pt
     python quantize/translation.py --snapshot lstm.pt           # a snapshot of any translation.py
-    sbatch slurm/quantize_translation.slurm --snapshot lstm.pt  # without it, it trains a little
+    sbatch slurm/quantize_translation.slurm --snapshot lstm.pt  # trains a little without --snapshot
 
-The weights of linear layers and LSTMs become int8 beforehand. The inputs become int8 when they
-come (dynamic), or stay as they are (weight-only). Embeddings stay as they are.
+The weights of linear layers and LSTMs become int8 once. Their inputs become int8 in each call
+(dynamic), or never (weight-only). Embeddings stay as they are.
 torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
-torch.compile and leaves LSTMs as they are, so that of the lstm the last layer alone becomes int8.
-Its dynamic kernels need more than 16 sentences at once on a GPU.
-Shapes: B pairs of a batch, S source and T target tokens, D = d_model, H heads, V words.
+torch.compile and leaves LSTMs as they are: the lstm's last layer alone becomes int8. Its dynamic
+kernels need more than 16 sentences at once.
+Shapes: B sentences of a batch, S source and T target tokens, D = d_model, H heads, V words.
 """
 import argparse
 import copy
@@ -116,7 +116,7 @@ def select_pairs(split, rows, device):
 
 
 class StepwiseLSTM(nn.Module):
-    """An LSTMTranslator for inference: it makes one token at a time, and keeps the state."""
+    """The lstm of the training scripts, for inference: one token at a time, with a kept state."""
 
     def __init__(self, source_size, target_size):
         super().__init__()
@@ -184,7 +184,7 @@ class DecoderLayer(EncoderLayer):
 
 
 class StepwiseTransformer(nn.Module):
-    """A TransformerTranslator for inference: one token at a time, with a cache of the past."""
+    """The transformer of the training scripts, for inference: one token at a time, with a cache."""
 
     def __init__(self, source_size, target_size, seq_len):
         super().__init__()
@@ -198,7 +198,7 @@ class StepwiseTransformer(nn.Module):
         self.head.weight = self.target.weight
 
     def encode(self, source, lengths):
-        """Returns where sources are real, and past and memory of each layer of the decoder."""
+        """Returns the mask of real tokens, and (past, memory) for each layer of the decoder."""
         real = (source != PAD)[:, None, None]  # (B, 1, 1, S)
         x = self.source(source) * 256 ** 0.5 + self.positions.weight[:source.shape[1]]
         for layer in self.encoder["layers"]:
@@ -206,7 +206,7 @@ class StepwiseTransformer(nn.Module):
         x, caches = self.encoder["norm"](x), []
         for layer in self.decoder["layers"]:
             memory = layer.multihead_attn.keys_values(x)
-            caches.append((memory[:, :, :, :0], memory))
+            caches.append((memory[:, :, :, :0], memory))  # no past yet
         return real, caches
 
     def step(self, state, token, position):
@@ -221,7 +221,7 @@ class StepwiseTransformer(nn.Module):
 
 
 def create_model(args, tensors):
-    """Returns a translator with these weights."""
+    """Returns a translator for inference with the weights of the trained one, renamed."""
     sizes = len(tensors["source.weight"]), len(tensors["target.weight"])
     if args.model == "lstm":
         model = StepwiseLSTM(*sizes)
@@ -253,12 +253,12 @@ def quantize(model, kernels):
         layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
                   nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
         return torch.ao.quantization.quantize_dynamic(model, layers)
-    import torchao.quantization as ao  # slow
+    import torchao.quantization as ao  # a slow import
     model = copy.deepcopy(model)
     for layer in model.modules():
         if type(layer) is nn.Linear:
             config = ao.Int8WeightOnlyConfig()
-            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # int8 products on GPUs
+            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # GPUs' kernels need that
             if kernels == "torchao dynamic" and fits:
                 config = ao.Int8DynamicActivationInt8WeightConfig()
             ao.quantize_(layer, config)
@@ -266,11 +266,11 @@ def quantize(model, kernels):
 
 
 def create_variants(model, backend):
-    """Returns [(precision, kernels, model)], fp32 first. On a GPU, what is not int8 is bf16."""
+    """Returns [(precision, kernels, model)]. On a GPU the rest of an int8 model is bf16."""
     on_gpu, cpu = next(model.parameters()).is_cuda, torch.cpu.get_capabilities()
     kernels = "eager" if backend == "torch.ao" else "compiled"
     variants = [("fp32", kernels, model)]
-    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # on x86, on Arm
+    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # x86, Arm
         variants.append(("bf16", kernels, copy.deepcopy(model).bfloat16()))
     else:
         print("bf16 is left out: this CPU has no instructions for it")
@@ -288,7 +288,7 @@ def megabytes(model):
 
 
 def print_table(rows):
-    """Prints dicts as Markdown: of a list of speeds the median, and how many times fp32's it is."""
+    """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
     lines = [list(rows[0])]
     for row in rows:
         lines.append([])
@@ -321,19 +321,19 @@ def main(args):
     on_gpu = torch.cuda.is_available() and args.backend == "torchao"
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
-    torch.compiler.config.recompile_limit = 64  # for all models and shapes together
+    torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
-    *_, split, texts, tokenizers = read_pairs(args)
-    words = [tokenizer.get_vocab_size() for tokenizer in tokenizers]
-    if words != [len(model.source.weight), len(model.target.weight)]:
+    *_, test_split, texts, tokenizers = read_pairs(args)
+    sizes = [tokenizer.get_vocab_size() for tokenizer in tokenizers]
+    if sizes != [len(model.source.weight), len(model.target.weight)]:
         sys.exit(f"{args.dataset} in {args.data_dir} is not the data of the training")
     parts = np.array_split(np.arange(len(texts)), max(1, len(texts) // args.batch_size))
-    batches = [select_pairs(split, part, device) for part in parts]  # the longest sources first
-    timed = batches[::len(batches) // 3 + 1]  # stand for all lengths
+    batches = [select_pairs(test_split, part, device) for part in parts]  # longest first
+    timed = batches[::max(1, len(batches) // 3)]  # a few, from the longest to the shortest
     print(f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
           f"{len(texts):,} pairs to test on")
     device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    print(f"{device_name}, threads {torch.get_num_threads()}; batches of {args.batch_size}; "
+    print(f"{device_name}, threads {torch.get_num_threads()}; batches of {len(parts[0])}; "
           f"torch {torch.__version__}")
 
     references = [text or "" for text in texts[args.target]]
@@ -342,7 +342,7 @@ def main(args):
         rows.append({"precision": precision, "kernels": kernels, "MB": megabytes(model)})
         if args.backend == "torchao":
             model.encode, model.step = torch.compile(model.encode), torch.compile(model.step)
-        translations, _ = translate_stepwise(model, batches, tokenizers[1], args)
+        translations, _ = translate_stepwise(model, batches, tokenizers[1], args)  # warms up, too
         bleu = sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl",
                                      force=True)  # as the training scripts call it
         rows[-1] |= {"BLEU": f"{bleu.score:.2f}", "sentences/s": []}
