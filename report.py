@@ -16,14 +16,14 @@ f + (1 - f) / N, is fitted by least squares (after Karp and Flatt 1990).
 
 The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process.
 Data, forward and backward pass shrink with the batch: in proportion or, with logs of several
-batches, in a line between them. The optimizer's time stays. DDP sends gradients in buckets of
-1 MiB and then 25 MiB. A bucket is ready when the backward pass has come as far as the bucket's
-share of the bytes, and waits for the one before. n bytes take N - 1 latencies and n x 2 (N - 1) / N
-/ bandwidth; over nodes, the latencies of both links and the smaller bandwidth. More processes pay
-if twice as many are 1.5 times as fast. Measure a link with --min_bytes 1048576. The prediction has
-limits. Processes of a node share memory and cores and slow each other down: it does not know that.
-Nor does it know that communication takes time from the cores that compute. A large layer's
-gradients are not ready in proportion to their bytes. It takes processes as equally fast.
+batches, by linear interpolation. The optimizer's time stays. DDP sends gradients in buckets of
+1 MiB and then 25 MiB. A bucket is ready when the backward pass has come as far as the bytes up to
+the bucket's end, and waits for the one before. n bytes take N - 1 latencies of a hop and n x 2
+(N - 1) / N / bandwidth; over nodes, the latencies of both links and the smaller bandwidth. More
+processes pay if twice as many are 1.5 times as fast. Measure a link by allreduce.py --min_bytes
+1048576. The prediction does not know that processes of a node share memory and cores and slow each
+other down, nor that communication takes time from the cores that compute. A large layer's
+gradients are not ready in proportion to their bytes. Processes are not all equally fast.
 """
 import argparse
 import csv
@@ -134,7 +134,7 @@ def groups_of(runs):
             x, y = 1 - 1 / ratio, 1 / group["speedup"] - 1 / ratio  # Amdahl: y = serial * x
             group["serial"] = (x * y).sum() / (x * x).sum()
             kept = "global batch" if scaling == "strong" else "batch of a process"
-            group["group"] = f"{scaling} scaling, {same[0]}, {same[1]}, {kept} {batch:g}"
+            group["group"] = f"{scaling} scaling, {', '.join(same[:4])}, {kept} {batch:g}"
             found.append(group)
     return found
 
@@ -159,7 +159,7 @@ def compare(group):
     """Returns the lines on a group."""
     first = group.iloc[0]
     facts = [f"{name} {value}" for name, value in settings_of(first).items()
-             if name not in ("script", "model") and value not in ("", "0", "0.0", "False")]
+             if name not in SAME[:4] and value not in ("", "0", "0.0", "False")]
     for name in ("comm_hook", "device", "threads"):
         facts.append(f"{name} {' / '.join(group[name].unique())}")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
@@ -209,7 +209,7 @@ def read_links(paths):
 
 def step_of(run, runs):
     """Returns what a prediction needs of a run of one process, and of those like it in `runs`."""
-    phases, total = {}, 4 * run["parameters"]  # seconds of a step for each batch; bytes
+    phases, total = {}, 4 * run["parameters"]  # bytes of all gradients
     for other in [*runs, run]:
         if settings_of(other) == settings_of(run):
             steps = other["samples/s"] / other["batch"]  # in a second
