@@ -148,6 +148,30 @@ def test_translation_padding_and_order(model):
     assert not torch.allclose(before[5:], after[5:])
 
 
+@pytest.mark.parametrize("script", ["images", "text", "translation", "gpt"])
+def test_shares(monkeypatch, script):
+    """Of each batch two processes have a half each, and together all of it."""
+    numbers, args = np.arange(600), namespace(grad_accum_steps=2)
+    ids = np.repeat(numbers.astype(np.int16)[:, None] + 1, 16, 1)
+    lengths = {"source_length": np.full(600, 16), "target_length": np.full(600, 16)}
+    tensors = torch.from_numpy(ids), torch.full((600,), 16), torch.from_numpy(numbers)
+    pairs = lengths | {"sources": ids, "targets": ids}
+    images, tokens = (ids[:, :, None, None], numbers), np.arange(1000)
+    split = {"images": images, "text": tensors, "translation": pairs, "gpt": tokens}[script]
+
+    def batch_of(script):
+        more = [] if "text" in script else [CPU]
+        loader = module(script).batches(split, args, 0, range(3, 4), *more)
+        return sorted(row for part in next(iter(loader)) for row in part[0].flatten(1).tolist())
+
+    whole, halves = batch_of(f"singlegpu/{script}.py"), []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        halves.append(batch_of(f"multigpu/{script}.py"))
+    assert len(halves[0]) == len(halves[1]) == 6 and sorted(sum(halves, [])) == whole
+
+
 class Words:
     """In place of a tokenizer: the ids themselves."""
 
