@@ -33,7 +33,8 @@ def shape(request, data, tmp_path):
     script, processes, words = SHAPES[request.param]
     source = ("--dataset", data / "words.txt") if "gpt" in script else ("--data_dir", data)
     files = ("--snapshot", tmp_path / "job.pt", "--snapshot_every", 5, "--log", tmp_path / "a.csv")
-    return script, processes, [*words.split(), *source, *files]
+    more = ("--timeout", 30) if processes != 1 else ()
+    return script, processes, [*words.split(), *source, *files, *more]
 
 
 def finish(run, shape, tmp_path):
@@ -59,6 +60,14 @@ def wait_for_moment(job, folder, moment, chance):
     time.sleep(chance.uniform(0, 0.1 if moment == "step" else 0.02))
 
 
+def end_all(jobs):
+    """Returns when all processes have ended: --timeout ends those whose torchrun was killed."""
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not any(each.processes() for each in jobs), 120)
+    left = [command for each in jobs for command in each.processes().values()]
+    assert not left, left
+
+
 @pytest.mark.parametrize("shape", SHAPES, indirect=True)
 def test_kills(start, run, tmp_path, chance, shape):
     """SIGKILL or SIGTERM for a process or for what launched it."""
@@ -74,7 +83,7 @@ def test_kills(start, run, tmp_path, chance, shape):
             if job.process.poll() is None and victims:
                 os.kill(chance.choice(victims), signum)
         print(moment, signum.name, [each.wait()[0] for each in jobs])
-        wait_for(lambda jobs=jobs: not any(each.processes() for each in jobs))
+        end_all(jobs)
     finish(run, shape, tmp_path)
 
 
