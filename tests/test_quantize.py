@@ -12,7 +12,7 @@ from test_models import gpt, module, namespace
 TRAIN = {  # what the training scripts are given
     "gpt": "gpt.py --d_model 64 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --epochs 4 "
     "--learning_rate 3e-3",
-    "text": "text.py --model transformer --seq_len 32 --epochs 1 --max_steps 60",
+    "text": "text.py --model transformer --seq_len 32 --epochs 1 --max_steps 40",
     "lstm": "translation.py --model lstm --seq_len 8 --epochs 1 --max_steps 25 --batch_size 48 "
     "--learning_rate 3e-3",
     "transformer": "translation.py --seq_len 8 --epochs 1 --max_steps 80 --batch_size 48",
