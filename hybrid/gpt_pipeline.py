@@ -405,7 +405,7 @@ def main(args):
     replicas, pipeline, ends = (dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0]
                                 for lists in (ranks.T, ranks, ranks[:, [0, -1]]))
     saving = dist.new_group(ranks[0].tolist(), timeout, "gloo")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:

@@ -338,7 +338,7 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     devices, groups = setup_stages(args, rank, world_size)
     device = devices[0]
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     torch.backends.cudnn.benchmark = True
     if rank > 0:
         dist.barrier()  # rank 0 comes first and downloads what is missing

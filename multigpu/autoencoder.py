@@ -261,7 +261,7 @@ def main(rank, args, init_method):
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     torch.backends.cudnn.benchmark = True
     train_images = read_pixels(args, "train").to(device)
     val_images = read_pixels(args, "test").to(device)

@@ -310,7 +310,7 @@ def main(rank, args, init_method):
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:

@@ -324,7 +324,7 @@ def main(rank, args, init_method):
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     train_split, val_split, labels = read_texts(args, device)
     val_batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
                    in zip(*(tensor[rank::world_size].split(128) for tensor in val_split))]

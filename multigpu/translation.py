@@ -380,7 +380,7 @@ def main(rank, args, init_method):
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
     val_batches, test_batches = [], []
     for split, loader in (val_split, val_batches), (test_split, test_batches):

@@ -383,7 +383,7 @@ def main(args):
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     if rank > 0:
         dist.barrier()  # rank 0 comes first and prepares what is missing
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)

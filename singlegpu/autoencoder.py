@@ -210,7 +210,7 @@ def main(args):
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     torch.backends.cudnn.benchmark = True
     train_images = read_pixels(args, "train").to(device)
     val_images = read_pixels(args, "test").to(device)

@@ -272,7 +272,7 @@ def main(args):
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     train_split, val_split, labels = read_texts(args, device)
     val_batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
                    in zip(*(tensor.split(128) for tensor in val_split))]

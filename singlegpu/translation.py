@@ -328,7 +328,7 @@ def main(args):
     for signum in SIGNALS:
         signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
     val_batches, test_batches = [], []
     for split, loader in (val_split, val_batches), (test_split, test_batches):

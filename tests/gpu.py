@@ -1,7 +1,7 @@
 """Prove and measure the scripts on the GPUs of this machine, in one command without a network.
 
     python tests/gpu.py                # some 8 minutes; writes gpu.md: what held, rows, speeds
-    python tests/gpu.py --dry_run      # prints what it would run
+    python tests/gpu.py --dry_run      # prints what it would run on two GPUs
     python tests/gpu.py --device cpu   # all of it but CUDA's own checks, at tiny sizes
 
 It needs torch 2.11 or newer. It says what it leaves out: with one GPU nothing is sent, and without
@@ -43,13 +43,15 @@ SCRIPT = "multigpu/images.py"
 GPT2 = "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024 --batch_size 8"
 LAUNCH = {"singlegpu": "", "multigpu": "--num_gpus {count}",
           "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --"}
+NUMBERS = ("train_loss", "val_loss", "samples/s", "tokens/s", "MFU")  # that it reads from logs
 found, failures = [], []  # lines of the report; names of the checks that did not hold
 options = None  # of the command line
 
 
 def tell(line):
-    print(line, flush=True)
-    found.append(line)
+    if not options.dry_run:
+        print(line, flush=True)
+        found.append(line)
 
 
 def start(script, words, log=None, count=1, environment=()):
@@ -78,7 +80,7 @@ def run(script, words, count=1, **environment):
         log = Path(folder, "log.csv")
         process = start(script, words, log, count, environment)
         if not process:
-            raise DryRun
+            return [dict.fromkeys(NUMBERS, "1") | {"rank": "0"}], "", ""
         out, err = process.communicate(timeout=600)
         if process.returncode:
             raise AssertionError(f"{script} {words}: status {process.returncode}\n{err[-2000:]}")
@@ -87,7 +89,7 @@ def run(script, words, count=1, **environment):
 
 
 class DryRun(Exception):
-    """Nothing was run."""
+    """Ends a check of which nothing was run."""
 
 
 def rate(rows):
@@ -114,10 +116,7 @@ def check_losses(script):
     cases["compiled"] = "--compile", {}, 2e-2
     told, expected, wrong = [], None, []
     for name, (more, environment, tolerance) in cases.items():
-        try:
-            rows = run(script, f"{words} {more}", **environment)[0]
-        except DryRun:
-            continue
+        rows = run(script, f"{words} {more}", **environment)[0]
         expected = expected or losses(rows)
         told.append(f"{name} {losses(rows)[-1]:.4f} ({rate(rows):,.0f} samples/s)")
         if name != "CPU" and not near(losses(rows), expected, tolerance):
@@ -219,6 +218,8 @@ def check_all_processes():
     words = f"--model {model} --batch_size {32 * count} --max_steps 40 --epochs 1"
     with tempfile.TemporaryDirectory() as folder:
         rows = run(f"tests/watch.py {folder} multinode/images.py", words, count)[0]
+        if options.dry_run:
+            raise DryRun
         seen = json.loads(Path(folder, "0.json").read_text())  # of rank 0
     for name in ("comm", "comm_total"):
         ours, ddps = 1000 * float(rows[0][name]) / 40, 1000 * seen[name]
@@ -238,6 +239,44 @@ def check_all_processes():
     assert options.device == "cpu" or ratio > 0.95, "the hook takes DDP's overlap away"
 
 
+PROFILED = """import os, runpy, sys, torch
+sys.argv = sys.argv[1:]
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit:
+        pass
+if os.environ["RANK"] == "0":
+    profiler.export_chrome_trace(os.path.join(os.path.dirname(__file__), "trace.json"))
+"""
+
+
+def check_overlap():
+    """A profiler's trace: the share of NCCL's kernels during which others run on the same GPU."""
+    words = f"--model vgg11 --learning_rate 1e-4 --batch_size {32 * options.count}"
+    with tempfile.TemporaryDirectory() as folder:
+        wrapper = Path(folder, "profiled.py")
+        wrapper.write_text(PROFILED)
+        more = f"{words} --max_steps 20 --epochs 1"
+        row = run(f"{wrapper} multinode/images.py", more, options.count)[0][0]
+        if options.dry_run:
+            raise DryRun
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    spans = {True: [], False: []}  # of NCCL's kernels, and of the others
+    for event in kernels:
+        spans["nccl" in event["name"].lower()].append((event["ts"], event["ts"] + event["dur"]))
+    both, others = 0.0, sorted(spans[False])
+    for start, end in spans[True]:
+        for first, last in others:
+            both += max(0.0, min(end, last) - max(start, first))
+    share = both / sum(end - start for start, end in spans[True])
+    told = 1 - float(row["comm"]) / float(row["comm_total"])
+    tell(f"- in a profiler's trace other kernels run for {share:.0%} of the time of NCCL's; the "
+         f"script says that {told:.0%} is hidden")
+    assert share > 0.1, "nothing overlaps"
+
+
 def check_gpt2():
     """GPT-2 (124 M) in bf16, compiled, beside a loop of the same model without our timers."""
     size, steps = GPT2, 40
@@ -250,6 +289,8 @@ def check_gpt2():
             ids = torch.randint(16, (1 << 20,), generator=generator, dtype=torch.int16)
             ids.numpy().tofile(f"{folder}/{name}.bin")
         row = run("singlegpu/gpt.py", f"{words} --dataset {folder}")[0][-1]
+    if options.dry_run:
+        raise DryRun
     plain = plain_gpt(size, steps)
     tell(f"- gpt.py {size}: {float(row['tokens/s']):,.0f} tokens/s, MFU {float(row['MFU']):.3f}; "
          f"a plain loop {plain:,.0f} tokens/s")
@@ -264,7 +305,7 @@ def plain_gpt(size, steps):
     sizes = dict(re.findall(r"--(\w+) (\d+)", size))
     args = {"vocab_size": 50304, "n_heads": 4} | {name: int(value) for name, value in sizes.items()}
     args = argparse.Namespace(**args, dropout=0.0)
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
     model = gpt.GPT(args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     compiled = torch.compile(model)
@@ -308,6 +349,9 @@ def check_quantize():
         run("singlegpu/gpt.py", f"{options.sizes['gpt.py']} --snapshot {snapshot}")
         words = [sys.executable, "quantize/gpt.py", "--snapshot", str(snapshot), "--rounds", "1"]
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {})
+        if options.dry_run:
+            print(*words)
+            raise DryRun
         pipes = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
         done = subprocess.run(words, timeout=600, **pipes)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -326,21 +370,23 @@ def attempt(name, check, *arguments):
             traceback.print_exc()
         failures.append(name)
         tell(f"- **{name} failed**: {error}")
-    print(f"{time.monotonic() - begin:.0f} s", flush=True)
+    if not options.dry_run:
+        print(f"{time.monotonic() - begin:.0f} s", flush=True)
 
 
 def main():
     global options
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
+    parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--dry_run", action="store_true", help="print the commands, run none")
     parser.add_argument("--out", default="gpu.md", help="file to write")
     options = parser.parse_args()
+    options.device = options.device or ("cuda" if options.dry_run else device)
     if options.device == "cuda" and device == "cpu" and not options.dry_run:
         sys.exit("torch sees no GPU here; --device cpu runs what needs none")
     options.sizes = SHORT if options.device == "cuda" else TINY
-    options.count = torch.cuda.device_count() if options.device == "cuda" else 2
+    options.count = torch.cuda.device_count() if device == "cuda" else 2
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     tell(f"{max(1, torch.cuda.device_count())} x {name}, torch {torch.__version__}")
     scripts = list(options.sizes)
@@ -357,6 +403,8 @@ def main():
     attempt("one process of DDP", check_one_process_of_nccl)
     if options.count > 1:
         attempt("all processes", check_all_processes)
+        if options.device == "cuda":
+            attempt("overlap", check_overlap)
     else:
         tell("- left out: all that several GPUs send each other, as there is one")
     attempt("GPT-2", check_gpt2)
