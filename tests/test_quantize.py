@@ -44,13 +44,13 @@ def table(out):
     return [dict(zip(head, row)) for row in rows]
 
 
-def assert_as_good(rows, quality):
+def assert_as_good(rows, quality, smaller=True):
     """The other precisions have the quality of fp32, in less memory; all have speeds."""
     before = float(rows[0][quality])
     tolerance = {"val_ppl": 0.01 * before, "val_acc": 0.005, "BLEU": 0.5}[quality]
     for row in rows[1:]:
         assert float(row[quality]) == pytest.approx(before, abs=tolerance), row
-        assert float(row["MB"]) < float(rows[0]["MB"])
+        assert float(row["MB"]) < float(rows[0]["MB"]) or not smaller
         assert [cell for cell in row.values() if cell.endswith("x")]
     assert rows[-1]["precision"] == "int8"
     return before

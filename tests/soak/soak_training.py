@@ -64,10 +64,10 @@ def test_compiled(run, data, tmp_path, task):
 @needs_compiler
 @pytest.mark.parametrize("model", QUALITIES)
 def test_torchao(run, trained, model):  # noqa: F811
-    """The other kernels of int8 have the same quality."""
+    """The other kernels of int8 have the same quality. Of the lstm they leave all but the head."""
     script, snapshot, *_ = trained(model)
     more = ("--snapshot", snapshot, "--backend", "torchao", "--rounds", 1)
-    assert_as_good(table(run(script, *more)), QUALITIES[model])
+    assert_as_good(table(run(script, *more)), QUALITIES[model], smaller=model != "lstm")
 
 
 def test_comm_agrees_with_ddp(watched):  # noqa: F811
