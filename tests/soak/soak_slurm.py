@@ -86,7 +86,7 @@ def test_signal_before_the_limit(site, long, folder):  # noqa: F811
 
 def test_time_limit(site, long):  # noqa: F811
     """The real limit of a minute: Slurm sends the signal, until the training is done."""
-    job = long("singlegpu", 1500, "--time=1", "--signal=USR2@40")
+    job = long("singlegpu", 400, "--time=1", "--signal=USR2@40")
     assert site.wait(job) == "COMPLETED", site.output(job)
     print(site.show(job)["Restarts"], "restarts")
     assert int(site.show(job)["Restarts"]) >= 1, site.output(job)
