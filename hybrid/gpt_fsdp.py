@@ -106,7 +106,7 @@ def batches(tokens, args, epoch, steps, device):
         numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
         numbers = numbers[dist.get_rank()::dist.get_world_size()]
         batch = torch.from_numpy(sequences[numbers].astype(np.int64))
-        if device.type == "cuda":  # pinned memory, so that the copy does not wait for the GPU
+        if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
         yield batch[:, :-1], batch[:, 1:]
 
@@ -162,7 +162,7 @@ def create_optimizer(model, args):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -308,7 +308,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -324,13 +324,13 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
@@ -385,7 +385,7 @@ def main(args):
               f"{len(train_tokens):,} + {len(val_tokens):,} tokens; shards {args.shard_size}")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
-        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -415,7 +415,7 @@ def main(args):
             save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)
+                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
                 watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
                 watch.read()
@@ -450,14 +450,14 @@ def main(args):
             print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
                   "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
             if args.log:
-                head = [] if os.path.exists(args.log) else [row]
+                head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
                     csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
         save_shards(args, parts, model, optimizer, progress)
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
+        print(f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
         state, peak = (max(row[name] for row in rows) for name in ("state_MB", "peak_MB"))
         print(f"MB of parameters, gradients and optimizer state {state:.1f}, in theory "
               f"{16e-6 * settings['parameters'] / args.shard_size:.1f}; MB at the peak {peak:.1f}")

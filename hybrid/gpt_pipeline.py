@@ -1,4 +1,4 @@
-r"""Train a GPT whose blocks are the stages of a pipeline of processes, in many pipelines.
+r"""Train a GPT whose blocks are split over a pipeline of processes, in one or many pipelines.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/gpt_pipeline.py             # one pipeline
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
@@ -6,11 +6,12 @@ r"""Train a GPT whose blocks are the stages of a pipeline of processes, in many 
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_pipeline.slurm --num_microbatches 16
 
 For a model that does not fit on one GPU: each process holds an equal part of the blocks. A batch
-passes in micro-batches, so that all stages work at the same time. While the first micro-batch comes
-and the last one goes, stages wait. This is the bubble: (p - 1) / (m + p - 1) of the time with p
-stages and m micro-batches (Huang et al. 2019, "GPipe"). The processes of a pipeline are neighbours.
-The head is the embedding: the first and the last stage hold a copy each and add up its gradients.
-Each process draws and loads the whole model on the CPU. Snapshots are those of multinode/gpt.py.
+passes in micro-batches, so that all stages work at the same time. Stages wait until the first
+micro-batch arrives and after the last one has left. This is the bubble: (p - 1) / (m + p - 1) of
+the time with p stages and m micro-batches (Huang et al. 2019, "GPipe"). Each pipeline has its share
+of the batch, and all-reduces add up their gradients. The head is the embedding: the first and the
+last stage hold a copy each. A process first builds or loads the whole model on the CPU. Snapshots
+are those of multinode/gpt.py.
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 import argparse
@@ -35,7 +36,7 @@ from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-PHASES += ("bubble",)  # waiting for the other stages
+PHASES += ("bubble",)  # waiting for other stages and for what they send
 SAME_ON_RESUME = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len",
                   "batch_size", "learning_rate", "dropout", "precision", "seed")
 LOGGED = (*SAME_ON_RESUME, "num_stages", "num_microbatches", "schedule", "epochs", "max_steps")
@@ -49,7 +50,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--num_stages", type=int, default=2, help="processes of a pipeline")
-    add("--num_microbatches", type=int, default=4, help="parts of a pipeline's batch")
+    add("--num_microbatches", type=int, default=4, help="micro-batches of a pipeline")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
     add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
     add("--vocab_size", type=int, default=0, help="token ids; 0: 256 for text, 50304 for a folder")
@@ -77,9 +78,9 @@ def parse_args():
         parser.error("--num_stages must be 2 or more, and divide the processes and --num_layers")
     if args.num_microbatches < (args.num_stages if args.schedule == "1f1b" else 1):
         parser.error("--num_microbatches must be at least --num_stages, with gpipe at least 1")
-    parts = args.num_microbatches * (world_size // args.num_stages)
-    if args.batch_size < 1 or args.batch_size % parts:
-        parser.error(f"--batch_size must be a multiple of {parts}: micro-batches x pipelines")
+    shares = args.num_microbatches * (world_size // args.num_stages)
+    if args.batch_size < 1 or args.batch_size % shares:
+        parser.error(f"--batch_size must be a multiple of {shares}: micro-batches x pipelines")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
     return args
@@ -111,7 +112,7 @@ def batches(tokens, args, epoch, steps, device):
     for step in steps:
         numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
         batch = torch.from_numpy(sequences[numbers[pipeline::num_pipelines]].astype(np.int64))
-        if device.type == "cuda":  # pinned memory, so that the copy does not wait for the GPU
+        if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
         yield batch[:, :-1], batch[:, 1:]
 
@@ -193,7 +194,7 @@ def create_optimizer(model, args):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -228,10 +229,11 @@ class ReduceTimer(Stopwatch):
     spans = ()
 
     def all_reduce(self, tensor, group):
-        """Starts to add up the tensors of the group. Returns a future to wait for."""
+        """Starts to sum the tensor over the group. Returns a future to wait for."""
         start = self.now()
         def sent(future):
             self.spans += ((start, self.now()),)
+            return future.value()  # without it, wait() would not wait for a GPU
         return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(sent)
 
     def read(self):
@@ -256,7 +258,7 @@ class TimedStage(PipelineStage):
         return output
 
     def loss(self, logits, targets):
-        """Returns a micro-batch's part of the mean loss of the global batch."""
+        """Returns a micro-batch's part of the global mean loss, so that gradients just add up."""
         logits, targets = logits.float().flatten(0, 1), targets.flatten()
         loss = F.cross_entropy(logits, targets, reduction="sum") / self.num_tokens
         self.mark("forward")
@@ -339,7 +341,7 @@ def save_stages(args, stage, optimizer, progress, group):
 
 
 def pass_through(run, stage, tokens, targets):
-    """Sends a batch through. Returns sums (2,) of losses and tokens, 0 but on the last stage."""
+    """Runs a batch. Returns the sums (2,) of losses and tokens, which the last stage alone has."""
     losses = []
     inputs = [tokens] if stage.is_first else []
     more = {"target": targets, "losses": losses} if stage.is_last else {}
@@ -349,7 +351,7 @@ def pass_through(run, stage, tokens, targets):
 
 
 def clip_gradients(stage, group):
-    """Clips the gradients to a norm, over all stages of the pipeline, of 1."""
+    """Clips the gradients to a norm of 1 over all stages of the pipeline."""
     gradients = [weight.grad for name, weight in stage.named_parameters()
                  if stage.is_first or name != "embedding.weight"]  # the last stage has a copy
     square = nn.utils.get_total_norm(gradients) ** 2
@@ -378,7 +380,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -394,7 +396,7 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
@@ -405,7 +407,7 @@ def main(args):
     replicas, pipeline, ends = (dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0]
                                 for lists in (ranks.T, ranks, ranks[:, [0, -1]]))
     saving = dist.new_group(ranks[0].tolist(), timeout, "gloo")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
@@ -415,15 +417,15 @@ def main(args):
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
     val_split = val_split[rank // args.num_stages::len(ranks)]
     size = args.batch_size // len(ranks)
-    val_split = F.pad(val_split, (0, 0, 0, -len(val_split) % size), value=-100)  # does not count
+    val_split = F.pad(val_split, (0, 0, 0, -len(val_split) % size), value=-100)  # not counted
     val_batches = [(part[:, :-1].clamp(0), part[:, 1:]) for part in val_split.split(size)]
 
     torch.manual_seed(args.seed)
     model = GPT(args)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    stage = Stage(model, args, rank % args.num_stages).to(device)  # loading moves its moments, too
+    stage = Stage(model, args, rank % args.num_stages).to(device)  # loading the model fills it
     optimizer, whole_optimizer = create_optimizer(stage, args), create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(enabled=False)
+    scaler = torch.amp.GradScaler(enabled=False)  # unused, but part of a snapshot
     progress = load_snapshot(args, {"model": model, "optimizer": whole_optimizer, "scaler": scaler})
     places = [None] * world_size
     dist.all_gather_object(places, (progress["epoch"], progress["step"]))
@@ -431,7 +433,7 @@ def main(args):
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
     for parameter in stage.parameters():
         optimizer.state[parameter] = whole_optimizer.state[parameter]
-    del model, whole_optimizer  # the other stages
+    del model, whole_optimizer  # frees the other stages
     sizes = [parameter.numel() for parameter in stage.parameters()]
     gradients = torch.zeros(sum(sizes), device=device)  # one tensor, to send them at once
     for parameter, part in zip(stage.parameters(), gradients.split(sizes)):
@@ -449,7 +451,7 @@ def main(args):
               f"{len(train_tokens):,} + {len(val_tokens):,} tokens; stages {args.num_stages}")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
-        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -464,7 +466,7 @@ def main(args):
             sums = sums + pass_through(schedule.step, timed_stage, tokens, targets)
             reduced = watch.all_reduce(gradients, replicas)
             dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
-            watch.mark("bubble")  # until all stages are through
+            watch.mark("bubble")  # until all stages have done the batch
             reduced.wait()
             if ends:
                 watch.all_reduce(stage.embedding.weight.grad, ends).wait()
@@ -482,7 +484,7 @@ def main(args):
             save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)
+                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
                 watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
                 watch.read()
@@ -514,21 +516,21 @@ def main(args):
             print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
                   "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
             if args.log:
-                head = [] if os.path.exists(args.log) else [row]
+                head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
                     csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
         save_stages(args, stage, optimizer, progress, saving)
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
+        print(f"{means['hidden']:.0%} of the communication is hidden behind other stages' work\n"
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
         theory = (args.num_stages - 1) / (args.num_microbatches + args.num_stages - 1)
         for number in range(args.num_stages):
             own = (rows[world_size:] or rows)[number::args.num_stages]
-            passes = sum(row["bubble"] + row["forward"] + row["backward"] for row in own)
-            bubble = sum(row["bubble"] for row in own) / passes
-            print(f"stage {number}: bubble {bubble:.1%} of the passes, in theory {theory:.1%}")
+            total = sum(row["bubble"] + row["forward"] + row["backward"] for row in own)
+            bubble = sum(row["bubble"] for row in own) / total
+            print(f"stage {number}: bubble {bubble:.1%} of its time, in theory {theory:.1%}")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-r"""Train an image classifier whose layers are split over the GPUs of a process, in many processes.
+r"""Train an image classifier: a process splits its layers over GPUs, DDP averages the processes.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or CPUs
     torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
@@ -51,11 +51,11 @@ def parse_args():
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="send gradients in this type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -65,9 +65,9 @@ def parse_args():
     args = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
-    parts = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
-    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
-        parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
+    shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
+    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
+        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
     return args
 
 
@@ -101,8 +101,8 @@ def read_images(args, split):
 def batches(split, args, epoch, steps, device):
     """Yields a list of micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
 
-    Blocks of neighbouring images come in random order. A window of 16 blocks is copied to the
-    device and shuffled there, while a thread reads the next one.
+    Blocks of neighbouring images come in random order. A thread reads a window of up to 16 blocks,
+    copies it to the device and shuffles it there, while the model trains on the one before.
     """
     num_images, size = len(split[1]), args.batch_size
     window_size = max(1, WINDOW // size) * size
@@ -169,7 +169,7 @@ class Chain(nn.Sequential):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -207,7 +207,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last call ends the backward pass
+        start = self.backward_end = self.now()  # the last bucket: the backward pass is done
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -232,7 +232,7 @@ class StageTimer(CommTimer):
 
     def __init__(self, device, comm_hook, devices):
         self.devices = devices
-        if device.type == "cuda":  # the second is for marks, which must not wait for all-reduces
+        if device.type == "cuda":  # [0] for the ends of all-reduces, [1] for all other marks
             self.clocks = [torch.cuda.Stream(devices[0], priority=-1) for _ in range(2)]
         with torch.accelerator.device_index(device.index):  # CommTimer's stream is of this GPU
             super().__init__(device, comm_hook)
@@ -249,7 +249,7 @@ class StageTimer(CommTimer):
 def setup_stages(args, rank, world_size):
     """Joins the process group. Returns the device and the process group of each stage."""
     timeout = timedelta(seconds=args.timeout)
-    # An NCCL group has one GPU, that of the default group if this has one. With gloo it has none.
+    # An NCCL group is bound to one GPU, so each stage has its own. The gloo group is bound to none.
     dist.init_process_group("gloo", "env://", timeout, world_size, rank)
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * args.num_stages, [dist.group.WORLD] * args.num_stages
@@ -315,7 +315,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -331,14 +331,14 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     devices, groups = setup_stages(args, rank, world_size)
     device = devices[0]
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     if rank > 0:
         dist.barrier()  # rank 0 comes first and downloads what is missing
@@ -364,7 +364,7 @@ def main(args):
     if len(set(places)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
     timers = [StageTimer(device, COMM_HOOKS[args.comm_hook], devices) for device in devices]
-    watch, ddp_model = timers[0], Chain()
+    watch, ddp_model = timers[0], Chain()  # the first stage is the last in the backward pass
     for stage, group, timer in zip(stages, groups, timers):
         ddp = DistributedDataParallel(stage, process_group=group, gradient_as_bucket_view=True)
         ddp.register_comm_hook(group, timer.hook)
@@ -382,7 +382,7 @@ def main(args):
               f"{len(train_split[1]):,} + {len(val_split[1]):,} images")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size}; {precision}; torch {torch}".format_map(settings))
-        print("stages", sizes, "from epoch {epoch}, step {step} on:".format_map(progress))
+        print("stages", sizes, "starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -443,7 +443,7 @@ def main(args):
             print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
                   "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row))
             if args.log:
-                head = [] if os.path.exists(args.log) else [row]
+                head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
                     csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
             save_snapshot(args, parts, progress)
@@ -451,7 +451,7 @@ def main(args):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_acc")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
 

@@ -48,10 +48,10 @@ def parse_args():
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="send gradients in this type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights and data order")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -60,9 +60,9 @@ def parse_args():
     add("--reconstructions", metavar="FILE.png", help="draw 16 images above their reconstructions")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
-    parts = args.num_gpus * args.grad_accum_steps
-    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
-        parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
+    shares = args.num_gpus * args.grad_accum_steps
+    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
+        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
     return args
 
 
@@ -111,7 +111,7 @@ def create_model(channels):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -149,7 +149,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last call ends the backward pass
+        start = self.backward_end = self.now()  # the last bucket: the backward pass is done
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -235,7 +235,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -259,9 +259,9 @@ def save_reconstructions(model, images, path):
 
 def main(rank, args, init_method):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_images = read_pixels(args, "train").to(device)
     val_images = read_pixels(args, "test").to(device)
@@ -292,7 +292,7 @@ def main(rank, args, init_method):
               f"{len(train_images):,} + {len(val_images):,} images")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size}; {precision}; torch {torch}".format_map(settings))
-        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  seconds  samples/s")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -321,7 +321,7 @@ def main(rank, args, init_method):
             save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)
+                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
                 watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
                 watch.read()
@@ -351,7 +351,7 @@ def main(rank, args, init_method):
             print("{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}"
                   .format_map(row))
             if args.log:
-                head = [] if os.path.exists(args.log) else [row]
+                head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
                     csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
             save_snapshot(args, parts, progress)
@@ -359,7 +359,7 @@ def main(rank, args, init_method):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
     if args.reconstructions and rank == 0 and not stop:
         save_reconstructions(model, val_images[:16], args.reconstructions)
     dist.barrier()  # rank 0 may still be saving

@@ -51,11 +51,11 @@ def parse_args():
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="send gradients in this type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -63,9 +63,9 @@ def parse_args():
     add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
-    parts = args.num_gpus * args.grad_accum_steps
-    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
-        parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
+    shares = args.num_gpus * args.grad_accum_steps
+    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
+        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
     return args
 
 
@@ -99,8 +99,8 @@ def read_images(args, split):
 def batches(split, args, epoch, steps, device):
     """Yields a list of micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
 
-    Blocks of neighbouring images come in random order. A window of 16 blocks is copied to the
-    device and shuffled there, while a thread reads the next one.
+    Blocks of neighbouring images come in random order. A thread reads a window of up to 16 blocks,
+    copies it to the device and shuffles it there, while the model trains on the one before.
     """
     num_images, size = len(split[1]), args.batch_size
     window_size = max(1, WINDOW // size) * size
@@ -141,7 +141,7 @@ def create_model(args, channels, size):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -179,7 +179,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last call ends the backward pass
+        start = self.backward_end = self.now()  # the last bucket: the backward pass is done
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -266,7 +266,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -282,9 +282,9 @@ def print_summary(rows, metric):
 
 def main(rank, args, init_method):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_split = read_images(args, "train")
     val_split = [torch.tensor(array).to(device) for array in read_images(args, "test")]
@@ -315,7 +315,7 @@ def main(rank, args, init_method):
               f"{len(train_split[1]):,} + {len(val_split[1]):,} images")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size}; {precision}; torch {torch}".format_map(settings))
-        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -345,7 +345,7 @@ def main(rank, args, init_method):
             save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)
+                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
                 watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
                 watch.read()
@@ -375,7 +375,7 @@ def main(rank, args, init_method):
             print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
                   "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row))
             if args.log:
-                head = [] if os.path.exists(args.log) else [row]
+                head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
                     csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
             save_snapshot(args, parts, progress)
@@ -383,7 +383,7 @@ def main(rank, args, init_method):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_acc")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
     sys.exit(128 + ARRIVED[0] if ARRIVED else 0)

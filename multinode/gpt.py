@@ -56,10 +56,10 @@ def parse_args():
     add("--epochs", type=int, default=1, help="passes over the training tokens")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="send gradients in this type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--sample", type=int, metavar="N", default=0, help="bytes to generate at the end")
@@ -71,9 +71,9 @@ def parse_args():
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
-    parts = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
-    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
-        parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
+    shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
+    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
+        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
     return args
@@ -104,7 +104,7 @@ def batches(tokens, args, epoch, steps, device):
         numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
         numbers = numbers[dist.get_rank()::dist.get_world_size()]
         batch = torch.from_numpy(sequences[numbers].astype(np.int64))
-        if device.type == "cuda":  # pinned memory, so that the copy does not wait for the GPU
+        if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
         yield [(part[:, :-1], part[:, 1:]) for part in batch.chunk(args.grad_accum_steps)]
 
@@ -153,7 +153,7 @@ class GPT(nn.Module):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -191,7 +191,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last call ends the backward pass
+        start = self.backward_end = self.now()  # the last bucket: the backward pass is done
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -292,7 +292,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -308,13 +308,13 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
@@ -355,7 +355,7 @@ def main(args):
               f"{len(train_tokens):,} + {len(val_tokens):,} tokens")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
-        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -391,7 +391,7 @@ def main(args):
             save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)
+                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
                 watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
                 watch.read()
@@ -421,7 +421,7 @@ def main(args):
             print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
                   "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
             if args.log:
-                head = [] if os.path.exists(args.log) else [row]
+                head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
                     csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
             save_snapshot(args, parts, progress)
@@ -429,7 +429,7 @@ def main(args):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
     if args.sample and rank == 0 and not stop:

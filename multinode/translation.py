@@ -54,11 +54,11 @@ def parse_args():
     add("--epochs", type=int, default=10, help="passes over the training pairs")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=128, help="global batch: pairs per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="first rate of AdamW; falls every epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability, on embeddings too")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="number type of sent gradients")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="send gradients in this type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -68,9 +68,9 @@ def parse_args():
     args = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
-    parts = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
-    if min(args.batch_size, parts) < 1 or args.batch_size % parts:
-        parser.error(f"--batch_size must be a multiple of {parts}: processes x --grad_accum_steps")
+    shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
+    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
+        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
     return args
 
 
@@ -85,7 +85,7 @@ def synthetic_pairs(args):
 
 
 def read_pairs(args):
-    """Returns a dict of arrays for each split, longest sources first; test texts; tokenizers."""
+    """Returns three dicts of arrays (longest sources first), the test texts and two tokenizers."""
     columns = [args.source, args.target]
     folder = os.path.join(args.data_dir, args.dataset)
     place = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
@@ -133,7 +133,7 @@ def select_pairs(split, rows, device):
     sources = split["sources"][rows, :lengths.max()]
     targets = split["targets"][rows, :split["target_length"][rows].max()]
     tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
-    if device.type == "cuda":  # a copy from pinned memory runs while the GPU computes
+    if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
         tensors = [ids.pin_memory() for ids in tensors]
     return *(ids.to(device, non_blocking=True) for ids in tensors), torch.from_numpy(lengths)
 
@@ -148,7 +148,7 @@ def batches(split, args, epoch, steps, device):
         pool[:] = pool[lengths[pool].argsort(kind="stable")]  # sorts this part of `order`
     order = generator.permutation(order.reshape(-1, size))  # (steps, B)
     for step in steps:
-        rows = np.sort(order[step])  # the longest first: pack_padded_sequence needs that
+        rows = np.sort(order[step])  # longest first, as in `split`: packing needs that
         parts = np.split(rows[dist.get_rank()::dist.get_world_size()], args.grad_accum_steps)
         yield [select_pairs(split, rows, device) for rows in parts]
 
@@ -220,7 +220,7 @@ def create_model(args, source_size, target_size):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -258,7 +258,7 @@ class CommTimer(Stopwatch):
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last call ends the backward pass
+        start = self.backward_end = self.now()  # the last bucket: the backward pass is done
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -331,7 +331,7 @@ def evaluate(batch_loss, model, loader, args):
 
 @torch.no_grad()
 def translate(model, loader, tokenizer, args):
-    """Returns the translations of the loader's sources, by greedy decoding: the likeliest words."""
+    """Returns translations of the loader's sources: greedily, the likeliest token each time."""
     model.eval()
     texts = []
     for source, _, lengths in loader:
@@ -361,7 +361,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -377,13 +377,13 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     if rank > 0:
         dist.barrier()  # rank 0 comes first and prepares what is missing
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
@@ -425,7 +425,7 @@ def main(args):
               f"{len(train_split['sources']):,} + {len(val_split['sources']):,} pairs")
         print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
               "{batch_size}; {precision}; torch {torch}".format_map(settings))
-        print("from epoch {epoch}, step {step} on:".format_map(progress))
+        print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  val_ppl  seconds  samples/s")
     rows, stop = [], 0
     while progress["epoch"] < args.epochs:
@@ -458,7 +458,7 @@ def main(args):
             save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)
+                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
                 watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
                 watch.read()
@@ -488,7 +488,7 @@ def main(args):
             print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_ppl:7.2f}  {seconds:7.2f}  "
                   "{samples/s:9.0f}".format_map(row))
             if args.log:
-                head = [] if os.path.exists(args.log) else [row]
+                head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
                     csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
             save_snapshot(args, parts, progress)
@@ -496,7 +496,7 @@ def main(args):
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_ppl")
         print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay")
+              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
     if not stop:
         test_sums = evaluate(translation_loss, model, test_batches, args)
         dist.all_reduce(test_sums)
@@ -508,7 +508,7 @@ def main(args):
             print(*texts[row].values(), translations[row], sep="\n    ")
         references = [text or "" for text in texts[args.target]]
         bleu = sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl",
-                                     force=True)  # or it warns of spaces between words and periods
+                                     force=True)  # else it warns that the texts look tokenized
         print(f"test_loss {test_sums[0] / test_sums[1]:.4f}, BLEU {bleu.score:.2f}")
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()

@@ -49,7 +49,7 @@ def parse_args():
 
 
 def synthetic_texts():
-    """Yields texts of 5 to 100 random words. Every tenth word is one of 50 of the text's class."""
+    """Yields texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
     generator = np.random.default_rng(0)
     for label in generator.integers(4, size=12_000).tolist():
         words = generator.integers(1000, size=generator.integers(5, 101))
@@ -58,7 +58,7 @@ def synthetic_texts():
 
 
 def learn_vocabulary(batch):
-    """Returns a tokenizer for these texts, as a table of one JSON string, which `map` can keep."""
+    """Returns a tokenizer for these texts, as a table of one string, so that `map` caches it."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation

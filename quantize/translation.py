@@ -62,7 +62,7 @@ def synthetic_pairs(args):
 
 
 def read_pairs(args):
-    """Returns a dict of arrays for each split, longest sources first; test texts; tokenizers."""
+    """Returns three dicts of arrays (longest sources first), the test texts and two tokenizers."""
     columns = [args.source, args.target]
     folder = os.path.join(args.data_dir, args.dataset)
     place = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
@@ -110,7 +110,7 @@ def select_pairs(split, rows, device):
     sources = split["sources"][rows, :lengths.max()]
     targets = split["targets"][rows, :split["target_length"][rows].max()]
     tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
-    if device.type == "cuda":  # a copy from pinned memory runs while the GPU computes
+    if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
         tensors = [ids.pin_memory() for ids in tensors]
     return *(ids.to(device, non_blocking=True) for ids in tensors), torch.from_numpy(lengths)
 

@@ -41,7 +41,7 @@ def parse_args():
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
@@ -100,7 +100,7 @@ def create_model(channels):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -184,7 +184,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -208,9 +208,9 @@ def save_reconstructions(model, images, path):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_images = read_pixels(args, "train").to(device)
     val_images = read_pixels(args, "test").to(device)
@@ -237,7 +237,7 @@ def main(args):
           f"{len(train_images):,} + {len(val_images):,} images")
     print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
           "{batch_size}; {precision}; torch {torch}".format_map(settings))
-    print("from epoch {epoch}, step {step} on:".format_map(progress))
+    print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  val_loss  seconds  samples/s")
     rows, watch = [], Stopwatch(device)
     while progress["epoch"] < args.epochs:
@@ -283,7 +283,7 @@ def main(args):
         print("{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}"
               .format_map(row))
         if args.log:
-            head = [] if os.path.exists(args.log) else [row]
+            head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:
                 csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)

@@ -50,7 +50,7 @@ def parse_args():
     add("--epochs", type=int, default=1, help="passes over the training tokens")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
@@ -92,7 +92,7 @@ def batches(tokens, args, epoch, steps, device):
     for step in steps:
         numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
         batch = torch.from_numpy(sequences[numbers].astype(np.int64))
-        if device.type == "cuda":  # pinned memory, so that the copy does not wait for the GPU
+        if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
         yield [(part[:, :-1], part[:, 1:]) for part in batch.chunk(args.grad_accum_steps)]
 
@@ -141,7 +141,7 @@ class GPT(nn.Module):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -240,7 +240,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -256,9 +256,9 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len:
@@ -291,7 +291,7 @@ def main(args):
           f"{len(train_tokens):,} + {len(val_tokens):,} tokens")
     print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
           "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
-    print("from epoch {epoch}, step {step} on:".format_map(progress))
+    print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, watch = [], Stopwatch(device)
     while progress["epoch"] < args.epochs:
@@ -344,7 +344,7 @@ def main(args):
         print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
               "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
         if args.log:
-            head = [] if os.path.exists(args.log) else [row]
+            head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:
                 csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)

@@ -5,7 +5,7 @@
     python singlegpu/images.py --precision bf16 --snapshot cnn.pt  # run it again, and it resumes
     sbatch slurm/singlegpu_images.slurm --model vgg11 --learning_rate 1e-4
 
-`diff singlegpu/images.py multigpu/images.py` shows what all GPUs of a node add.
+`diff singlegpu/images.py multigpu/images.py` shows what distribution adds.
 To train on your own images, replace read_images and create_model.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
@@ -43,7 +43,7 @@ def parse_args():
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
@@ -88,8 +88,8 @@ def read_images(args, split):
 def batches(split, args, epoch, steps, device):
     """Yields a list of micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
 
-    Blocks of neighbouring images come in random order. A window of 16 blocks is copied to the
-    device and shuffled there, while a thread reads the next one.
+    Blocks of neighbouring images come in random order. A thread reads a window of up to 16 blocks,
+    copies it to the device and shuffles it there, while the model trains on the one before.
     """
     num_images, size = len(split[1]), args.batch_size
     window_size = max(1, WINDOW // size) * size
@@ -129,7 +129,7 @@ def create_model(args, channels, size):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -214,7 +214,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -230,9 +230,9 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_split = read_images(args, "train")
     val_split = [torch.tensor(array).to(device) for array in read_images(args, "test")]
@@ -259,7 +259,7 @@ def main(args):
           f"{len(train_split[1]):,} + {len(val_split[1]):,} images")
     print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
           "{batch_size}; {precision}; torch {torch}".format_map(settings))
-    print("from epoch {epoch}, step {step} on:".format_map(progress))
+    print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, watch = [], Stopwatch(device)
     while progress["epoch"] < args.epochs:
@@ -306,7 +306,7 @@ def main(args):
         print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}  "
               "{seconds:7.2f}  {samples/s:9.0f}".format_map(row))
         if args.log:
-            head = [] if os.path.exists(args.log) else [row]
+            head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:
                 csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)

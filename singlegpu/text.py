@@ -1,10 +1,10 @@
 """Train a text classifier on one GPU, or on the CPU of a machine that has none.
 
     python singlegpu/text.py                                       # synthetic texts: no download
-    python singlegpu/text.py --model transformer --dataset imdb --snapshot text.pt  # or resume it
+    python singlegpu/text.py --model transformer --dataset imdb --snapshot text.pt  # or resumes
     sbatch slurm/singlegpu_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
-`diff singlegpu/text.py multigpu/text.py` shows what all GPUs of a node add.
+`diff singlegpu/text.py multigpu/text.py` shows what distribution adds.
 To train on your own texts, name their folder: splits train and test, columns text and label.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
@@ -45,7 +45,7 @@ def parse_args():
     add("--epochs", type=int, default=5, help="passes over the training texts")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: texts per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="rate of AdamW; x 0.9 after each epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability in blocks and classifier")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
@@ -61,7 +61,7 @@ def parse_args():
 
 
 def synthetic_texts():
-    """Yields texts of 5 to 100 random words. Every tenth word is one of 50 of the text's class."""
+    """Yields texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
     generator = np.random.default_rng(0)
     for label in generator.integers(4, size=12_000).tolist():
         words = generator.integers(1000, size=generator.integers(5, 101))
@@ -70,7 +70,7 @@ def synthetic_texts():
 
 
 def learn_vocabulary(batch):
-    """Returns a tokenizer for these texts, as a table of one JSON string, which `map` can keep."""
+    """Returns a tokenizer for these texts, as a table of one string, so that `map` caches it."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
@@ -169,7 +169,7 @@ def create_model(args, num_classes):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -254,7 +254,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -270,9 +270,9 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_split, val_split, labels = read_texts(args, device)
     val_batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
                    in zip(*(tensor.split(128) for tensor in val_split))]
@@ -299,7 +299,7 @@ def main(args):
           f"{len(train_split[0]):,} + {len(val_split[0]):,} texts")
     print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
           "{batch_size}; {precision}; torch {torch}".format_map(settings))
-    print("from epoch {epoch}, step {step} on:".format_map(progress))
+    print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, watch = [], Stopwatch(device)
     while progress["epoch"] < args.epochs:
@@ -347,7 +347,7 @@ def main(args):
         print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}  "
               "{seconds:7.2f}  {samples/s:9.0f}".format_map(row))
         if args.log:
-            head = [] if os.path.exists(args.log) else [row]
+            head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:
                 csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)

@@ -4,8 +4,8 @@
     python singlegpu/translation.py --dataset multi30k --dropout 0.25 --snapshot de_en.pt
     sbatch slurm/singlegpu_translation.slurm --dataset FOLDER --source COLUMN --target COLUMN
 
-In the end it prints BLEU and examples of the test split. To change the model, see create_model.
-`diff singlegpu/translation.py multigpu/translation.py` shows what all GPUs of a node add.
+At the end it prints BLEU and examples of the test split. To change the model, see create_model.
+`diff singlegpu/translation.py multigpu/translation.py` shows what distribution adds.
 Shapes: B pairs of a batch, S source and T target tokens, D = d_model, V words.
 """
 import argparse
@@ -48,7 +48,7 @@ def parse_args():
     add("--epochs", type=int, default=10, help="passes over the training pairs")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=128, help="global batch: pairs per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="parts of each batch, to save memory")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="first rate of AdamW; falls every epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability, on embeddings too")
     add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
@@ -74,7 +74,7 @@ def synthetic_pairs(args):
 
 
 def read_pairs(args):
-    """Returns a dict of arrays for each split, longest sources first; test texts; tokenizers."""
+    """Returns three dicts of arrays (longest sources first), the test texts and two tokenizers."""
     columns = [args.source, args.target]
     folder = os.path.join(args.data_dir, args.dataset)
     place = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
@@ -122,7 +122,7 @@ def select_pairs(split, rows, device):
     sources = split["sources"][rows, :lengths.max()]
     targets = split["targets"][rows, :split["target_length"][rows].max()]
     tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
-    if device.type == "cuda":  # a copy from pinned memory runs while the GPU computes
+    if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
         tensors = [ids.pin_memory() for ids in tensors]
     return *(ids.to(device, non_blocking=True) for ids in tensors), torch.from_numpy(lengths)
 
@@ -137,7 +137,7 @@ def batches(split, args, epoch, steps, device):
         pool[:] = pool[lengths[pool].argsort(kind="stable")]  # sorts this part of `order`
     order = generator.permutation(order.reshape(-1, size))  # (steps, B)
     for step in steps:
-        rows = np.sort(order[step])  # the longest first: pack_padded_sequence needs that
+        rows = np.sort(order[step])  # longest first, as in `split`: packing needs that
         parts = np.split(rows, args.grad_accum_steps)
         yield [select_pairs(split, rows, device) for rows in parts]
 
@@ -209,7 +209,7 @@ def create_model(args, source_size, target_size):
 
 
 class Stopwatch:
-    """Times phases: mark(phase) adds the time since the last mark to that phase."""
+    """Times phases: a phase lasts from the mark before it to its own mark."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -280,7 +280,7 @@ def evaluate(batch_loss, model, loader, args):
 
 @torch.no_grad()
 def translate(model, loader, tokenizer, args):
-    """Returns the translations of the loader's sources, by greedy decoding: the likeliest words."""
+    """Returns translations of the loader's sources: greedily, the likeliest token each time."""
     model.eval()
     texts = []
     for source, _, lengths in loader:
@@ -310,7 +310,7 @@ def print_summary(rows, metric):
     means = {metric: rows[-1][metric]}
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nothing is sent
+    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
     means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
     means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
     print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
@@ -326,9 +326,9 @@ def print_summary(rows, metric):
 
 def main(args):
     for signum in SIGNALS:
-        signal.signal(signum, lambda signum, frame: ARRIVED.append(signum))
+        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
     val_batches, test_batches = [], []
     for split, loader in (val_split, val_batches), (test_split, test_batches):
@@ -358,7 +358,7 @@ def main(args):
           f"{len(train_split['sources']):,} + {len(val_split['sources']):,} pairs")
     print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
           "{batch_size}; {precision}; torch {torch}".format_map(settings))
-    print("from epoch {epoch}, step {step} on:".format_map(progress))
+    print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  val_loss  val_ppl  seconds  samples/s")
     rows, watch = [], Stopwatch(device)
     while progress["epoch"] < args.epochs:
@@ -408,7 +408,7 @@ def main(args):
         print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_ppl:7.2f}  {seconds:7.2f}  "
               "{samples/s:9.0f}".format_map(row))
         if args.log:
-            head = [] if os.path.exists(args.log) else [row]
+            head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:
                 csv.writer(file).writerows(head + [row.values()])
         save_snapshot(args, parts, progress)
@@ -421,7 +421,7 @@ def main(args):
         print(*texts[row].values(), translations[row], sep="\n    ")
     references = [text or "" for text in texts[args.target]]
     bleu = sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl",
-                                 force=True)  # or it warns of spaces between words and periods
+                                 force=True)  # else it warns that the texts look tokenized
     print(f"test_loss {test_sums[0] / test_sums[1]:.4f}, BLEU {bleu.score:.2f}")
 
 

@@ -125,7 +125,7 @@ def test_a_requeued_job_goes_on(site, run, data, tmp_path):
     wait_for(lambda: site.show(job)["Restarts"] == "1", pause=0.3)
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert f"job {job}, start 2" in site.output(job)
-    starts = re.findall(r"from epoch (\d+), step (\d+) on", site.output(job))
+    starts = re.findall(r"starting at epoch (\d+), step (\d+)", site.output(job))
     assert starts[-1] != ("0", "0"), "it began again"
     run("multinode/images.py", *base, "--snapshot", whole, processes=(2, 1))
     assert_same_weights(whole, snapshot)
