@@ -16,14 +16,13 @@ f + (1 - f) / N, is fitted by least squares (after Karp and Flatt 1990).
 
 The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process.
 Data, forward and backward pass shrink with the batch: in proportion or, with logs of several
-batches, by linear interpolation. The optimizer's time stays. DDP sends gradients in buckets of
-1 MiB and then 25 MiB. A bucket is ready when the backward pass has come as far as the bytes up to
-the bucket's end, and waits for the one before. n bytes take N - 1 latencies of a hop and n x 2
-(N - 1) / N / bandwidth; over nodes, the latencies of both links and the smaller bandwidth. More
-processes pay if twice as many are 1.5 times as fast. Measure a link by allreduce.py --min_bytes
-1048576. The prediction does not know that processes of a node share memory and cores and slow each
-other down, nor that communication takes time from the cores that compute. A large layer's
-gradients are not ready in proportion to their bytes. Processes are not all equally fast.
+batches, by linear interpolation. The optimizer's time stays. The log of multigpu with one process
+tells the bytes of each bucket of gradients and when it is ready. For a log of singlegpu, buckets of
+1 MiB and then 25 MiB are ready in proportion to their bytes. A bucket waits for the one before it.
+n bytes take N - 1 latencies of a hop and n x 2 (N - 1) / N / bandwidth; over nodes, the latencies
+of both links and the smaller bandwidth. Beside an all-reduce the backward pass is as slow as
+allreduce.py measures it (--min_bytes 1048576). More processes pay if twice as many are 1.5 times as
+fast. Not foretold: processes share the memory of a node, and the fast ones wait for the slow one.
 """
 import argparse
 import csv
@@ -51,6 +50,8 @@ METRICS = ["val_acc", "val_ppl", "val_loss"]  # quality is the first that a scri
 SCALING = ["speedup", "efficiency", "comm %", "hidden %", "R"]
 MEASURED = ["processes", "nodes", "batch", "s", "samples/s", *SCALING, "skew"]
 PREDICTED = ["processes", "batch each", "ms a step", *SCALING]
+LINK = {"processes": (2, 1e9), "latency_s": (0, 1e9), "bandwidth_bytes_per_s": (1, 1e30),
+        "compute_rate": (0.01, 1)}  # lowest and highest
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
 
 
@@ -192,16 +193,15 @@ def draw_group(group, path):
 
 
 def read_links(paths):
-    """Returns the latency of a hop (s) and the bandwidth (bytes/s) from each link file."""
+    """Returns what allreduce.py wrote of each link: a dict with the names of LINK."""
     links = []
     for path in paths:
         try:
-            link = json.loads(Path(path).read_text())
-            processes, latency, bandwidth = (
-                float(link[name]) for name in ("processes", "latency_s", "bandwidth_bytes_per_s"))
-            if not (2 <= processes < 1e9 and 0 <= latency < 1e9 and 1 <= bandwidth < 1e30):
-                raise ValueError("a number is out of range")
-            links.append({"hop_s": latency / (processes - 1), "bandwidth": bandwidth})
+            written = json.loads(Path(path).read_text())
+            links.append({name: float(written[name]) for name in LINK})
+            for name, (lowest, highest) in LINK.items():
+                if not lowest <= links[-1][name] <= highest:
+                    raise ValueError(f"{name} is {links[-1][name]}")
         except Exception as error:  # a damaged or foreign file can fail anywhere
             sys.exit(f"cannot read the link {path}: {error!r}")
     return links
@@ -209,68 +209,68 @@ def read_links(paths):
 
 def step_of(run, runs):
     """Returns what a prediction needs of a run of one process, and of those like it in `runs`."""
-    phases, total = {}, 4 * run["parameters"]  # bytes of all gradients
+    phases = {0: dict.fromkeys(("data", *COMPUTE), 0.0)}  # seconds of a step for each batch
     for other in [*runs, run]:
         if settings_of(other) == settings_of(run):
             steps = other["samples/s"] / other["batch"]  # in a second
             steps *= other["seconds"] - other["eval"] - other["save"]
             phases[other["batch"]] = {name: other[name] / steps for name in ("data", *COMPUTE)}
-    ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
-    return {"batch": run["batch"], "phases": phases, "bytes": np.diff(ends),
-            "ready": ends[1:] / total}  # each bucket, as a share of the backward pass
-
-
-def time_at(phases, name, batch):
-    """Returns the seconds of a phase for any batch, from {batch: phases}."""
-    batches = sorted(phases)
-    times = [phases[size][name] for size in batches]
-    return np.interp(batch, [0, *batches, 1e6 * batches[-1]], [0, *times, 1e6 * times[-1]])
+    phases = pd.DataFrame(phases).T.sort_index()
+    phases.loc[1e6 * phases.index[-1]] = 1e6 * phases.iloc[-1]
+    try:  # [bytes, seconds before the end of the backward pass] of each bucket
+        sizes, leads = np.array(json.loads(run["buckets"]), float).T
+        ready = 1 - leads / phases["backward"][run["batch"]]
+    except (KeyError, TypeError, ValueError):  # a run of singlegpu, which has no buckets
+        total = 4 * run["parameters"]
+        ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
+        sizes, ready = np.diff(ends), ends[1:] / total
+    return {"batch": run["batch"], "phases": phases, "bytes": sizes, "ready": ready.clip(0, 1)}
 
 
 def all_reduce_seconds(size, processes, links, gpus_per_node):
     """Returns the seconds of an all-reduce of `size` bytes. Links: in nodes, between nodes."""
     nodes = math.ceil(processes / gpus_per_node) if len(links) == 2 else 1
-    latency = links[0]["hop_s"] * (processes - nodes) + links[-1]["hop_s"] * (nodes - 1)
-    bandwidth = min(link["bandwidth"] for link in links[:nodes])
+    hops = [link["latency_s"] / (link["processes"] - 1) for link in links]
+    latency = hops[0] * (processes - nodes) + hops[-1] * (nodes - 1)
+    bandwidth = min(link["bandwidth_bytes_per_s"] for link in links[:nodes])
     return latency + size * 2 * (processes - 1) / processes / bandwidth
 
 
 def predict_step(step, processes, scaling, links, gpus_per_node):
     """Returns the row of the prediction for so many processes, without the speedup."""
     batch = step["batch"] / (processes if scaling == "strong" else 1)
-    data, forward, backward = (
-        time_at(step["phases"], name, batch) for name in ("data", "forward", "backward"))
-    optimizer = step["phases"][step["batch"]]["optimizer"]
+    data, forward, backward = (np.interp(batch, step["phases"].index, step["phases"][name])
+                               for name in ("data", "forward", "backward"))
+    optimizer = step["phases"]["optimizer"][step["batch"]]
     all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
-    sent = 0.0  # seconds from the start of the backward pass
+    rate = min(link["compute_rate"] for link in links)
+    now = sent = done = 0.0  # seconds since the backward pass began, and what it has done of itself
     for ready, seconds in zip(step["ready"], all_reduces):
-        sent = max(sent, ready * backward) + seconds
-    comm, comm_total = max(0.0, sent - backward), sum(all_reduces) or math.nan
-    compute = forward + backward + optimizer
+        work = ready * backward - done
+        beside = min(max(0.0, sent - now), work / rate)  # seconds beside an all-reduce
+        now += beside + work - beside * rate
+        done += work
+        sent = max(sent, now) + seconds
+    comm, comm_total = sent - now, sum(all_reduces) or math.nan
+    compute = forward + now + optimizer
     seconds = data + compute + comm
     return {"processes": processes, "batch each": batch, "ms a step": 1000 * seconds,
-            "comm %": 100 * comm / seconds, "hidden %": 100 * (1 - comm / comm_total),
-            "R": compute / comm_total}
-
-
-def predict_speedup(step, processes, scaling, links, gpus_per_node):
-    """Returns the speedup over one process."""
-    alone, many = (predict_step(step, count, scaling, links, gpus_per_node)["ms a step"]
-                   for count in (1, processes))
-    return alone / many * (processes if scaling == "weak" else 1)
+            "samples/s": processes * batch / seconds, "comm %": 100 * comm / seconds,
+            "hidden %": 100 * (1 - comm / comm_total), "R": compute / comm_total}
 
 
 def predict(step, scaling, links, gpus_per_node):
     """Returns the rows of the prediction, and one sentence on how far it pays."""
-    rows, speedup, verdict = [], 1.0, ""
-    for processes in (2 ** power for power in range(1, 11)):
-        half = speedup
-        speedup = predict_speedup(step, processes, scaling, links, gpus_per_node)
-        row = predict_step(step, processes, scaling, links, gpus_per_node)
-        rows.append(row | {"speedup": speedup, "efficiency": speedup / processes})
-        if speedup < 1.5 * half and not verdict:
+    first, *rows = (predict_step(step, 2 ** power, scaling, links, gpus_per_node)
+                    for power in range(11))
+    half, verdict = 1.0, ""
+    for row in rows:
+        processes, row["speedup"] = row["processes"], row["samples/s"] / first["samples/s"]
+        row["efficiency"] = row["speedup"] / processes
+        if row["speedup"] < 1.5 * half and not verdict:
             verdict = (f"From {processes} processes on it stops paying: they are only "
-                       f"{speedup / half:.2f} times as fast as {processes // 2}.")
+                       f"{row['speedup'] / half:.2f} times as fast as {processes // 2}.")
+        half = row["speedup"]
     return rows, verdict or "It pays up to 1024 processes: each doubling is 1.5 times as fast."
 
 

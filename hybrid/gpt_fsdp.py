@@ -181,8 +181,9 @@ class Stopwatch:
     def mark(self, phase, at=None):
         self.marks.append((phase, at or self.now()))
 
-    def read(self):
-        """Adds the marks to self.seconds. Waits for the GPU."""
+    def read(self, phase):
+        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
+        self.mark(phase)
         if self.cuda:
             torch.cuda.synchronize()
         for phase, at in self.marks:
@@ -218,9 +219,9 @@ class ShardTimer(Stopwatch):
                 super().mark(self.phase, start)
                 super().mark("comm", self.start)
 
-    def read(self):
+    def read(self, phase):
         """Also adds the time of the collectives."""
-        super().read()
+        super().read(phase)
         for start, end in self.spans:
             self.seconds["comm_total"] += self.between(start, end)
         self.spans = ()
@@ -379,7 +380,7 @@ def main(args):
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
         "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "parameters": sum(parameter.numel() for parameter in model.parameters())}
+        "parameters": sum(p.numel() for p in model.parameters())}
     if rank == 0:
         print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
               f"{len(train_tokens):,} + {len(val_tokens):,} tokens; shards {args.shard_size}")
@@ -416,9 +417,8 @@ def main(args):
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
                 dist.all_reduce(totals)  # adds up the shares of resumed sums, too
-                watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
-                watch.read()
+                watch.read("comm")
                 if not totals.isfinite().all():
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or stop:
@@ -431,8 +431,7 @@ def main(args):
 
         val_sums = evaluate(token_loss, model, val_batches, args)
         dist.all_reduce(val_sums)
-        watch.mark("eval")
-        watch.read()
+        watch.read("eval")
         num_samples = max(0, num_steps - first_step) * args.batch_size
         row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
         peak = torch.cuda.max_memory_allocated() or 1024 * getrusage(RUSAGE_SELF).ru_maxrss

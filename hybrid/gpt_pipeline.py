@@ -213,8 +213,9 @@ class Stopwatch:
     def mark(self, phase, at=None):
         self.marks.append((phase, at or self.now()))
 
-    def read(self):
-        """Adds the marks to self.seconds. Waits for the GPU."""
+    def read(self, phase):
+        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
+        self.mark(phase)
         if self.cuda:
             torch.cuda.synchronize()
         for phase, at in self.marks:
@@ -236,9 +237,9 @@ class ReduceTimer(Stopwatch):
             return future.value()  # without it, wait() would not wait for a GPU
         return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(sent)
 
-    def read(self):
+    def read(self, phase):
         """Also adds the time of the all-reduces."""
-        super().read()
+        super().read(phase)
         for start, end in self.spans:
             self.seconds["comm_total"] += self.between(start, end)
         self.spans = ()
@@ -422,7 +423,7 @@ def main(args):
 
     torch.manual_seed(args.seed)
     model = GPT(args)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(p.numel() for p in model.parameters())
     stage = Stage(model, args, rank % args.num_stages).to(device)  # loading the model fills it
     optimizer, whole_optimizer = create_optimizer(stage, args), create_optimizer(model, args)
     scaler = torch.amp.GradScaler(enabled=False)  # unused, but part of a snapshot
@@ -485,9 +486,8 @@ def main(args):
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
                 dist.all_reduce(totals)  # adds up the shares of resumed sums, too
-                watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
-                watch.read()
+                watch.read("comm")
                 if not totals.isfinite().all():
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or stop:
@@ -502,8 +502,7 @@ def main(args):
         with torch.no_grad():
             val_sums = sum(pass_through(schedule.eval, timed_stage, *each) for each in val_batches)
         dist.all_reduce(val_sums)
-        watch.mark("eval")
-        watch.read()
+        watch.read("eval")
         num_samples = max(0, num_steps - first_step) * args.batch_size
         row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size

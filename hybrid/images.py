@@ -1,8 +1,6 @@
-r"""Train an image classifier: a process splits its layers over GPUs, DDP averages the processes.
+"""Train an image classifier: a process splits its layers over GPUs, DDP averages the processes.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or CPUs
-    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
-        hybrid/images.py --model vgg11 --snapshot vgg11.pt                   # on each of two nodes
     sbatch --nodes=4 --gpus-per-node=4 slurm/hybrid_images.slurm --model vgg11
 
 For a model that does not fit on one GPU. While one stage works, the GPUs of the others wait: what
@@ -188,8 +186,9 @@ class Stopwatch:
     def mark(self, phase, at=None):
         self.marks.append((phase, at or self.now()))
 
-    def read(self):
-        """Adds the marks to self.seconds. Waits for the GPU."""
+    def read(self, phase):
+        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
+        self.mark(phase)
         if self.cuda:
             torch.cuda.synchronize()
         for phase, at in self.marks:
@@ -203,11 +202,12 @@ class CommTimer(Stopwatch):
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
-        self.comm_hook, self.spans = comm_hook, []
+        self.comm_hook, self.spans, self.ready, self.buckets = comm_hook, [], [], []
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
         start = self.backward_end = self.now()  # the last bucket: the backward pass is done
+        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -216,15 +216,16 @@ class CommTimer(Stopwatch):
         with torch.cuda.stream(self.stream):
             return self.comm_hook(group, bucket).then(sent)
 
-    def read(self):
+    def read(self, phase):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
         origin, covered = self.last, 0.0
-        super().read()
+        super().read(phase)
         spans = [[self.between(origin, at) for at in span] for span in self.spans]
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, covered))
             covered = max(covered, end)
         self.spans.clear()
+        self.buckets[:] = [[size, self.between(at, self.backward_end)] for size, at in self.ready]
 
 
 class StageTimer(CommTimer):
@@ -414,9 +415,8 @@ def main(args):
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
                 dist.all_reduce(totals, group=groups[0])
-                watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
-                watch.read()
+                watch.read("comm")
                 if not totals.isfinite().all():
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if rank == 0 and (save or stop):
@@ -429,8 +429,7 @@ def main(args):
 
         val_sums = evaluate(image_loss, Chain(*stages), val_batches, args)
         dist.all_reduce(val_sums, group=groups[0])
-        watch.mark("eval")
-        watch.read()
+        watch.read("eval")
         num_samples = max(0, num_steps - first_step) * args.batch_size
         row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size

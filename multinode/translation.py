@@ -239,8 +239,9 @@ class Stopwatch:
     def mark(self, phase, at=None):
         self.marks.append((phase, at or self.now()))
 
-    def read(self):
-        """Adds the marks to self.seconds. Waits for the GPU."""
+    def read(self, phase):
+        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
+        self.mark(phase)
         if self.cuda:
             torch.cuda.synchronize()
         for phase, at in self.marks:
@@ -254,11 +255,12 @@ class CommTimer(Stopwatch):
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
-        self.comm_hook, self.spans = comm_hook, []
+        self.comm_hook, self.spans, self.ready, self.buckets = comm_hook, [], [], []
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
         start = self.backward_end = self.now()  # the last bucket: the backward pass is done
+        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
@@ -267,15 +269,16 @@ class CommTimer(Stopwatch):
         with torch.cuda.stream(self.stream):
             return self.comm_hook(group, bucket).then(sent)
 
-    def read(self):
+    def read(self, phase):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
         origin, covered = self.last, 0.0
-        super().read()
+        super().read(phase)
         spans = [[self.between(origin, at) for at in span] for span in self.spans]
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, covered))
             covered = max(covered, end)
         self.spans.clear()
+        self.buckets[:] = [[size, self.between(at, self.backward_end)] for size, at in self.ready]
 
 
 def setup(args, rank, world_size, init_method):
@@ -419,7 +422,7 @@ def main(args):
         "script": "multinode/translation.py", "processes": world_size, "nodes": nodes, "rank": rank,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": args.comm_hook,
-        "parameters": sum(parameter.numel() for parameter in model.parameters())}
+        "buckets": watch.buckets, "parameters": sum(p.numel() for p in model.parameters())}
     if rank == 0:
         print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
               f"{len(train_split['sources']):,} + {len(val_split['sources']):,} pairs")
@@ -459,9 +462,8 @@ def main(args):
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
                 dist.all_reduce(totals)  # adds up the shares of resumed sums, too
-                watch.mark("comm")
                 *progress["sums"], stop = totals.tolist()
-                watch.read()
+                watch.read("comm")
                 if not totals.isfinite().all():
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if rank == 0 and (save or stop):
@@ -474,8 +476,7 @@ def main(args):
 
         val_sums = evaluate(translation_loss, model, val_batches, args)
         dist.all_reduce(val_sums)
-        watch.mark("eval")
-        watch.read()
+        watch.read("eval")
         num_samples = max(0, num_steps - first_step) * args.batch_size
         row = translation_row(settings, progress, val_sums, watch.seconds, num_samples)
         epoch_rows = [None] * world_size

@@ -119,8 +119,9 @@ class Stopwatch:
     def mark(self, phase, at=None):
         self.marks.append((phase, at or self.now()))
 
-    def read(self):
-        """Adds the marks to self.seconds. Waits for the GPU."""
+    def read(self, phase):
+        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
+        self.mark(phase)
         if self.cuda:
             torch.cuda.synchronize()
         for phase, at in self.marks:
@@ -232,7 +233,8 @@ def main(args):
         "script": "singlegpu/autoencoder.py", "processes": 1, "nodes": 1, "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
-        "model": "conv", "parameters": sum(parameter.numel() for parameter in model.parameters())}
+        "model": "conv", "buckets": [],
+        "parameters": sum(p.numel() for p in model.parameters())}
     print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
           f"{len(train_images):,} + {len(val_images):,} images")
     print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
@@ -263,7 +265,7 @@ def main(args):
             save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
             if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
                 progress["sums"] = sums.tolist()
-                watch.read()
+                watch.read("optimizer")
                 if not sums.isfinite().all():
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or ARRIVED:
@@ -273,8 +275,7 @@ def main(args):
                     sys.exit(128 + ARRIVED[0])
 
         val_sums = evaluate(reconstruction_loss, model, val_batches, args)
-        watch.mark("eval")
-        watch.read()
+        watch.read("eval")
         num_samples = max(0, num_steps - first_step) * args.batch_size
         row = autoencoder_row(settings, progress, val_sums, watch.seconds, num_samples)
         rows.append(row)

@@ -202,11 +202,22 @@ def token_folder(folder):
     return folder
 
 
+def image_folder(folder):
+    """Random images, few of them to validate, for images.py."""
+    random = np.random.default_rng(0)
+    Path(folder, "bigmnist").mkdir()
+    for name, count in (("train", 20_000), ("test", 64)):
+        images = random.integers(256, size=(count, 28, 28), dtype=np.uint8)
+        np.save(f"{folder}/bigmnist/{name}_images.npy", images)
+        np.save(f"{folder}/bigmnist/{name}_labels.npy", random.integers(10, size=count))
+    return f"--dataset bigmnist --data_dir {folder}"
+
+
 def predict(options):
     """Speedup of two nodes of one thread on links: measured, and as report.py says it beforehand.
 
-    It is told what one process takes for the batch and, as both nodes share this machine's memory,
-    what each of two processes takes for half of it that run at once and send nothing.
+    It is told what one process of multigpu takes for the batch and, as both nodes share this
+    machine's memory, what each of two takes for half of it that run at once and send nothing.
     """
     import link
 
@@ -230,11 +241,12 @@ def predict(options):
     sizes = "--d_model 320 --n_heads 5 --num_layers 8 --seq_len 256 --vocab_size 256"
     results, points = {}, {}
     with tempfile.TemporaryDirectory() as folder, link.two_nodes() as spaces:
+        pictures = image_folder(folder)
         models = {
             "text, small": ("text.py", 64, 15, f"{news} --size small"),
             "text, large": ("text.py", 64, 6, f"{news} --size large"),
-            "images, mlp": ("images.py", 64, 60, "--model mlp"),
-            "images, cnn": ("images.py", 256, 10, "--model cnn"),
+            "images, mlp": ("images.py", 64, 60, f"--model mlp {pictures}"),
+            "images, cnn": ("images.py", 256, 20, f"--model cnn {pictures}"),
             "gpt, 9.9 M": ("gpt.py", 16, 4, f"--dataset {token_folder(folder)} {sizes}"),
         }
         for _, mbit in itertools.product(range(options.rounds), (*options.mbit, None)):
@@ -247,16 +259,16 @@ def predict(options):
             for name, (script, batch, steps, arguments) in models.items():
                 logs = [Path(tempfile.mkdtemp(dir=folder), "log.csv") for _ in range(4)]
                 one, *halves, two = logs
-                common = [*arguments.split(), "--epochs", 2, "--max_steps", steps]
-                single = [sys.executable, ROOT / "singlegpu" / script, *common, "--batch_size"]
-                run([[*single, batch, "--log", one]])
-                run([[*single, batch // 2, "--log", log] for log in halves])
+                common = [*arguments.split(), "--epochs", 3, "--max_steps", steps]
+                single = [sys.executable, ROOT / "multigpu" / script, "--num_gpus", 1, *common]
+                run([[*single, "--batch_size", batch, "--log", one]])
+                run([[*single, "--batch_size", batch // 2, "--log", log] for log in halves])
                 words = [*common, "--batch_size", batch, "--log", two]
                 on_link = link.commands_on(spaces, 29400, f"multinode/{script}", *words)
                 run(on_link, GLOO_SOCKET_IFNAME="veth")
                 alone, half, both = map(summary, (one, halves[0], two))
                 step = report.step_of(alone, [alone, half])
-                foretold = report.predict_speedup(step, 2, "strong", links, 0)
+                foretold = report.predict(step, "strong", links, 0)[0][0]["speedup"]
                 speedup = both["samples/s"] / alone["samples/s"]
                 results.setdefault((name, mbit), []).append((foretold, speedup, both["R"]))
     for (name, mbit), values in results.items():
@@ -279,7 +291,8 @@ def draw_speedups(points, path):
     found = [r for values in points.values() for r, _ in values]
     line = np.geomspace(min(found) / 1.3, max(found) * 1.3)
     axes.plot(line, 2 * line / (1 + line), color="black", label="2 R / (1 + R): nothing hidden")
-    looks = zip(points.items(), "ovs^Dx", ("#D55E00", "#CC79A7", "#0072B2", "#009E73", "#E69F00"))
+    colours = "#D55E00", "#CC79A7", "#0072B2", "#009E73", "#E69F00", "#56B4E9"
+    looks = zip(points.items(), "ovs^Dx", colours)
     for (where, values), mark, colour in looks:
         axes.plot(*zip(*values), mark, color=colour, label=where)
     axes.axhline(1, color="grey", linestyle=":")

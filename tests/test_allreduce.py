@@ -1,12 +1,10 @@
-"""allreduce.py: its table, its file, its fit, and that it sees a wrong sum."""
+"""allreduce.py: its table, its file and its fit."""
 
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, Job
 from test_models import module
 
 SIZES = ("--min_bytes", 1 << 12, "--max_bytes", 1 << 16, "--seconds", "0.05")
@@ -26,7 +24,7 @@ def test_table_and_file(run, tmp_path):
         assert microseconds == pytest.approx(1e6 * seconds, abs=0.06)
         assert algbw == pytest.approx(size / seconds / 1e9, abs=6e-4)
         assert busbw == pytest.approx(algbw * 4 / 3, abs=1e-3)
-    assert (found["processes"], found["nodes"]) == (3, 1)
+    assert (found["processes"], found["nodes"]) == (3, 1) and 0 < found["compute_rate"] <= 1
 
 
 def test_fit_finds_the_line():
@@ -41,18 +39,6 @@ def test_fit_finds_the_line():
         assert (latency, bandwidth) == pytest.approx((50e-6, 1.25e9), rel=0.1)
         assert 0.01 < math.sqrt((errors**2).mean()) < 0.1
     assert fit_line([1000, 2000], [1e-6, 3e-6], 2)[0] == 0
-
-
-def test_a_wrong_sum_is_found(tmp_path):
-    """A sum that is wrong in one element on one process ends the measurement."""
-    text = (ROOT / "multigpu/allreduce.py").read_text()
-    wrong = "    if rank == 1:\n        buffer[5] += 1\n    wrong = ("
-    assert "    wrong = (" in text
-    copy = tmp_path / "allreduce.py"
-    copy.write_text(text.replace("    wrong = (", wrong))
-    job = Job([sys.executable, copy, "--num_gpus", 2, *SIZES], tmp_path)
-    status, _, err = job.wait()
-    assert status and "wrong on rank 1" in err, err
 
 
 def test_one_process_has_nobody_to_send_to(attempt):

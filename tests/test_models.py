@@ -38,7 +38,7 @@ def test_gpt_parameters_and_initial_loss():
     with torch.device("meta"):
         model = gpt.GPT(namespace(**sizes, seq_len=1024))
     count = 50257 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 4 * 768) + 2 * 768
-    assert sum(parameter.numel() for parameter in model.parameters()) == count == 124_356_864
+    assert sum(p.numel() for p in model.parameters()) == count == 124_356_864
     torch.manual_seed(0)
     model = gpt.GPT(namespace(vocab_size=512, d_model=128, seq_len=64))
     tokens = torch.randint(512, (8, 65))

@@ -4,9 +4,13 @@ import ast
 import re
 import subprocess
 import sys
+from pathlib import Path
 
-from conftest import ROOT, SCRIPTS
+from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, free_port
 
+TINY = {"images.py": "--model mlp --max_steps 2 --epochs 1 --log one.csv",
+        "multigpu/gpt.py": "--d_model 16 --num_layers 1 --max_steps 2",
+        "quantize/gpt.py": "--rounds 1", "allreduce.py": "--max_bytes 2097152"}
 LIBRARIES = set("numpy torch torchao torchvision datasets tokenizers sacrebleu tqdm".split())
 
 
@@ -38,3 +42,19 @@ def test_readme_names_what_exists():
     text = (ROOT / "README.md").read_text()
     names = re.findall(r"\]\(([\w./]+)\)|(?:python|sbatch|bash) ([\w/]+\.\w+)", text)
     assert [name for pair in names for name in pair if not (ROOT / name).exists()] == []
+
+
+def test_readme_commands(tmp_path):
+    """Each line with python or torchrun runs as it stands, but at a tiny size."""
+    for name in (*FOLDERS, "report.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = (ROOT / "README.md").read_text().replace(" \\\n       ", "")
+    lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
+    assert len(lines) == 8
+    place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
+    for line in lines:
+        line += " ".join(more for name, more in TINY.items() if f"{name} " in line)
+        line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
+        words = f"{Path(sys.executable).parent}/{line}".replace("node=4", "node=1").split()
+        nodes = [subprocess.Popen(words, **place) for _ in range(1 + ("--nnodes=2" in line))]
+        assert [node.wait(TIMEOUT) for node in nodes] == [0] * len(nodes), line

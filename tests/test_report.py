@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from test_training import arguments_of
 
 
 def rows_of(run, processes, seconds, batch_size=64, samples=640, **changes):
@@ -17,7 +18,7 @@ def rows_of(run, processes, seconds, batch_size=64, samples=640, **changes):
     for (epoch, time), rank in itertools.product(enumerate(seconds), range(processes)):
         row = {"model": "cnn", "dataset": "mnist", "batch_size": batch_size, "precision": "fp32"}
         row |= {"max_steps": 0, "script": f"{'multi' if processes > 1 else 'single'}gpu/images.py"}
-        row |= {"processes": processes, "nodes": 1, "rank": rank, "device": "CPU"}
+        row |= {"processes": processes, "nodes": 1, "rank": rank, "device": "CPU", "buckets": "[]"}
         row |= {"threads": 4 // processes, "comm_hook": "none", "parameters": 1_000_000}
         row |= {"run": run, "epoch": epoch, "val_loss": 2 / (epoch + 1), "val_acc": 0.9}
         shares = {"data": 0.1, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
@@ -104,9 +105,9 @@ def test_damaged_rows(tmp_path):
     assert "1 row(s) left out: not all processes logged their epoch" in run_report(lost).stdout
 
 
-def link(path, processes=2, latency=0.0, bandwidth=1e9):
-    names = "processes", "latency_s", "bandwidth_bytes_per_s"
-    path.write_text(json.dumps(dict(zip(names, (processes, latency, bandwidth)))))
+def link(path, processes=2, latency=0.0, bandwidth=1e9, rate=1.0):
+    names = "processes", "latency_s", "bandwidth_bytes_per_s", "compute_rate"
+    path.write_text(json.dumps(dict(zip(names, (processes, latency, bandwidth, rate)))))
     return path
 
 
@@ -127,6 +128,19 @@ def test_prediction_by_hand(tmp_path):
     comm = max(0.4 * (1 << 20) / 4e6 + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup"]) == pytest.approx(4 * 0.9 / (0.9 + comm), rel=0.004)
     assert "From 4 processes on it stops paying: they are only 1.32 times as fast as 2." in text
+
+
+def test_prediction_with_buckets(run, data, tmp_path):
+    log = write(tmp_path / "a.csv", rows_of("a", 1, [11, 11], buckets="[[3e6, 0.3], [1e6, 0]]"))
+    _, strong, _ = tables(log, "--predict", link(tmp_path / "l.json", 2, 0, 40e6, 0.5))
+    # The first is ready after 0.05 s and takes 0.075 s, in which 0.0375 s of 0.15 s are computed.
+    step = 0.05 + 0.15 + (0.05 + 0.075 + 0.1125) + 0.025 + 0.1
+    assert float(strong[0]["speedup"]) == pytest.approx(0.9 / step, rel=0.004)
+    words = (*arguments_of("mlp", data), "--epochs", 1, "--max_steps", 3, "--log", tmp_path / "b")
+    run("multigpu/images.py", *words, processes=1)
+    (row,) = csv.DictReader((tmp_path / "b").open())
+    sizes, leads = zip(*json.loads(row["buckets"]))
+    assert sum(sizes) == 4 * int(row["parameters"]) and leads[0] > leads[-1] == 0
 
 
 def test_prediction_over_nodes(tmp_path):

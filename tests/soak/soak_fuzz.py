@@ -80,8 +80,8 @@ def edited(document, values, chance):
 def test_logs_and_links(outcome, tmp_path, monkeypatch, chance):
     """Bytes of a log; whole rows with any values in them; and what allreduce.py wrote."""
     log, link = tmp_path / "a.csv", tmp_path / "link.json"
-    good = [*rows_of("a", 1, [9, 11]), *rows_of("b", 2, [9, 7])]
-    numbers = {"processes": 2, "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "sizes": [1, 2]}
+    good = [*rows_of("a", 1, [9, 11], buckets="[[3e6, 0.3], [1e6, 0]]"), *rows_of("b", 2, [9, 7])]
+    numbers = {"processes": 2, "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "compute_rate": 0.9}
     valid_log, valid_link = write(log, good).read_bytes(), json.dumps(numbers).encode()
 
     def check(log_content, link_content=None):
