@@ -50,7 +50,7 @@ def test_readme_commands(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     text = (ROOT / "README.md").read_text().replace(" \\\n       ", "")
     lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
-    assert len(lines) == 8
+    assert len(lines) == 9
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
     for line in lines:
         line += " ".join(more for name, more in TINY.items() if f"{name} " in line)
