@@ -16,13 +16,14 @@ f + (1 - f) / N, is fitted by least squares (after Karp and Flatt 1990).
 
 The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process.
 Data, forward and backward pass shrink with the batch: in proportion or, with logs of several
-batches, by linear interpolation. The optimizer's time stays. The log of multigpu with one process
-tells the bytes of each bucket of gradients and when it is ready. For a log of singlegpu, buckets of
-1 MiB and then 25 MiB are ready in proportion to their bytes. A bucket waits for the one before it.
-n bytes take N - 1 latencies of a hop and n x 2 (N - 1) / N / bandwidth; over nodes, the latencies
-of both links and the smaller bandwidth. Beside an all-reduce the backward pass is as slow as
-allreduce.py measures it (--min_bytes 1048576). More processes pay if twice as many are 1.5 times as
-fast. Not foretold: processes share the memory of a node, and the fast ones wait for the slow one.
+batches, by linear interpolation; of runs with one batch the slowest counts, as the others wait for
+it. The optimizer's time stays. The log of multigpu with one process tells the bytes of each bucket
+of gradients and when it is ready. For singlegpu, buckets of 1 MiB and then 25 MiB are ready in
+proportion to their bytes. A bucket waits for the one before. n bytes take N - 1 latencies of a hop
+and n x 2 (N - 1) / N / bandwidth; over nodes, the latencies of both links and the smaller
+bandwidth. Beside an all-reduce the backward pass is as slow as allreduce.py (--min_bytes 1048576)
+measures it. More processes pay if twice as many are 1.5 times as fast. The prediction does not know
+that processes share a node's memory and wait for a late one.
 """
 import argparse
 import csv
@@ -210,7 +211,7 @@ def read_links(paths):
 def step_of(run, runs):
     """Returns what a prediction needs of a run of one process, and of those like it in `runs`."""
     phases = {0: dict.fromkeys(("data", *COMPUTE), 0.0)}  # seconds of a step for each batch
-    for other in [*runs, run]:
+    for other in [*sorted(runs, key=lambda other: -other["samples/s"]), run]:  # the slowest last
         if settings_of(other) == settings_of(run):
             steps = other["samples/s"] / other["batch"]  # in a second
             steps *= other["seconds"] - other["eval"] - other["save"]

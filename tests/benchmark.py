@@ -266,8 +266,8 @@ def predict(options):
                 words = [*common, "--batch_size", batch, "--log", two]
                 on_link = link.commands_on(spaces, 29400, f"multinode/{script}", *words)
                 run(on_link, GLOO_SOCKET_IFNAME="veth")
-                alone, half, both = map(summary, (one, halves[0], two))
-                step = report.step_of(alone, [alone, half])
+                alone, *half, both = map(summary, logs)
+                step = report.step_of(alone, [alone, *half])
                 foretold = report.predict(step, "strong", links, 0)[0][0]["speedup"]
                 speedup = both["samples/s"] / alone["samples/s"]
                 results.setdefault((name, mbit), []).append((foretold, speedup, both["R"]))
