@@ -5,25 +5,24 @@
     python report.py one.csv --predict link.json      # link.json is from allreduce.py --out
     python report.py one.csv --predict inside.json between.json --gpus_per_node 8
 
-Runs with the same settings and different numbers of processes are compared. Strong scaling
-keeps the global batch, weak scaling keeps the batch of a process. Figures are means over the
-processes and over the epochs after the first. s is the time of an epoch in seconds. Speedup is the
-ratio of samples/s to the run with the fewest processes, efficiency is speedup / ratio of processes.
-comm % is the part of s that communication adds, hidden % the part of all communication that the
-backward pass hides. R = compute / communication. Skew is the compute time of the slowest process
-minus that of the fastest, in seconds. The serial fraction f of Amdahl's law, 1 / speedup =
-f + (1 - f) / N, is fitted by least squares (after Karp and Flatt 1990).
+Runs with the same settings and different numbers of processes are compared. Strong scaling keeps
+the global batch, weak scaling keeps the batch of a process. Figures are means over the processes
+and over the epochs after the first. s is the time of an epoch in seconds. Speedup is the ratio of
+samples/s to the run with the fewest processes, efficiency is speedup / ratio of processes. comm %
+is the part of s that communication adds, hidden % the part of all communication that the backward
+pass hides. R = compute / communication. Skew is the compute time of the slowest process minus that
+of the fastest, in seconds. The serial fraction f of Amdahl's law, 1 / speedup = f + (1 - f) / N, is
+fitted by least squares (after Karp and Flatt 1990).
 
 The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process.
 Data, forward and backward pass shrink with the batch: in proportion or, with logs of several
-batches, by linear interpolation; of runs with one batch the slowest counts, as the others wait for
-it. The optimizer's time stays. The log of multigpu with one process tells the bytes of each bucket
-of gradients and when it is ready. For singlegpu, buckets of 1 MiB and then 25 MiB are ready in
-proportion to their bytes. A bucket waits for the one before. n bytes take N - 1 latencies of a hop
-and n x 2 (N - 1) / N / bandwidth; over nodes, the latencies of both links and the smaller
-bandwidth. Beside an all-reduce the backward pass is as slow as allreduce.py (--min_bytes 1048576)
-measures it. More processes pay if twice as many are 1.5 times as fast. The prediction does not know
-that processes share a node's memory and wait for a late one.
+batches, by linear interpolation (the slowest of runs with one batch). The optimizer's time stays.
+The log of multigpu with one process tells the bytes of each bucket of gradients and when it is
+ready. For singlegpu, buckets of 1 MiB and then 25 MiB are ready in proportion to their bytes. A
+bucket waits for the one before. n bytes take N - 1 latencies of a hop and n x 2 (N - 1) / N /
+bandwidth; over nodes, the latencies of both links and the smaller bandwidth. Beside an all-reduce
+the backward pass is as slow as allreduce.py (--min_bytes 1048576) measures it. More processes pay
+if twice as many are 1.5 times as fast. It knows nothing of shared memory and of late processes.
 """
 import argparse
 import csv
