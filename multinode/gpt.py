@@ -193,7 +193,7 @@ class CommTimer(Stopwatch):
 
     def hook(self, group, bucket):
         start = self.backward_end = self.now()  # the last bucket: the backward pass is done
-        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]
+        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
