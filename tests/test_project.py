@@ -9,8 +9,8 @@ from pathlib import Path
 from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, free_port
 
 TINY = {"images.py": "--model mlp --max_steps 2 --epochs 1 --log one.csv",
-        "multigpu/gpt.py": "--d_model 16 --num_layers 1 --max_steps 2",
-        "quantize/gpt.py": "--rounds 1", "allreduce.py": "--max_bytes 2097152"}
+        "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
+        "quantize/gpt.py": "--rounds 1", "allreduce.py": "--max_bytes 2097152 --seconds 0.1"}
 LIBRARIES = set("numpy torch torchao torchvision datasets tokenizers sacrebleu tqdm".split())
 
 
@@ -53,7 +53,7 @@ def test_readme_commands(tmp_path):
     assert len(lines) == 9
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
     for line in lines:
-        line += " ".join(more for name, more in TINY.items() if f"{name} " in line)
+        line += "".join(f" {more}" for name, more in TINY.items() if f"{name} " in f"{line} ")
         line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
         words = f"{Path(sys.executable).parent}/{line}".replace("node=4", "node=1").split()
         nodes = [subprocess.Popen(words, **place) for _ in range(1 + ("--nnodes=2" in line))]
