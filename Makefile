@@ -20,7 +20,7 @@ test: .venv/installed lint
 	$(RUN) -m pytest
 
 soak: .venv/installed
-	$(RUN) -m pytest -n 0 -s -o python_files='soak_*.py' tests/soak
+	$(RUN) -m pytest -n 0 -vv -s --durations=0 -o python_files='soak_*.py' tests/soak
 
 lint: .venv/installed
 	.venv/bin/ruff check .

@@ -84,18 +84,19 @@ def compute_rate(buffer):
 
 
 def measure(args, device):
-    """Returns the sizes in bytes, each twice the one before, and the seconds of an all-reduce."""
-    sizes, seconds = [], []
-    size = args.min_bytes // 4 * 4
+    """Returns the sizes in bytes, each twice the one before, their seconds, and the rate."""
+    size, seconds = args.min_bytes // 4 * 4, {}
     while size <= args.max_bytes:
-        buffer = torch.zeros(size // 4, device=device)
-        time_all_reduce(buffer, 1)  # warm-up
+        buffer = torch.full((size // 4,), 1.0 + dist.get_rank(), device=device)
+        dist.all_reduce(buffer)  # warm-up
+        buffer -= sum(range(1, dist.get_world_size() + 1))
+        if buffer.any():
+            sys.exit(f"rank {dist.get_rank()}: an all-reduce of {size} bytes gave a wrong sum")
         repeats = int(args.seconds / 5 / time_all_reduce(buffer, 1))
         times = [time_all_reduce(buffer, max(1, repeats)) for _ in range(5)]
-        sizes.append(size)
-        seconds.append(statistics.median(times))
+        seconds[size] = statistics.median(times)
         size *= 2
-    return sizes, seconds
+    return list(seconds), list(seconds.values()), compute_rate(buffer[:1 << 22])
 
 
 def fit_line(sizes, seconds, world_size):
@@ -138,8 +139,7 @@ def main(args):
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
     device = setup(args, rank, world_size, "env://")
-    sizes, seconds = measure(args, device)
-    rate = compute_rate(torch.zeros(min(args.max_bytes, 2**24) // 4, device=device))
+    sizes, seconds, rate = measure(args, device)
     if rank == 0:
         link = print_link(sizes, seconds, rate, world_size, nodes)
         if args.out:

@@ -42,17 +42,6 @@ def pytest_sessionfinish():
     shutil.rmtree(ENVIRONMENT["HF_HOME"], ignore_errors=True)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """After the soak, a table of what held, with the seconds that it took."""
-    if not config.getini("python_files")[0].startswith("soak"):
-        return
-    print("\n| what | seconds | held |\n| --- | --- | --- |")
-    for outcome, held in {"passed": "yes", "failed": "NO", "error": "NO", "skipped": "-"}.items():
-        for report in terminalreporter.getreports(outcome):
-            name = report.nodeid.split("soak_")[-1].replace(".py::test_", ": ")
-            print(f"| {name} | {report.duration:.0f} | {held} |")
-
-
 def processes_of(mark):
     """The living processes that have `mark` in their environment: {id: command line}."""
     found = {}

@@ -179,10 +179,7 @@ def test_loss_not_finite(attempt, data, tmp_path):
 
 
 def test_the_main_comparison(tmp_path):
-    """One process, two processes, the report: what a user types without thinking.
-
-    Without a GPU, multigpu starts two processes by itself.
-    """
+    """One process, two processes (multigpu's own choice without a GPU), and the report."""
     environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name != "OMP_NUM_THREADS"}
     steps = "--max_steps 10 --log"
     for words in (f"singlegpu/images.py {steps}", f"multigpu/images.py {steps}", "report.py"):

@@ -86,10 +86,9 @@ def test_wall_time(watched):
 
 
 def test_comm_agrees_with_ddp(watched):
-    """Exposed communication is what DDP's own logger measured; the total lies within DDP's own.
+    """Exposed communication is that of DDP's own logger, whose total also has gaps in it.
 
-    That also has the gaps between all-reduces. The gradients of vgg11, half a gigabyte, make all
-    of it long beside what a busy machine adds.
+    vgg11's half a gigabyte of gradients takes long beside what a busy machine adds.
     """
     more = ("--model", "vgg11", "--epochs", 1, "--max_steps", 8, "--batch_size", 8)
     for row, ddp in zip(*watched("cnn", *more)):
