@@ -22,7 +22,8 @@ ready. For singlegpu, buckets of 1 MiB and then 25 MiB are ready in proportion t
 bucket waits for the one before. n bytes take N - 1 latencies of a hop and n x 2 (N - 1) / N /
 bandwidth; over nodes, the latencies of both links and the smaller bandwidth. Beside an all-reduce
 the backward pass is as slow as allreduce.py (--min_bytes 1048576) measures it. More processes pay
-if twice as many are 1.5 times as fast. It knows nothing of shared memory and of late processes.
+if twice as many are 1.5 times as fast. Processes that share a machine's memory are slower than
+predicted, and so are processes that wait for one that is late.
 """
 import argparse
 import csv
@@ -244,12 +245,10 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
     optimizer = step["phases"]["optimizer"][step["batch"]]
     all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
     rate = min(link["compute_rate"] for link in links)
-    now = sent = done = 0.0  # seconds since the backward pass began, and what it has done of itself
-    for ready, seconds in zip(step["ready"], all_reduces):
-        work = ready * backward - done
+    now = sent = 0.0  # seconds after the backward pass began: computed, and sent, so far
+    for work, seconds in zip(np.diff(step["ready"], prepend=0) * backward, all_reduces):
         beside = min(max(0.0, sent - now), work / rate)  # seconds beside an all-reduce
         now += beside + work - beside * rate
-        done += work
         sent = max(sent, now) + seconds
     comm, comm_total = sent - now, sum(all_reduces) or math.nan
     compute = forward + now + optimizer
