@@ -240,7 +240,7 @@ def load_snapshot(args, parts):
 def image_loss(model, images, labels, args):
     """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
     with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(images.float() / 255)  # (B, K)
+        logits = model(images.float(memory_format=torch.contiguous_format) / 255)  # (B, K)
         loss = nn.functional.cross_entropy(logits, labels.long())
     count = torch.full_like(loss, len(labels))
     sums = torch.stack((loss.detach() * count, (logits.argmax(1) == labels).sum(), count))

@@ -195,11 +195,14 @@ def attempt(fork_server):
 
 @pytest.fixture(scope="session")
 def run(attempt):
-    """run(script, *arguments, processes=1) is an attempt that must succeed; returns stdout."""
+    """run(script, *arguments, processes=1) is an attempt that must succeed without a warning.
+
+    Returns stdout.
+    """
 
     def run(script, *arguments, **more):
         status, out, err = attempt(script, *arguments, **more)
-        assert status == 0, err
+        assert status == 0 and "Warning" not in err, err
         return out
 
     return run
