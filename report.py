@@ -19,11 +19,11 @@ Data, forward and backward pass shrink with the batch: in proportion or, with lo
 batches, by linear interpolation (the slowest of runs with one batch). The optimizer's time stays.
 The log of multigpu with one process tells the bytes of each bucket of gradients and when it is
 ready. For singlegpu, buckets of 1 MiB and then 25 MiB are ready in proportion to their bytes. A
-bucket waits for the one before. n bytes take N - 1 latencies of a hop and n x 2 (N - 1) / N /
-bandwidth; over nodes, the latencies of both links and the smaller bandwidth. Beside an all-reduce
-the backward pass is as slow as allreduce.py (--min_bytes 1048576) measures it. More processes pay
-if twice as many are 1.5 times as fast. Processes that share a machine's memory are slower than
-predicted, and so are processes that wait for one that is late.
+bucket waits for the one before. An all-reduce of n bytes takes N - 1 hops, each with the latency of
+its link, and n x 2 (N - 1) / N / bandwidth, the smaller one over nodes. While it runs, the backward
+pass is as slow as allreduce.py (--min_bytes 1048576) measured it. More processes pay if twice as
+many are 1.5 times as fast. Not predicted: that processes of a node share its memory, and wait for
+one that is late.
 """
 import argparse
 import csv
@@ -72,7 +72,7 @@ def read_logs(paths):
         frame = pd.DataFrame({"bubble": 0} | dict.fromkeys(METRICS) | row for row in rows)
         missing = {*WORDS, *NUMBERS} - set(frame)
         if missing:
-            notes.append(f"{file}: not a log: it lacks {', '.join(sorted(missing))}")
+            notes.append(f"{file}: no rows with {', '.join(sorted(missing))}")
             continue
         frame[NUMBERS + METRICS] = frame[NUMBERS + METRICS].apply(pd.to_numeric, errors="coerce")
         numbers = frame[NUMBERS]
@@ -211,13 +211,12 @@ def read_links(paths):
 def step_of(run, runs):
     """Returns what a prediction needs of a run of one process, and of those like it in `runs`."""
     phases = {0: dict.fromkeys(("data", *COMPUTE), 0.0)}  # seconds of a step for each batch
-    for other in [*sorted(runs, key=lambda other: -other["samples/s"]), run]:  # the slowest last
-        if settings_of(other) == settings_of(run):
+    for other in [*sorted(runs, key=lambda other: -other["samples/s"]), run]:  # the last one counts
+        if settings_of(other) == settings_of(run) and other["device"] == run["device"]:
             steps = other["samples/s"] / other["batch"]  # in a second
             steps *= other["seconds"] - other["eval"] - other["save"]
             phases[other["batch"]] = {name: other[name] / steps for name in ("data", *COMPUTE)}
     phases = pd.DataFrame(phases).T.sort_index()
-    phases.loc[1e6 * phases.index[-1]] = 1e6 * phases.iloc[-1]
     try:  # [bytes, seconds before the end of the backward pass] of each bucket
         sizes, leads = np.array(json.loads(run["buckets"]), float).T
         ready = 1 - leads / phases["backward"][run["batch"]]
@@ -244,7 +243,7 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
                                for name in ("data", "forward", "backward"))
     optimizer = step["phases"]["optimizer"][step["batch"]]
     all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
-    rate = min(link["compute_rate"] for link in links)
+    rate = min(link["compute_rate"] for link in links[:1 + (processes > gpus_per_node)])
     now = sent = 0.0  # seconds after the backward pass began: computed, and sent, so far
     for work, seconds in zip(np.diff(step["ready"], prepend=0) * backward, all_reduces):
         beside = min(max(0.0, sent - now), work / rate)  # seconds beside an all-reduce
@@ -261,7 +260,7 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
 def predict(step, scaling, links, gpus_per_node):
     """Returns the rows of the prediction, and one sentence on how far it pays."""
     first, *rows = (predict_step(step, 2 ** power, scaling, links, gpus_per_node)
-                    for power in range(11))
+                    for power in range(11) if scaling == "weak" or 2 ** power <= step["batch"])
     half, verdict = 1.0, ""
     for row in rows:
         processes, row["speedup"] = row["processes"], row["samples/s"] / first["samples/s"]
@@ -270,7 +269,7 @@ def predict(step, scaling, links, gpus_per_node):
             verdict = (f"From {processes} processes on it stops paying: they are only "
                        f"{row['speedup'] / half:.2f} times as fast as {processes // 2}.")
         half = row["speedup"]
-    return rows, verdict or "It pays up to 1024 processes: each doubling is 1.5 times as fast."
+    return rows, verdict or "It pays to the end of the table: twice as many are 1.5 times as fast."
 
 
 def write_all(groups, predictions, lines, out):

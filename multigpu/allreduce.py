@@ -146,7 +146,7 @@ def main(rank, args, init_method):
 
 
 def launch_all(args):
-    """Starts the processes, and ends as they end."""
+    """Starts the processes, and exits with their exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
     with tempfile.TemporaryDirectory() as folder:

@@ -195,10 +195,7 @@ def attempt(fork_server):
 
 @pytest.fixture(scope="session")
 def run(attempt):
-    """run(script, *arguments, processes=1) is an attempt that must succeed without a warning.
-
-    Returns stdout.
-    """
+    """run(script, *arguments, processes=1): an attempt without error or warning; returns stdout."""
 
     def run(script, *arguments, **more):
         status, out, err = attempt(script, *arguments, **more)

@@ -144,6 +144,8 @@ def test_bad_arguments(fork_server, attempt, data):
         words = (*arguments_of("mlp", data), *more)
         status, _, err = attempt(f"{folder}/images.py", *words, processes=2)
         assert status and "--batch_size must be" in err, err
+    status, _, err = attempt("multigpu/allreduce.py", processes=1)
+    assert status == 2 and "one process has nobody to send to" in err, err
 
 
 def test_missing_data(attempt, tmp_path):

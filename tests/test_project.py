@@ -4,13 +4,17 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+
+import torch
 
 from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, free_port
 
 TINY = {"images.py": "--model mlp --max_steps 2 --epochs 1 --log one.csv",
         "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
         "quantize/gpt.py": "--rounds 1", "allreduce.py": "--max_bytes 2097152 --seconds 0.1"}
+README = (ROOT / "README.md").read_text()
 LIBRARIES = set("numpy torch torchao torchvision datasets tokenizers sacrebleu tqdm".split())
 
 
@@ -39,8 +43,7 @@ def test_each_script_has_its_job_file():
 
 
 def test_readme_names_what_exists():
-    text = (ROOT / "README.md").read_text()
-    names = re.findall(r"\]\(([\w./]+)\)|(?:python|sbatch|bash) ([\w/]+\.\w+)", text)
+    names = re.findall(r"\]\(([\w./]+)\)|(?:python|sbatch|bash) ([\w/]+\.\w+)", README)
     assert [name for pair in names for name in pair if not (ROOT / name).exists()] == []
 
 
@@ -48,7 +51,7 @@ def test_readme_commands(tmp_path):
     """Each line with python or torchrun runs as it stands, but at a tiny size."""
     for name in (*FOLDERS, "report.py"):
         (tmp_path / name).symlink_to(ROOT / name)
-    text = (ROOT / "README.md").read_text().replace(" \\\n       ", "")
+    text = README.replace(" \\\n       ", "")
     lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
     assert len(lines) == 9
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
@@ -58,3 +61,18 @@ def test_readme_commands(tmp_path):
         words = f"{Path(sys.executable).parent}/{line}".replace("node=4", "node=1").split()
         nodes = [subprocess.Popen(words, **place) for _ in range(1 + ("--nnodes=2" in line))]
         assert [node.wait(TIMEOUT) for node in nodes] == [0] * len(nodes), line
+
+
+def test_readme_example(run, tmp_path):
+    """Functions of "Make it yours", pasted into a copy of images.py, train."""
+    copy, script = tmp_path / "mine.py", (ROOT / "singlegpu/images.py").read_text()
+    example = re.search(r"^    def read_images.*?^(?=\S)", README, re.M | re.S)[0]
+    for function in textwrap.dedent(example).strip().split("\n\n"):
+        old = rf"^{function.split('(')[0]}\(.*?\n\n\n"
+        script, count = re.subn(old, lambda _: f"{function}\n\n\n", script, flags=re.M | re.S)
+        assert count == 1
+    copy.write_text(script)
+    images, labels = torch.zeros(24, 3, 32, 32, dtype=torch.uint8), torch.arange(24) % 10
+    for split in ("train", "test"):
+        torch.save({"images": images, "labels": labels}, tmp_path / f"{split}.pt")
+    run(copy, "--data_dir", tmp_path, "--batch_size", 8, "--epochs", 1)

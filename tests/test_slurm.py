@@ -1,8 +1,4 @@
-"""The job files, on a real Slurm of two nodes that slurm_cluster.sh starts on this machine.
-
-One of each folder is submitted here, all of them in the soak; check_copies.py proves that the files
-of a folder have the same text.
-"""
+"""One job file of each folder on a real Slurm of two nodes on this machine; all in the soak."""
 
 import os
 import re

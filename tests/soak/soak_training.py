@@ -1,11 +1,6 @@
-"""What takes long or measures: real data to a known quality, compiled models, DDP's logger.
+"""What takes long or measures: real data to a known quality, compiled models, DDP's logger."""
 
-SOAK_SEEDS=5 measures the figures of FIGURES instead, over so many seeds, and prints them.
-"""
-
-import os
 import shutil
-import statistics
 
 import pytest
 from conftest import curve, rows
@@ -30,19 +25,13 @@ FIGURES = {  # command, processes, column: mean and standard deviation over five
 def test_quality(run, real_data, tmp_path, figure):
     """At most four standard deviations worse than the mean of five seeds."""
     script, command, processes, column = figure
-    seeds, values = int(os.environ.get("SOAK_SEEDS", 1)), []
-    for seed in range(1, seeds + 1):
-        log = tmp_path / f"{seed}.csv"
-        words = [*command.format(data=real_data).split(), "--seed", seed, "--log", log]
-        words += ["--data_dir", real_data] if "{data}" not in command else []
-        folder = "singlegpu" if processes == 1 else "multigpu"
-        run(f"{folder}/{script}", *words, processes=processes)
-        values.append(rows(log)[-1][column])
-    print("FIGURE", *figure, " ".join(f"{value:.4f}" for value in values))
-    if seeds > 1:
-        pytest.skip(f"mean {statistics.mean(values):.4f}, {statistics.stdev(values):.5f}")
-    mean, deviation = FIGURES[figure]
-    worse = (values[0] - mean) * (-1 if column == "val_acc" else 1)
+    log, folder = tmp_path / "log.csv", "singlegpu" if processes == 1 else "multigpu"
+    words = [*command.format(data=real_data).split(), "--log", log]
+    words += ["--data_dir", real_data] if "{data}" not in command else []
+    run(f"{folder}/{script}", *words, processes=processes)
+    value, (mean, deviation) = rows(log)[-1][column], FIGURES[figure]
+    print("FIGURE", *figure, value)
+    worse = (value - mean) * (-1 if column == "val_acc" else 1)
     assert worse < 4 * deviation
 
 
