@@ -316,8 +316,9 @@ def main():
     if links and not singles:
         sys.exit("--predict needs the log of a run of one process")
     lines, predictions = [line for group in groups for line in compare(group)], []
-    compared = {name for group in groups for name in group["run"]}
-    alone = [run for run in runs if run["run"] not in compared]
+    names = ["run", "script", "processes", "nodes"]
+    compared = {tuple(row) for group in groups for row in group[names].to_numpy()}
+    alone = [run for run in runs if tuple(run[name] for name in names) not in compared]
     if alone and not links:
         columns = [*SAME[:4], "processes", "batch", "s", "samples/s", "comm %", "R"]
         lines += ["## not compared, because no other run differs in the processes alone", ""]

@@ -73,7 +73,7 @@ def test_what_is_compared(tmp_path):
     """Runs that differ in what a user chose have no speedup; threads and nodes may differ."""
     changes = {"precision": "bf16", "model": "mlp", "max_steps": 10, "dataset": "cifar10"}
     others = [rows_of(name, 2, [9, 6], **{name: value}) for name, value in changes.items()]
-    others += [rows_of("b", 2, [9, 5], nodes=2), rows_of("c", 2, [9, 3], comm_hook="bf16")]
+    others += [rows_of("precision", 2, [9, 5], nodes=2), rows_of("c", 2, [9, 3], comm_hook="bf16")]
     _, bf16, plain, alone = tables(write(tmp_path / "a", rows_of("a", 1, [9, 9]), *others))
     assert [row["speedup"] for row in bf16 + plain] == ["1.00", "4.00", "1.00", "2.00"]
     assert len(alone) == 4 and "speedup" not in alone[0]
