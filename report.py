@@ -243,7 +243,8 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
                                for name in ("data", "forward", "backward"))
     optimizer = step["phases"]["optimizer"][step["batch"]]
     all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
-    rate = min(link["compute_rate"] for link in links[:1 + (processes > gpus_per_node)])
+    used = links if processes > gpus_per_node else links[:1]  # inside a node, its own link alone
+    rate = min(link["compute_rate"] for link in used)
     now = sent = 0.0  # seconds after the backward pass began: computed, and sent, so far
     for work, seconds in zip(np.diff(step["ready"], prepend=0) * backward, all_reduces):
         beside = min(max(0.0, sent - now), work / rate)  # seconds beside an all-reduce

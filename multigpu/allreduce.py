@@ -84,7 +84,7 @@ def compute_rate(buffer):
 
 
 def measure(args, device):
-    """Returns the sizes in bytes, each twice the one before, their seconds, and the rate."""
+    """Returns sizes in bytes, each twice the one before, their seconds, and the compute rate."""
     size, seconds = args.min_bytes // 4 * 4, {}
     while size <= args.max_bytes:
         buffer = torch.full((size // 4,), 1.0 + dist.get_rank(), device=device)
@@ -96,7 +96,7 @@ def measure(args, device):
         times = [time_all_reduce(buffer, max(1, repeats)) for _ in range(5)]
         seconds[size] = statistics.median(times)
         size *= 2
-    return list(seconds), list(seconds.values()), compute_rate(buffer[:1 << 22])
+    return list(seconds), list(seconds.values()), compute_rate(buffer[:1 << 22])  # 16 MiB
 
 
 def fit_line(sizes, seconds, world_size):

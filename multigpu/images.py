@@ -93,7 +93,7 @@ def read_images(args, split):
             images, labels = np.asarray(source.data), np.asarray(source.targets)
     except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
-    return images.transpose(0, 3, 1, 2) if images.ndim == 4 else images[:, None], labels
+    return np.moveaxis(images, 3, 1) if images.ndim > 3 else images.reshape(-1, 1, 28, 28), labels
 
 
 def batches(split, args, epoch, steps, device):
@@ -240,7 +240,7 @@ def load_snapshot(args, parts):
 def image_loss(model, images, labels, args):
     """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
     with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(images.float(memory_format=torch.contiguous_format) / 255)  # (B, K)
+        logits = model(images.float() / 255)  # (B, K)
         loss = nn.functional.cross_entropy(logits, labels.long())
     count = torch.full_like(loss, len(labels))
     sums = torch.stack((loss.detach() * count, (logits.argmax(1) == labels).sum(), count))
