@@ -25,6 +25,7 @@ pass is as slow as allreduce.py (--min_bytes 1048576) measured it. More processe
 many are 1.5 times as fast. Not predicted: that processes of a node share its memory, and wait for
 one that is late.
 """
+
 import argparse
 import csv
 import itertools
@@ -39,9 +40,29 @@ import pandas as pd
 from matplotlib import pyplot as plt
 
 # The settings that compared runs have in common. Seed and epochs may differ.
-SAME = ("script", "model", "dataset", "precision", "size", "parameters", "source", "target",
-        "vocab_size", "d_model", "n_heads", "num_layers", "seq_len", "learning_rate", "dropout",
-        "grad_accum_steps", "compile", "max_steps", "num_stages", "num_microbatches", "schedule")
+SAME = (
+    "script",
+    "model",
+    "dataset",
+    "precision",
+    "size",
+    "parameters",
+    "source",
+    "target",
+    "vocab_size",
+    "d_model",
+    "n_heads",
+    "num_layers",
+    "seq_len",
+    "learning_rate",
+    "dropout",
+    "grad_accum_steps",
+    "compile",
+    "max_steps",
+    "num_stages",
+    "num_microbatches",
+    "schedule",
+)
 WORDS = ["run", *SAME[:4], "comm_hook", "device", "threads"]
 COUNTS = ["processes", "nodes", "batch_size", "parameters"]
 COMPUTE = ["forward", "backward", "optimizer"]
@@ -51,8 +72,12 @@ METRICS = ["val_acc", "val_ppl", "val_loss"]  # quality is the first that a scri
 SCALING = ["speedup", "efficiency", "comm %", "hidden %", "R"]
 MEASURED = ["processes", "nodes", "batch", "s", "samples/s", *SCALING, "skew"]
 PREDICTED = ["processes", "batch each", "ms a step", *SCALING]
-LINK = {"processes": (2, 1e9), "latency_s": (0, 1e9), "bandwidth_bytes_per_s": (1, 1e30),
-        "compute_rate": (0.01, 1)}  # lowest and highest
+LINK = {
+    "processes": (2, 1e9),
+    "latency_s": (0, 1e9),
+    "bandwidth_bytes_per_s": (1, 1e30),
+    "compute_rate": (0.01, 1),
+}  # lowest and highest
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
 
 
@@ -64,7 +89,7 @@ def read_logs(paths):
     for file in files:
         try:
             text = file.read_text(errors="replace")
-            lines = text[:text.rfind("\n") + 1].splitlines()  # a torn last line has no end
+            lines = text[: text.rfind("\n") + 1].splitlines()  # a torn last line has no end
             rows = [row for row in csv.DictReader(lines) if None not in row]  # None: too long
         except (OSError, csv.Error) as error:
             notes.append(f"{file}: {error}")
@@ -100,14 +125,23 @@ def runs_of(rows, warmup, notes):
         compute = later[COMPUTE].sum(axis=1).groupby(later["epoch"])
         last = run.iloc[-1].dropna().to_dict()
         metric = next((metric for metric in METRICS if metric in last), "val_loss")
-        runs.append(last | means | {name: int(last[name]) for name in COUNTS} | {
-            "script": last["script"].split("/")[-1], "batch": int(last["batch_size"]),
-            "s": means["seconds"], "comm %": 100 * means["comm"] / means["seconds"],
-            "hidden %": max(100 - 100 * means["comm"] / comm_total, 0.0),
-            "R": sum(means[phase] for phase in COMPUTE) / comm_total,
-            "skew": (compute.max() - compute.min()).mean(),
-            "metric": metric, metric: last.get(metric, math.nan),
-            "epoch_times": run.groupby("epoch")["seconds"].mean()})
+        runs.append(
+            last
+            | means
+            | {name: int(last[name]) for name in COUNTS}
+            | {
+                "script": last["script"].split("/")[-1],
+                "batch": int(last["batch_size"]),
+                "s": means["seconds"],
+                "comm %": 100 * means["comm"] / means["seconds"],
+                "hidden %": max(100 - 100 * means["comm"] / comm_total, 0.0),
+                "R": sum(means[phase] for phase in COMPUTE) / comm_total,
+                "skew": (compute.max() - compute.min()).mean(),
+                "metric": metric,
+                metric: last.get(metric, math.nan),
+                "epoch_times": run.groupby("epoch")["seconds"].mean(),
+            }
+        )
     return runs
 
 
@@ -125,8 +159,9 @@ def groups_of(runs):
         groups.setdefault(("weak", run["batch"] / run["processes"], same), []).append(run)
     for (scaling, batch, same), alike in sorted(groups.items(), key=lambda item: item[0]):
         for hook in sorted({run["comm_hook"] for run in alike if run["processes"] > 1}):
-            group = pd.DataFrame(run for run in alike
-                                 if run["processes"] == 1 or run["comm_hook"] == hook)
+            group = pd.DataFrame(
+                run for run in alike if run["processes"] == 1 or run["comm_hook"] == hook
+            )
             group = group.sort_values(["processes", "nodes"], kind="stable", ignore_index=True)
             ratio = group["processes"] / group["processes"].min()
             if ratio.max() == 1:
@@ -160,16 +195,22 @@ def table(columns, rows):
 def compare(group):
     """Returns the lines on a group."""
     first = group.iloc[0]
-    facts = [f"{name} {value}" for name, value in settings_of(first).items()
-             if name not in SAME[:4] and value not in ("", "0", "0.0", "False")]
+    facts = [
+        f"{name} {value}"
+        for name, value in settings_of(first).items()
+        if name not in SAME[:4] and value not in ("", "0", "0.0", "False")
+    ]
     for name in ("comm_hook", "device", "threads"):
         facts.append(f"{name} {' / '.join(group[name].unique())}")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
     lines += [table([*MEASURED, first["metric"]], group.to_dict("records")), ""]
     if first["group"].startswith("strong"):
         bound = f"at most {1 / first['serial']:.3g}" if first["serial"] > 0 else "any number of"
-        lines += [f"Serial fraction {first['serial']:.3f}: {bound} times as fast, however many "
-                  "processes.", ""]
+        lines += [
+            f"Serial fraction {first['serial']:.3f}: {bound} times as fast, however many "
+            "processes.",
+            "",
+        ]
     return lines
 
 
@@ -239,8 +280,10 @@ def all_reduce_seconds(size, processes, links, gpus_per_node):
 def predict_step(step, processes, scaling, links, gpus_per_node):
     """Returns the row of the prediction for so many processes, without the speedup."""
     batch = step["batch"] / (processes if scaling == "strong" else 1)
-    data, forward, backward = (np.interp(batch, step["phases"].index, step["phases"][name])
-                               for name in ("data", "forward", "backward"))
+    data, forward, backward = (
+        np.interp(batch, step["phases"].index, step["phases"][name])
+        for name in ("data", "forward", "backward")
+    )
     optimizer = step["phases"]["optimizer"][step["batch"]]
     all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
     used = links if processes > gpus_per_node else links[:1]  # inside a node, its own link alone
@@ -253,22 +296,33 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
     comm, comm_total = sent - now, sum(all_reduces) or math.nan
     compute = forward + now + optimizer
     seconds = data + compute + comm
-    return {"processes": processes, "batch each": batch, "ms a step": 1000 * seconds,
-            "samples/s": processes * batch / seconds, "comm %": 100 * comm / seconds,
-            "hidden %": 100 * (1 - comm / comm_total), "R": compute / comm_total}
+    return {
+        "processes": processes,
+        "batch each": batch,
+        "ms a step": 1000 * seconds,
+        "samples/s": processes * batch / seconds,
+        "comm %": 100 * comm / seconds,
+        "hidden %": 100 * (1 - comm / comm_total),
+        "R": compute / comm_total,
+    }
 
 
 def predict(step, scaling, links, gpus_per_node):
     """Returns the rows of the prediction, and one sentence on how far it pays."""
-    first, *rows = (predict_step(step, 2 ** power, scaling, links, gpus_per_node)
-                    for power in range(11) if scaling == "weak" or 2 ** power <= step["batch"])
+    first, *rows = (
+        predict_step(step, 2**power, scaling, links, gpus_per_node)
+        for power in range(11)
+        if scaling == "weak" or 2**power <= step["batch"]
+    )
     half, verdict = 1.0, ""
     for row in rows:
         processes, row["speedup"] = row["processes"], row["samples/s"] / first["samples/s"]
         row["efficiency"] = row["speedup"] / processes
         if row["speedup"] < 1.5 * half and not verdict:
-            verdict = (f"From {processes} processes on it stops paying: they are only "
-                       f"{row['speedup'] / half:.2f} times as fast as {processes // 2}.")
+            verdict = (
+                f"From {processes} processes on it stops paying: they are only "
+                f"{row['speedup'] / half:.2f} times as fast as {processes // 2}."
+            )
         half = row["speedup"]
     return rows, verdict or "It pays to the end of the table: twice as many are 1.5 times as fast."
 
@@ -302,8 +356,13 @@ def main():
     add("paths", nargs="+", type=Path, help="logs (.csv), or folders of them")
     add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
     add("--warmup", type=int, default=1, help="first epochs of a run that do not count")
-    add("--predict", nargs="+", default=[], metavar="LINK.json",
-        help="files of allreduce.py: one for all processes, or inside and between nodes")
+    add(
+        "--predict",
+        nargs="+",
+        default=[],
+        metavar="LINK.json",
+        help="files of allreduce.py: one for all processes, or inside and between nodes",
+    )
     add("--gpus_per_node", type=int, default=0, help="processes of a node, for two link files")
     args = parser.parse_args()
     if len(args.predict) > 2 or len(args.predict) == 2 and args.gpus_per_node < 1:

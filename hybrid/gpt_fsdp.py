@@ -12,6 +12,7 @@ A CPU hides no communication. On GPUs, forward and backward include what is not 
 Rank 0 has the whole model on the CPU, to load and save it. Snapshots are those of multinode/gpt.py.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
+
 import argparse
 import csv
 import math
@@ -39,8 +40,19 @@ from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-SAME_ON_RESUME = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len",
-                  "batch_size", "learning_rate", "dropout", "precision", "seed")
+SAME_ON_RESUME = (
+    "dataset",
+    "vocab_size",
+    "d_model",
+    "n_heads",
+    "num_layers",
+    "seq_len",
+    "batch_size",
+    "learning_rate",
+    "dropout",
+    "precision",
+    "seed",
+)
 LOGGED = (*SAME_ON_RESUME, "shard_size", "checkpoint_activations", "epochs", "max_steps")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
@@ -74,7 +86,8 @@ def parse_args():
     if not world_size:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
     if min(args.shard_size, args.batch_size) < 1 or (
-            world_size % args.shard_size or args.batch_size % world_size):
+        world_size % args.shard_size or args.batch_size % world_size
+    ):
         parser.error("--shard_size must divide the processes, and these --batch_size")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
@@ -101,10 +114,10 @@ def batches(tokens, args, epoch, steps, device):
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
-    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[::args.seq_len]  # (N, T + 1)
+    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
-        numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
-        numbers = numbers[dist.get_rank()::dist.get_world_size()]
+        numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
+        numbers = numbers[dist.get_rank() :: dist.get_world_size()]
         batch = torch.from_numpy(sequences[numbers].astype(np.int64))
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
@@ -148,7 +161,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[:tokens.shape[1]]  # (B, T, D)
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
         x = self.norm(self.blocks(self.dropout(x)))
         logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
         return logits if targets is None else F.cross_entropy(logits, targets.flatten())
@@ -157,8 +170,13 @@ class GPT(nn.Module):
 def create_optimizer(model, args):
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-                             args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        args.learning_rate,
+        (0.9, 0.99),
+        weight_decay=0.1,
+        fused=True,
+    )
 
 
 class Stopwatch:
@@ -233,8 +251,14 @@ def setup(args, rank, world_size, init_method):
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        init_method,
+        timedelta(seconds=args.timeout),
+        world_size,
+        rank,
+        device_id=device if backend == "nccl" else None,
+    )
     return device
 
 
@@ -343,8 +367,10 @@ def main(args):
     val_batches = [(part[:, :-1], part[:, 1:]) for part in val_split]  # as many in all processes
 
     ranks = torch.arange(world_size).view(-1, args.shard_size)  # those of a row share a copy
-    groups = [dist.new_subgroups_by_enumeration(rows.tolist(), timedelta(seconds=args.timeout))[0]
-              for rows in (ranks.T, ranks)]
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timedelta(seconds=args.timeout))[0]
+        for rows in (ranks.T, ranks)
+    ]
     mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("copy", "shard"))
     policy = MixedPrecisionPolicy(DTYPES[args.precision], reduce_dtype=torch.float32)
     watch = ShardTimer(device)
@@ -363,8 +389,11 @@ def main(args):
     if rank == 0:  # it loads the whole model, and sends the others their shards
         torch.manual_seed(args.seed)
         whole = GPT(args)
-        parts = {"model": whole, "optimizer": create_optimizer(whole, args),
-                 "scaler": torch.amp.GradScaler(enabled=False)}
+        parts = {
+            "model": whole,
+            "optimizer": create_optimizer(whole, args),
+            "scaler": torch.amp.GradScaler(enabled=False),
+        }
         progress, weights = [load_snapshot(args, parts)], whole.state_dict()
         if parts["optimizer"].state:
             moments = dcp.get_optimizer_state_dict(whole, parts["optimizer"])
@@ -376,16 +405,26 @@ def main(args):
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=options)
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "hybrid/gpt_fsdp.py", "processes": world_size, "nodes": nodes, "rank": rank,
+        "script": "hybrid/gpt_fsdp.py",
+        "processes": world_size,
+        "nodes": nodes,
+        "rank": rank,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": "none",
         "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "parameters": sum(p.numel() for p in model.parameters())}
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     if rank == 0:
-        print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-              f"{len(train_tokens):,} + {len(val_tokens):,} tokens; shards {args.shard_size}")
-        print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-              "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
+        print(
+            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+            + f"{len(train_tokens):,} + {len(val_tokens):,} tokens; shards {args.shard_size}"
+        )
+        print(
+            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+            "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
+        )
         print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, stop = [], 0
@@ -394,8 +433,14 @@ def main(args):
         loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         model.train()
-        for tokens, targets in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                    leave=False, disable=True if rank else None):
+        for tokens, targets in tqdm(
+            loader,
+            f"epoch {epoch}",
+            num_steps,
+            initial=first_step,
+            leave=False,
+            disable=True if rank else None,
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             loss, loss_sums = token_loss(model, tokens, targets, args)
@@ -435,10 +480,16 @@ def main(args):
         num_samples = max(0, num_steps - first_step) * args.batch_size
         row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
         peak = torch.cuda.max_memory_allocated() or 1024 * getrusage(RUSAGE_SELF).ru_maxrss
-        tensors = [tensor for weight, state in optimizer.state.items()  # gradients are as weights
-                   for tensor in (weight, weight, *state.values()) if tensor.dim()]
-        row |= {"state_MB": sum(tensor.to_local().nbytes for tensor in tensors) / 1e6,
-                "peak_MB": peak / 1e6}
+        tensors = [
+            tensor
+            for weight, state in optimizer.state.items()  # gradients are as weights
+            for tensor in (weight, weight, *state.values())
+            if tensor.dim()
+        ]
+        row |= {
+            "state_MB": sum(tensor.to_local().nbytes for tensor in tensors) / 1e6,
+            "peak_MB": peak / 1e6,
+        }
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
         epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
@@ -446,8 +497,10 @@ def main(args):
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-                  "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
+            print(
+                "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
+                "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
+            )
             if args.log:
                 head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
@@ -458,8 +511,10 @@ def main(args):
         means = print_summary(rows[world_size:] or rows, "val_loss")
         print(f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
         state, peak = (max(row[name] for row in rows) for name in ("state_MB", "peak_MB"))
-        print(f"MB of parameters, gradients and optimizer state {state:.1f}, in theory "
-              f"{16e-6 * settings['parameters'] / args.shard_size:.1f}; MB at the peak {peak:.1f}")
+        print(
+            f"MB of parameters, gradients and optimizer state {state:.1f}, in theory "
+            f"{16e-6 * settings['parameters'] / args.shard_size:.1f}; MB at the peak {peak:.1f}"
+        )
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
 

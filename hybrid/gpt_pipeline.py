@@ -14,6 +14,7 @@ last stage hold a copy each. A process first builds or loads the whole model on 
 are those of multinode/gpt.py.
 Shapes: B sequences of a micro-batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
+
 import argparse
 import csv
 import math
@@ -37,8 +38,19 @@ from tqdm import tqdm
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 PHASES += ("bubble",)  # waiting for other stages and for what they send
-SAME_ON_RESUME = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len",
-                  "batch_size", "learning_rate", "dropout", "precision", "seed")
+SAME_ON_RESUME = (
+    "dataset",
+    "vocab_size",
+    "d_model",
+    "n_heads",
+    "num_layers",
+    "seq_len",
+    "batch_size",
+    "learning_rate",
+    "dropout",
+    "precision",
+    "seed",
+)
 LOGGED = (*SAME_ON_RESUME, "num_stages", "num_microbatches", "schedule", "epochs", "max_steps")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
@@ -106,11 +118,12 @@ def batches(tokens, args, epoch, steps, device):
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
-    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[::args.seq_len]  # (N, T + 1)
-    pipeline, num_pipelines = (each // args.num_stages
-                               for each in (dist.get_rank(), dist.get_world_size()))
+    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
+    pipeline, num_pipelines = (
+        each // args.num_stages for each in (dist.get_rank(), dist.get_world_size())
+    )
     for step in steps:
-        numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
+        numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
         batch = torch.from_numpy(sequences[numbers[pipeline::num_pipelines]].astype(np.int64))
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
@@ -154,7 +167,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[:tokens.shape[1]]  # (B, T, D)
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
         x = self.norm(self.blocks(self.dropout(x)))
         logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
         return logits if targets is None else F.cross_entropy(logits, targets.flatten())
@@ -170,7 +183,7 @@ class Stage(nn.Module):
         super().__init__()
         size, self.precision = args.num_layers // args.num_stages, args.precision
         self.is_first, self.is_last = number == 0, number == args.num_stages - 1
-        self.blocks = model.blocks[number * size:(number + 1) * size]
+        self.blocks = model.blocks[number * size : (number + 1) * size]
         if self.is_first:
             self.positions, self.dropout = model.positions, model.dropout
         if self.is_first or self.is_last:
@@ -189,8 +202,13 @@ class Stage(nn.Module):
 def create_optimizer(model, args):
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-                             args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        args.learning_rate,
+        (0.9, 0.99),
+        weight_decay=0.1,
+        fused=True,
+    )
 
 
 class Stopwatch:
@@ -232,9 +250,11 @@ class ReduceTimer(Stopwatch):
     def all_reduce(self, tensor, group):
         """Starts to sum the tensor over the group. Returns a future to wait for."""
         start = self.now()
+
         def sent(future):
             self.spans += ((start, self.now()),)
             return future.value()  # without it, wait() would not wait for a GPU
+
         return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(sent)
 
     def read(self, phase):
@@ -278,12 +298,19 @@ def create_schedule(args, watch, stage, group, device):
         tokens = torch.empty(size, args.seq_len, dtype=torch.int64)
         x = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
         logits = torch.empty(size, args.seq_len, args.vocab_size, dtype=DTYPES[args.precision])
-    timed_stage = TimedStage(stage, dist.get_rank(group), args.num_stages, device, group=group,
-                             input_args=tokens if stage.is_first else x,
-                             output_args=logits if stage.is_last else x)
+    timed_stage = TimedStage(
+        stage,
+        dist.get_rank(group),
+        args.num_stages,
+        device,
+        group=group,
+        input_args=tokens if stage.is_first else x,
+        output_args=logits if stage.is_last else x,
+    )
     timed_stage.watch, timed_stage.num_tokens = watch, args.batch_size * args.seq_len
-    return timed_stage, SCHEDULES[args.schedule](timed_stage, args.num_microbatches,
-                                                 timed_stage.loss, scale_grads=False)
+    return timed_stage, SCHEDULES[args.schedule](
+        timed_stage, args.num_microbatches, timed_stage.loss, scale_grads=False
+    )
 
 
 def setup(args, rank, world_size, init_method):
@@ -292,8 +319,14 @@ def setup(args, rank, world_size, init_method):
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        init_method,
+        timedelta(seconds=args.timeout),
+        world_size,
+        rank,
+        device_id=device if backend == "nccl" else None,
+    )
     return device
 
 
@@ -353,8 +386,11 @@ def pass_through(run, stage, tokens, targets):
 
 def clip_gradients(stage, group):
     """Clips the gradients to a norm of 1 over all stages of the pipeline."""
-    gradients = [weight.grad for name, weight in stage.named_parameters()
-                 if stage.is_first or name != "embedding.weight"]  # the last stage has a copy
+    gradients = [
+        weight.grad
+        for name, weight in stage.named_parameters()
+        if stage.is_first or name != "embedding.weight"
+    ]  # the last stage has a copy
     square = nn.utils.get_total_norm(gradients) ** 2
     dist.all_reduce(square, group=group)
     nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, square.sqrt())
@@ -405,8 +441,10 @@ def main(args):
     device = setup(args, rank, world_size, "env://")
     timeout = timedelta(seconds=args.timeout)
     ranks = torch.arange(world_size).view(-1, args.num_stages)  # a pipeline in each row
-    replicas, pipeline, ends = (dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0]
-                                for lists in (ranks.T, ranks, ranks[:, [0, -1]]))
+    replicas, pipeline, ends = (
+        dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0]
+        for lists in (ranks.T, ranks, ranks[:, [0, -1]])
+    )
     saving = dist.new_group(ranks[0].tolist(), timeout, "gloo")
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
@@ -416,7 +454,7 @@ def main(args):
     num_steps = min(num_steps, args.max_steps or sys.maxsize)
     val_tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    val_split = val_split[rank // args.num_stages::len(ranks)]
+    val_split = val_split[rank // args.num_stages :: len(ranks)]
     size = args.batch_size // len(ranks)
     val_split = F.pad(val_split, (0, 0, 0, -len(val_split) % size), value=-100)  # not counted
     val_batches = [(part[:, :-1].clamp(0), part[:, 1:]) for part in val_split.split(size)]
@@ -443,15 +481,26 @@ def main(args):
     timed_stage, schedule = create_schedule(args, watch, stage, pipeline, device)
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "hybrid/gpt_pipeline.py", "processes": world_size, "nodes": nodes, "rank": rank,
+        "script": "hybrid/gpt_pipeline.py",
+        "processes": world_size,
+        "nodes": nodes,
+        "rank": rank,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
-        "model": f"gpt-{args.num_layers}x{args.d_model}", "parameters": num_parameters}
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": "none",
+        "model": f"gpt-{args.num_layers}x{args.d_model}",
+        "parameters": num_parameters,
+    }
     if rank == 0:
-        print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-              f"{len(train_tokens):,} + {len(val_tokens):,} tokens; stages {args.num_stages}")
-        print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-              "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
+        print(
+            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+            + f"{len(train_tokens):,} + {len(val_tokens):,} tokens; stages {args.num_stages}"
+        )
+        print(
+            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+            "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
+        )
         print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, stop = [], 0
@@ -460,8 +509,14 @@ def main(args):
         loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         stage.train()
-        for tokens, targets in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                    leave=False, disable=True if rank else None):
+        for tokens, targets in tqdm(
+            loader,
+            f"epoch {epoch}",
+            num_steps,
+            initial=first_step,
+            leave=False,
+            disable=True if rank else None,
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             sums = sums + pass_through(schedule.step, timed_stage, tokens, targets)
@@ -512,8 +567,10 @@ def main(args):
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-                  "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
+            print(
+                "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
+                "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
+            )
             if args.log:
                 head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
@@ -522,11 +579,13 @@ def main(args):
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(f"{means['hidden']:.0%} of the communication is hidden behind other stages' work\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
+        print(
+            f"{means['hidden']:.0%} of the communication is hidden behind other stages' work\n"
+            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
+        )
         theory = (args.num_stages - 1) / (args.num_microbatches + args.num_stages - 1)
         for number in range(args.num_stages):
-            own = (rows[world_size:] or rows)[number::args.num_stages]
+            own = (rows[world_size:] or rows)[number :: args.num_stages]
             total = sum(row["bubble"] + row["forward"] + row["backward"] for row in own)
             bubble = sum(row["bubble"] for row in own) / total
             print(f"stage {number}: bubble {bubble:.1%} of its time, in theory {theory:.1%}")

@@ -8,6 +8,7 @@ A text file is read as bytes. A folder holds train.bin and val.bin with 16-bit t
 writes them. `diff singlegpu/gpt.py multigpu/gpt.py` shows what distribution adds.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
+
 import argparse
 import csv
 import math
@@ -33,11 +34,25 @@ from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-SAME_ON_RESUME = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len",
-                  "batch_size", "learning_rate", "dropout", "precision", "seed")
+SAME_ON_RESUME = (
+    "dataset",
+    "vocab_size",
+    "d_model",
+    "n_heads",
+    "num_layers",
+    "seq_len",
+    "batch_size",
+    "learning_rate",
+    "dropout",
+    "precision",
+    "seed",
+)
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
-              "fp16": default_hooks.fp16_compress_hook}
+COMM_HOOKS = {
+    "none": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
 PEAK_TFLOPS = {"A100": 312, "NVL": 835, "H100 80GB": 989, "H200": 989, "GB200": 2500, "B200": 2250}
@@ -98,10 +113,10 @@ def batches(tokens, args, epoch, steps, device):
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
-    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[::args.seq_len]  # (N, T + 1)
+    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
-        numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
-        numbers = numbers[dist.get_rank()::dist.get_world_size()]
+        numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
+        numbers = numbers[dist.get_rank() :: dist.get_world_size()]
         batch = torch.from_numpy(sequences[numbers].astype(np.int64))
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
@@ -145,7 +160,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[:tokens.shape[1]]  # (B, T, D)
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
         x = self.norm(self.blocks(self.dropout(x)))
         logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
         return logits if targets is None else F.cross_entropy(logits, targets.flatten())
@@ -192,10 +207,12 @@ class CommTimer(Stopwatch):
 
     def hook(self, group, bucket):
         start = self.backward_end = self.now()  # the last bucket: the backward pass is done
-        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+        self.ready = self.ready[: bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
+
         if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -219,8 +236,14 @@ def setup(args, rank, world_size, init_method):
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        init_method,
+        timedelta(seconds=args.timeout),
+        world_size,
+        rank,
+        device_id=device if backend == "nccl" else None,
+    )
     return device
 
 
@@ -268,9 +291,9 @@ def sample(model, tokens, args):
     """Returns a list of args.sample token ids, drawn one by one, that follow tokens (1, T)."""
     model.eval()
     for _ in range(args.sample):
-        logits = model(tokens[:, -args.seq_len:])[-1:] / 0.8  # (1, V); 0.8 is the temperature
+        logits = model(tokens[:, -args.seq_len :])[-1:] / 0.8  # (1, V); 0.8 is the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
-    return tokens[0, -args.sample:].tolist()
+    return tokens[0, -args.sample :].tolist()
 
 
 def gpt_row(settings, progress, val_sums, seconds, num_samples):
@@ -327,8 +350,13 @@ def main(rank, args, init_method):
     model = GPT(args).to(device)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-                                  args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        args.learning_rate,
+        (0.9, 0.99),
+        weight_decay=0.1,
+        fused=True,
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
@@ -339,16 +367,27 @@ def main(rank, args, init_method):
         ddp_model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "multigpu/gpt.py", "processes": world_size, "nodes": 1, "rank": rank,
+        "script": "multigpu/gpt.py",
+        "processes": world_size,
+        "nodes": 1,
+        "rank": rank,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": args.comm_hook,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": args.comm_hook,
         "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "buckets": watch.buckets, "parameters": sum(p.numel() for p in model.parameters())}
+        "buckets": watch.buckets,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     if rank == 0:
-        print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-              f"{len(train_tokens):,} + {len(val_tokens):,} tokens")
-        print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-              "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
+        print(
+            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+            + f"{len(train_tokens):,} + {len(val_tokens):,} tokens"
+        )
+        print(
+            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+            "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
+        )
         print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, stop = [], 0
@@ -357,8 +396,14 @@ def main(rank, args, init_method):
         loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=True if rank else None):
+        for micro_batches in tqdm(
+            loader,
+            f"epoch {epoch}",
+            num_steps,
+            initial=first_step,
+            leave=False,
+            disable=True if rank else None,
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             for number, (tokens, targets) in enumerate(micro_batches, start=1):
@@ -410,8 +455,10 @@ def main(rank, args, init_method):
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-                  "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
+            print(
+                "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
+                "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
+            )
             if args.log:
                 head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
@@ -420,8 +467,10 @@ def main(rank, args, init_method):
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
+        print(
+            f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
+            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
+        )
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
     if args.sample and rank == 0 and not stop:

@@ -10,6 +10,7 @@ The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE
 processes has n bytes. algbw = n / time. busbw = algbw x 2 (N - 1) / N is what each link carries in
 a ring, and can be compared between different N. One process a node measures the link between them.
 """
+
 import argparse
 import json
 import os
@@ -47,8 +48,14 @@ def setup(args, rank, world_size, init_method):
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        init_method,
+        timedelta(seconds=args.timeout),
+        world_size,
+        rank,
+        device_id=device if backend == "nccl" else None,
+    )
     return device
 
 
@@ -96,7 +103,7 @@ def measure(args, device):
         times = [time_all_reduce(buffer, max(1, repeats)) for _ in range(5)]
         seconds[size] = statistics.median(times)
         size *= 2
-    return list(seconds), list(seconds.values()), compute_rate(buffer[:1 << 22])  # 16 MiB
+    return list(seconds), list(seconds.values()), compute_rate(buffer[: 1 << 22])  # 16 MiB
 
 
 def fit_line(sizes, seconds, world_size):
@@ -125,12 +132,22 @@ def print_link(sizes, seconds, rate, world_size, nodes):
         busbw = algbw * 2 * (world_size - 1) / world_size
         fit = 1e6 * took * (1 + error)
         print(f"| {size:10} | {1e6 * took:10.1f} | {algbw:10.3f} | {busbw:10.3f} | {fit:10.1f} |")
-    print(f"fit: {1e6 * latency:.1f} us + n x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s; "
-          f"errors: rms {np.sqrt((errors ** 2).mean()):.1%}, largest {abs(errors).max():.1%}")
+    print(
+        f"fit: {1e6 * latency:.1f} us + n x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s; "
+        f"errors: rms {np.sqrt((errors**2).mean()):.1%}, largest {abs(errors).max():.1%}"
+    )
     print(f"beside an all-reduce a process computes at {rate:.0%} of its speed")
-    return {"processes": world_size, "latency_s": latency, "bandwidth_bytes_per_s": bandwidth,
-            "compute_rate": rate, "nodes": nodes, "device": device, "torch": torch.__version__,
-            "sizes": sizes, "seconds": seconds}
+    return {
+        "processes": world_size,
+        "latency_s": latency,
+        "bandwidth_bytes_per_s": bandwidth,
+        "compute_rate": rate,
+        "nodes": nodes,
+        "device": device,
+        "torch": torch.__version__,
+        "sizes": sizes,
+        "seconds": seconds,
+    }
 
 
 def main(args):

@@ -9,6 +9,7 @@ torchrun starts a process for each GPU. The bare -- keeps it from taking --log f
 To train on your own images, replace read_pixels and create_model.
 Shapes: N images of a split, B of a batch, C channels, H height, W width.
 """
+
 import argparse
 import csv
 import os
@@ -31,8 +32,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 SAME_ON_RESUME = ("dataset", "batch_size", "learning_rate", "precision", "seed")
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
-              "fp16": default_hooks.fp16_compress_hook}
+COMM_HOOKS = {
+    "none": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
 
@@ -40,8 +44,12 @@ ARRIVED = []  # the signals that this process has received
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--dataset", choices=("synthetic", "mnist", "cifar10"), default="synthetic",
-        help="images to train on")
+    add(
+        "--dataset",
+        choices=("synthetic", "mnist", "cifar10"),
+        default="synthetic",
+        help="images to train on",
+    )
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
@@ -102,12 +110,17 @@ def batches(images, args, epoch, steps):
 def create_model(channels):
     """Returns a network from images (B, C, H, W) to their reconstructions (B, C, H, W)."""
     return nn.Sequential(
-        nn.Conv2d(channels, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(channels, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.ReLU(),
         nn.Conv2d(64, 2 * channels, 3, padding=1),  # the code (B, 2 C, H / 4, W / 4)
-        nn.Conv2d(2 * channels, 64, 3, padding=1), nn.ReLU(),
-        nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1), nn.ReLU(),
-        nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1))
+        nn.Conv2d(2 * channels, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1),
+    )
 
 
 class Stopwatch:
@@ -151,10 +164,12 @@ class CommTimer(Stopwatch):
 
     def hook(self, group, bucket):
         start = self.backward_end = self.now()  # the last bucket: the backward pass is done
-        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+        self.ready = self.ready[: bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
+
         if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -178,8 +193,14 @@ def setup(args, rank, world_size, init_method):
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        init_method,
+        timedelta(seconds=args.timeout),
+        world_size,
+        rank,
+        device_id=device if backend == "nccl" else None,
+    )
     return device
 
 
@@ -298,16 +319,27 @@ def main(args):
         ddp_model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "multinode/autoencoder.py", "processes": world_size, "nodes": nodes, "rank": rank,
+        "script": "multinode/autoencoder.py",
+        "processes": world_size,
+        "nodes": nodes,
+        "rank": rank,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": args.comm_hook,
-        "model": "conv", "buckets": watch.buckets,
-        "parameters": sum(p.numel() for p in model.parameters())}
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": args.comm_hook,
+        "model": "conv",
+        "buckets": watch.buckets,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     if rank == 0:
-        print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-              f"{len(train_images):,} + {len(val_images):,} images")
-        print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-              "{batch_size}; {precision}; torch {torch}".format_map(settings))
+        print(
+            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+            + f"{len(train_images):,} + {len(val_images):,} images"
+        )
+        print(
+            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+            "{batch_size}; {precision}; torch {torch}".format_map(settings)
+        )
         print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  val_loss  seconds  samples/s")
     rows, stop = [], 0
@@ -316,8 +348,14 @@ def main(args):
         loader = batches(train_images, args, epoch, range(first_step, num_steps))
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=True if rank else None):
+        for micro_batches in tqdm(
+            loader,
+            f"epoch {epoch}",
+            num_steps,
+            initial=first_step,
+            leave=False,
+            disable=True if rank else None,
+        ):
             watch.mark("data")
             for number, images in enumerate(micro_batches, start=1):
                 last = number == args.grad_accum_steps
@@ -362,8 +400,11 @@ def main(args):
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print("{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}"
-                  .format_map(row))
+            print(
+                "{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}".format_map(
+                    row
+                )
+            )
             if args.log:
                 head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
@@ -372,8 +413,10 @@ def main(args):
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
+        print(
+            f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
+            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
+        )
     if args.reconstructions and rank == 0 and not stop:
         save_reconstructions(model, val_images[:16], args.reconstructions)
     dist.barrier()  # rank 0 may still be saving

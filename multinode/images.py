@@ -8,6 +8,7 @@ r"""Train an image classifier on the GPUs of many nodes, or on CPU processes whe
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
+
 import argparse
 import csv
 import os
@@ -30,8 +31,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
-              "fp16": default_hooks.fp16_compress_hook}
+COMM_HOOKS = {
+    "none": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
 BLOCK = 4096  # images that lie next to each other in the file, and are read together
@@ -42,8 +46,12 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--model", choices=("cnn", "mlp", "vgg11"), default="cnn", help="network to train")
-    add("--dataset", choices=("synthetic", "mnist", "cifar10", "bigmnist"), default="synthetic",
-        help="images to train on; make_bigmnist.py writes bigmnist")
+    add(
+        "--dataset",
+        choices=("synthetic", "mnist", "cifar10", "bigmnist"),
+        default="synthetic",
+        help="images to train on; make_bigmnist.py writes bigmnist",
+    )
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
@@ -128,13 +136,30 @@ def create_model(args, channels, size):
     """Returns a network from images (B, channels, size, size) to logits (B, K)."""
     dropout = nn.Dropout(args.dropout)
     if args.model == "mlp":
-        return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, 512), nn.ReLU(),
-                             dropout, nn.Linear(512, 512), nn.ReLU(), dropout, nn.Linear(512, 10))
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(channels * size * size, 512),
+            nn.ReLU(),
+            dropout,
+            nn.Linear(512, 512),
+            nn.ReLU(),
+            dropout,
+            nn.Linear(512, 10),
+        )
     if args.model == "cnn":  # the network of pytorch/examples/mnist
-        return nn.Sequential(nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(),
-                             nn.MaxPool2d(2), nn.Flatten(), dropout,
-                             nn.Linear(64 * (size // 2 - 2) ** 2, 128), nn.ReLU(), dropout,
-                             nn.Linear(128, 10))
+        return nn.Sequential(
+            nn.Conv2d(channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            dropout,
+            nn.Linear(64 * (size // 2 - 2) ** 2, 128),
+            nn.ReLU(),
+            dropout,
+            nn.Linear(128, 10),
+        )
     vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # needs 3 channels, 32 x 32 pixels
     return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
 
@@ -180,10 +205,12 @@ class CommTimer(Stopwatch):
 
     def hook(self, group, bucket):
         start = self.backward_end = self.now()  # the last bucket: the backward pass is done
-        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+        self.ready = self.ready[: bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
+
         if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -207,8 +234,14 @@ def setup(args, rank, world_size, init_method):
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        init_method,
+        timedelta(seconds=args.timeout),
+        world_size,
+        rank,
+        device_id=device if backend == "nccl" else None,
+    )
     return device
 
 
@@ -320,15 +353,26 @@ def main(args):
         ddp_model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "multinode/images.py", "processes": world_size, "nodes": nodes, "rank": rank,
+        "script": "multinode/images.py",
+        "processes": world_size,
+        "nodes": nodes,
+        "rank": rank,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": args.comm_hook,
-        "buckets": watch.buckets, "parameters": sum(p.numel() for p in model.parameters())}
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": args.comm_hook,
+        "buckets": watch.buckets,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     if rank == 0:
-        print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-              f"{len(train_split[1]):,} + {len(val_split[1]):,} images")
-        print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-              "{batch_size}; {precision}; torch {torch}".format_map(settings))
+        print(
+            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+            + f"{len(train_split[1]):,} + {len(val_split[1]):,} images"
+        )
+        print(
+            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+            "{batch_size}; {precision}; torch {torch}".format_map(settings)
+        )
         print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, stop = [], 0
@@ -337,8 +381,14 @@ def main(args):
         loader = batches(train_split, args, epoch, range(first_step, num_steps), device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=True if rank else None):
+        for micro_batches in tqdm(
+            loader,
+            f"epoch {epoch}",
+            num_steps,
+            initial=first_step,
+            leave=False,
+            disable=True if rank else None,
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             for number, (images, labels) in enumerate(micro_batches, start=1):
@@ -384,8 +434,10 @@ def main(args):
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
-                  "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row))
+            print(
+                "{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
+                "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row)
+            )
             if args.log:
                 head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
@@ -394,8 +446,10 @@ def main(args):
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_acc")
-        print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
+        print(
+            f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
+            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
+        )
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ torchrun starts a process for each GPU. The bare -- keeps it from taking --log f
 To train on your own texts, name their folder: splits train and test, columns text and label.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
+
 import argparse
 import csv
 import os
@@ -29,11 +30,23 @@ from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-SAME_ON_RESUME = ("model", "size", "dataset", "seq_len", "batch_size", "learning_rate", "dropout",
-                  "precision", "seed")
+SAME_ON_RESUME = (
+    "model",
+    "size",
+    "dataset",
+    "seq_len",
+    "batch_size",
+    "learning_rate",
+    "dropout",
+    "precision",
+    "seed",
+)
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook,
-              "fp16": default_hooks.fp16_compress_hook}
+COMM_HOOKS = {
+    "none": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
@@ -86,8 +99,12 @@ def learn_vocabulary(batch):
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-    trainer = trainers.WordLevelTrainer(vocab_size=VOCAB_SIZE, min_frequency=2,
-                                        show_progress=False, special_tokens=["[PAD]", "[UNK]"])
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=VOCAB_SIZE,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=["[PAD]", "[UNK]"],
+    )
     tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
     return {"tokenizer": [tokenizer.to_str()]}
 
@@ -97,8 +114,11 @@ def encode(batch, tokenizer, labels):
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
     tokens = np.array([encoding.ids for encoding in encodings], np.int16)
     tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
-    return {"tokens": tokens, "length": np.count_nonzero(tokens, axis=1),
-            "class": [labels.index(label) for label in batch["label"]]}
+    return {
+        "tokens": tokens,
+        "length": np.count_nonzero(tokens, axis=1),
+        "class": [labels.index(label) for label in batch["label"]],
+    }
 
 
 def read_texts(args, device):
@@ -109,8 +129,11 @@ def read_texts(args, device):
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        splits = (load_dataset(source, split=["train", "test"]) if args.dataset != "synthetic" else
-                  Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values())
+        splits = (
+            load_dataset(source, split=["train", "test"])
+            if args.dataset != "synthetic"
+            else Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values()
+        )
         splits = [split.select_columns(["text", "label"]) for split in splits]
         labels = sorted({label for split in splits for label in split.unique("label")})
     except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
@@ -130,14 +153,14 @@ def batches(split, args, epoch, steps):
     """Yields a list of micro-batches for each step: tokens (B, T), classes (B,)."""
     tokens, lengths, classes = split
     size, generator = args.batch_size, np.random.default_rng((args.seed, epoch))
-    order = generator.permutation(len(lengths))[:len(lengths) // size * size]
+    order = generator.permutation(len(lengths))[: len(lengths) // size * size]
     for pool in np.split(order, range(100 * size, len(order), 100 * size)):
         pool.sort()  # the split is sorted by length: batches need little padding
     order = torch.from_numpy(generator.permutation(order.reshape(-1, size))).to(lengths.device)
     longest = lengths[order[:, -1]].tolist()
     for step in steps:
-        rows = order[step, dist.get_rank()::dist.get_world_size()]
-        texts = tokens[rows, :longest[step]], classes[rows]
+        rows = order[step, dist.get_rank() :: dist.get_world_size()]
+        texts = tokens[rows, : longest[step]], classes[rows]
         yield list(zip(*(tensor.chunk(args.grad_accum_steps) for tensor in texts)))
 
 
@@ -153,15 +176,18 @@ class TextEncoder(nn.Module):
             qkv = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, 3 * d_model, bias=False))
             projection = nn.Linear(d_model, d_model, bias=False)
             feed_forward = nn.Sequential(
-                nn.LayerNorm(d_model), nn.Linear(d_model, dim_feedforward, bias=False), nn.GELU(),
-                nn.Linear(dim_feedforward, d_model, bias=False))
+                nn.LayerNorm(d_model),
+                nn.Linear(d_model, dim_feedforward, bias=False),
+                nn.GELU(),
+                nn.Linear(dim_feedforward, d_model, bias=False),
+            )
             self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
         self.positions = nn.Embedding(args.seq_len, d_model)
         self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(args.dropout)
 
     def forward(self, tokens):
         real = tokens > 0  # (B, T)
-        x = self.dropout(self.embedding(tokens) + self.positions.weight[:tokens.shape[1]])
+        x = self.dropout(self.embedding(tokens) + self.positions.weight[: tokens.shape[1]])
         for qkv, projection, feed_forward in self.layers:
             q, k, v = qkv(x).unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
             y = nn.functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
@@ -173,8 +199,11 @@ class TextEncoder(nn.Module):
 def create_model(args, num_classes):
     """Returns a network from token ids (B, T) to logits (B, K)."""
     d_model = SIZES[args.size][0]
-    encoder = (TextEncoder(args) if args.model == "transformer" else
-               nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0))
+    encoder = (
+        TextEncoder(args)
+        if args.model == "transformer"
+        else nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
+    )
     model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, num_classes))
     for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2):
         nn.init.normal_(matrix, std=0.02)
@@ -222,10 +251,12 @@ class CommTimer(Stopwatch):
 
     def hook(self, group, bucket):
         start = self.backward_end = self.now()  # the last bucket: the backward pass is done
-        self.ready = self.ready[:bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+        self.ready = self.ready[: bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+
         def sent(future):
             self.spans.append((start, self.now()))
             return future.value()
+
         if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -249,8 +280,14 @@ def setup(args, rank, world_size, init_method):
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timedelta(seconds=args.timeout), world_size, rank,
-                            device_id=device if backend == "nccl" else None)
+    dist.init_process_group(
+        backend,
+        init_method,
+        timedelta(seconds=args.timeout),
+        world_size,
+        rank,
+        device_id=device if backend == "nccl" else None,
+    )
     return device
 
 
@@ -336,8 +373,12 @@ def main(args):
     if rank > 0:
         dist.barrier()  # rank 0 comes first and downloads what is missing
     train_split, val_split, labels = read_texts(args, device)
-    val_batches = [(tokens[:, :lengths[-1]], classes) for tokens, lengths, classes
-                   in zip(*(tensor[rank::world_size].split(128) for tensor in val_split))]
+    val_batches = [
+        (tokens[:, : lengths[-1]], classes)
+        for tokens, lengths, classes in zip(
+            *(tensor[rank::world_size].split(128) for tensor in val_split)
+        )
+    ]
     if rank == 0:
         dist.barrier()
     num_steps = min(len(train_split[0]) // args.batch_size, args.max_steps or sys.maxsize)
@@ -362,15 +403,26 @@ def main(args):
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
         "model": f"{args.model}-{args.size}",
-        "script": "multinode/text.py", "processes": world_size, "nodes": nodes, "rank": rank,
+        "script": "multinode/text.py",
+        "processes": world_size,
+        "nodes": nodes,
+        "rank": rank,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": args.comm_hook,
-        "buckets": watch.buckets, "parameters": sum(p.numel() for p in model.parameters())}
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": args.comm_hook,
+        "buckets": watch.buckets,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     if rank == 0:
-        print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-              f"{len(train_split[0]):,} + {len(val_split[0]):,} texts")
-        print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-              "{batch_size}; {precision}; torch {torch}".format_map(settings))
+        print(
+            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+            + f"{len(train_split[0]):,} + {len(val_split[0]):,} texts"
+        )
+        print(
+            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+            "{batch_size}; {precision}; torch {torch}".format_map(settings)
+        )
         print("starting at epoch {epoch}, step {step}:".format_map(progress))
         print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, stop = [], 0
@@ -380,8 +432,14 @@ def main(args):
         loader = batches(train_split, args, epoch, range(first_step, num_steps))
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=True if rank else None):
+        for micro_batches in tqdm(
+            loader,
+            f"epoch {epoch}",
+            num_steps,
+            initial=first_step,
+            leave=False,
+            disable=True if rank else None,
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             for number, (tokens, classes) in enumerate(micro_batches, start=1):
@@ -427,8 +485,10 @@ def main(args):
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
-                  "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row))
+            print(
+                "{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
+                "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row)
+            )
             if args.log:
                 head = [] if os.path.exists(args.log) else [row.keys()]
                 with open(args.log, "a", newline="") as file:
@@ -437,8 +497,10 @@ def main(args):
         watch.mark("save")
     if rows and rank == 0:
         means = print_summary(rows[world_size:] or rows, "val_acc")
-        print(f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-              f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
+        print(
+            f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
+            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
+        )
     dist.barrier()  # rank 0 may still be saving
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which foll
 torch.compile. Its dynamic kernels need more than 16 tokens at once.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
 """
+
 import argparse
 import copy
 import io
@@ -35,8 +36,12 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--snapshot", metavar="FILE", required=True, help="what a gpt.py saved")
-    add("--backend", choices=KERNELS, help="library for int8; torch.ao is for CPUs",
-        default="torchao" if torch.cuda.is_available() else "torch.ao")
+    add(
+        "--backend",
+        choices=KERNELS,
+        help="library for int8; torch.ao is for CPUs",
+        default="torchao" if torch.cuda.is_available() else "torch.ao",
+    )
     add("--batch_size", type=int, default=32, help="texts at once; torchao needs more than 16")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
@@ -103,7 +108,7 @@ class CachedGPT(nn.Module):
         return weight.new_empty(size)
 
     def forward(self, tokens, cache, start, num_logits):
-        x = self.embedding(tokens) + self.positions.weight[start:start + tokens.shape[1]]
+        x = self.embedding(tokens) + self.positions.weight[start : start + tokens.shape[1]]
         for block, block_cache in zip(self.blocks, cache):
             x = block(x, block_cache, start)  # (B, T, D)
         return self.head(self.norm(x[:, -num_logits:]))
@@ -129,10 +134,13 @@ def quantize(model, kernels):
     """Returns a copy of the model in which linear layers, and torch.ao's LSTMs, are int8."""
     if kernels == "torch.ao":
         warnings.filterwarnings("ignore", ".*deprecated")
-        layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
-                  nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
+        layers = {
+            nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
+            nn.LSTM: torch.ao.quantization.default_dynamic_qconfig,
+        }
         return torch.ao.quantization.quantize_dynamic(model, layers)
     import torchao.quantization as ao  # a slow import
+
     model = copy.deepcopy(model)
     for layer in model.modules():
         if type(layer) is nn.Linear:
@@ -196,6 +204,7 @@ def perplexity(model, batches):
 @torch.no_grad()
 def generate(model, prompts, num_new):
     """Returns the likeliest tokens (B, num_new), and the seconds of the first and of the rest."""
+
     def now():
         if prompts.is_cuda:
             torch.cuda.synchronize()
@@ -228,14 +237,18 @@ def main(args):
     model = load_model(args).to(device)
     tokens = torch.from_numpy(read_tokens(args)[1].astype(np.int64)).to(device)
     batches = tokens.unfold(0, args.seq_len + 1, args.seq_len).split(args.batch_size)
-    prompts = tokens[:args.seq_len // 2].expand(args.batch_size, -1)  # (B, P)
+    prompts = tokens[: args.seq_len // 2].expand(args.batch_size, -1)  # (B, P)
     num_new = args.seq_len - prompts.shape[1]
-    print(f"quantize/gpt.py: gpt-{args.num_layers}x{args.d_model}; {args.dataset}, "
-          f"{len(tokens):,} tokens to validate on")
+    print(
+        f"quantize/gpt.py: gpt-{args.num_layers}x{args.d_model}; {args.dataset}, "
+        f"{len(tokens):,} tokens to validate on"
+    )
     device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
     print(f"{device_name}, threads {torch.get_num_threads()}; torch {torch.__version__}")
-    print(f"tokens/s: of one text, of reading {len(prompts)} prompts of {prompts.shape[1]} tokens, "
-          f"of {len(prompts)} texts at once")
+    print(
+        f"tokens/s: of one text, of reading {len(prompts)} prompts of {prompts.shape[1]} tokens, "
+        f"of {len(prompts)} texts at once"
+    )
 
     names = "one text", f"{len(prompts)} prompts", f"{len(prompts)} texts"
     variants, rows = create_variants(model, args.backend), []

@@ -11,6 +11,7 @@ torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which foll
 torch.compile. Its dynamic kernels need more than 16 tokens at once.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
+
 import argparse
 import copy
 import io
@@ -38,8 +39,12 @@ def parse_args():
     add = parser.add_argument
     add("--snapshot", metavar="FILE", required=True, help="what a text.py saved")
     add("--data_dir", default="data", help="folder in which the dataset is looked for first")
-    add("--backend", choices=KERNELS, help="library for int8; torch.ao is for CPUs",
-        default="torchao" if torch.cuda.is_available() else "torch.ao")
+    add(
+        "--backend",
+        choices=KERNELS,
+        help="library for int8; torch.ao is for CPUs",
+        default="torchao" if torch.cuda.is_available() else "torch.ao",
+    )
     add("--batch_size", type=int, default=64, help="texts at once; torchao needs more than 16")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
@@ -62,8 +67,12 @@ def learn_vocabulary(batch):
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-    trainer = trainers.WordLevelTrainer(vocab_size=VOCAB_SIZE, min_frequency=2,
-                                        show_progress=False, special_tokens=["[PAD]", "[UNK]"])
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=VOCAB_SIZE,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=["[PAD]", "[UNK]"],
+    )
     tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
     return {"tokenizer": [tokenizer.to_str()]}
 
@@ -73,8 +82,11 @@ def encode(batch, tokenizer, labels):
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
     tokens = np.array([encoding.ids for encoding in encodings], np.int16)
     tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
-    return {"tokens": tokens, "length": np.count_nonzero(tokens, axis=1),
-            "class": [labels.index(label) for label in batch["label"]]}
+    return {
+        "tokens": tokens,
+        "length": np.count_nonzero(tokens, axis=1),
+        "class": [labels.index(label) for label in batch["label"]],
+    }
 
 
 def read_texts(args, device):
@@ -85,8 +97,11 @@ def read_texts(args, device):
     folder = os.path.join(args.data_dir, args.dataset)
     source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        splits = (load_dataset(source, split=["train", "test"]) if args.dataset != "synthetic" else
-                  Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values())
+        splits = (
+            load_dataset(source, split=["train", "test"])
+            if args.dataset != "synthetic"
+            else Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values()
+        )
         splits = [split.select_columns(["text", "label"]) for split in splits]
         labels = sorted({label for split in splits for label in split.unique("label")})
     except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
@@ -114,15 +129,18 @@ class TextEncoder(nn.Module):
             qkv = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, 3 * d_model, bias=False))
             projection = nn.Linear(d_model, d_model, bias=False)
             feed_forward = nn.Sequential(
-                nn.LayerNorm(d_model), nn.Linear(d_model, dim_feedforward, bias=False), nn.GELU(),
-                nn.Linear(dim_feedforward, d_model, bias=False))
+                nn.LayerNorm(d_model),
+                nn.Linear(d_model, dim_feedforward, bias=False),
+                nn.GELU(),
+                nn.Linear(dim_feedforward, d_model, bias=False),
+            )
             self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
         self.positions = nn.Embedding(args.seq_len, d_model)
         self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(args.dropout)
 
     def forward(self, tokens):
         real = tokens > 0  # (B, T)
-        x = self.dropout(self.embedding(tokens) + self.positions.weight[:tokens.shape[1]])
+        x = self.dropout(self.embedding(tokens) + self.positions.weight[: tokens.shape[1]])
         for qkv, projection, feed_forward in self.layers:
             q, k, v = qkv(x).unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
             y = nn.functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
@@ -134,8 +152,11 @@ class TextEncoder(nn.Module):
 def create_model(args, tensors):
     """Returns a network from token ids (B, T) to logits (B, K), with these weights."""
     d_model = SIZES[args.size][0]
-    encoder = (TextEncoder(args) if args.model == "transformer" else
-               nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0))
+    encoder = (
+        TextEncoder(args)
+        if args.model == "transformer"
+        else nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
+    )
     classifier = nn.Linear(d_model, len(tensors["2.weight"]))
     model = nn.Sequential(encoder, nn.Dropout(args.dropout), classifier)
     model.load_state_dict(tensors)
@@ -156,10 +177,13 @@ def quantize(model, kernels):
     """Returns a copy of the model in which linear layers, and torch.ao's LSTMs, are int8."""
     if kernels == "torch.ao":
         warnings.filterwarnings("ignore", ".*deprecated")
-        layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
-                  nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
+        layers = {
+            nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
+            nn.LSTM: torch.ao.quantization.default_dynamic_qconfig,
+        }
         return torch.ao.quantization.quantize_dynamic(model, layers)
     import torchao.quantization as ao  # a slow import
+
     model = copy.deepcopy(model)
     for layer in model.modules():
         if type(layer) is nn.Linear:
@@ -248,13 +272,17 @@ def main(args):
     batches = []
     num_batches = max(1, len(tokens) // args.batch_size)
     for numbers in torch.arange(len(tokens)).tensor_split(num_batches):  # shortest texts first
-        batches.append((tokens[numbers, :lengths[numbers[-1]]], classes[numbers]))
-    timed = batches[::len(batches) // 16 + 1]  # stand for all lengths
-    print(f"quantize/text.py: {args.model}-{args.size}; {args.dataset}, {len(tokens):,} texts "
-          f"of up to {args.seq_len} tokens to validate on")
+        batches.append((tokens[numbers, : lengths[numbers[-1]]], classes[numbers]))
+    timed = batches[:: len(batches) // 16 + 1]  # stand for all lengths
+    print(
+        f"quantize/text.py: {args.model}-{args.size}; {args.dataset}, {len(tokens):,} texts "
+        f"of up to {args.seq_len} tokens to validate on"
+    )
     device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    print(f"{device_name}, threads {torch.get_num_threads()}; batches of {args.batch_size}; "
-          f"torch {torch.__version__}")
+    print(
+        f"{device_name}, threads {torch.get_num_threads()}; batches of {args.batch_size}; "
+        f"torch {torch.__version__}"
+    )
     if not on_gpu:
         print(f"{share_outside_linear(model, timed):.0%} of fp32's time is not in linear layers")
 

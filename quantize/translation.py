@@ -11,6 +11,7 @@ torch.compile and leaves LSTMs as they are: the lstm's last layer alone becomes 
 kernels need more than 16 sentences at once.
 Shapes: B sentences of a batch, S source and T target tokens, D = d_model, H heads, V words.
 """
+
 import argparse
 import copy
 import io
@@ -41,8 +42,12 @@ def parse_args():
     add = parser.add_argument
     add("--snapshot", metavar="FILE", required=True, help="what a translation.py saved")
     add("--data_dir", default="data", help="folder in which the dataset is looked for first")
-    add("--backend", choices=KERNELS, help="library for int8; torch.ao is for CPUs",
-        default="torchao" if torch.cuda.is_available() else "torch.ao")
+    add(
+        "--backend",
+        choices=KERNELS,
+        help="library for int8; torch.ao is for CPUs",
+        default="torchao" if torch.cuda.is_available() else "torch.ao",
+    )
     add("--batch_size", type=int, default=128, help="sentences at once; torchao: more than 16")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
@@ -55,9 +60,12 @@ def synthetic_pairs(args):
     """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
     numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
-    pairs = datasets.Dataset.from_dict({
-        args.source: [" ".join(map(str, number)) for number in numbers],
-        args.target: [" ".join(DIGITS[digit] for digit in number) for number in numbers]})
+    pairs = datasets.Dataset.from_dict(
+        {
+            args.source: [" ".join(map(str, number)) for number in numbers],
+            args.target: [" ".join(DIGITS[digit] for digit in number) for number in numbers],
+        }
+    )
     return [pairs.skip(2000), pairs.take(1000), pairs.skip(1000).take(1000)]
 
 
@@ -80,8 +88,12 @@ def read_pairs(args):
         tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.Lowercase()
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-        trainer = trainers.WordLevelTrainer(vocab_size=30_000, min_frequency=2, show_progress=False,
-                                            special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"])
+        trainer = trainers.WordLevelTrainer(
+            vocab_size=30_000,
+            min_frequency=2,
+            show_progress=False,
+            special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
+        )
         tokenizer.train_from_iterator((text or "" for text in splits[0][column]), trainer)
         tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
         tokenizer.enable_truncation(args.seq_len)
@@ -107,8 +119,8 @@ def read_pairs(args):
 def select_pairs(split, rows, device):
     """Returns sources (B, S), targets (B, T + 1) and, on the CPU, the sources' lengths (B,)."""
     lengths = split["source_length"][rows]
-    sources = split["sources"][rows, :lengths.max()]
-    targets = split["targets"][rows, :split["target_length"][rows].max()]
+    sources = split["sources"][rows, : lengths.max()]
+    targets = split["targets"][rows, : split["target_length"][rows].max()]
     tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
     if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
         tensors = [ids.pin_memory() for ids in tensors]
@@ -200,7 +212,7 @@ class StepwiseTransformer(nn.Module):
     def encode(self, source, lengths):
         """Returns the mask of real tokens, and (past, memory) for each layer of the decoder."""
         real = (source != PAD)[:, None, None]  # (B, 1, 1, S)
-        x = self.source(source) * 256 ** 0.5 + self.positions.weight[:source.shape[1]]
+        x = self.source(source) * 256**0.5 + self.positions.weight[: source.shape[1]]
         for layer in self.encoder["layers"]:
             x = layer(x, real)
         x, caches = self.encoder["norm"](x), []
@@ -212,7 +224,7 @@ class StepwiseTransformer(nn.Module):
     def step(self, state, token, position):
         """Tokens (B, 1) to logits of the next ones (B, 1, V), and the next state."""
         real, caches = state
-        x = self.target(token) * 256 ** 0.5 + self.positions.weight[position]
+        x = self.target(token) * 256**0.5 + self.positions.weight[position]
         next_caches = []
         for layer, (past, memory) in zip(self.decoder["layers"], caches):
             x, past = layer(x, past, memory, real)
@@ -250,10 +262,13 @@ def quantize(model, kernels):
     """Returns a copy of the model in which linear layers, and torch.ao's LSTMs, are int8."""
     if kernels == "torch.ao":
         warnings.filterwarnings("ignore", ".*deprecated")
-        layers = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
-                  nn.LSTM: torch.ao.quantization.default_dynamic_qconfig}
+        layers = {
+            nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
+            nn.LSTM: torch.ao.quantization.default_dynamic_qconfig,
+        }
         return torch.ao.quantization.quantize_dynamic(model, layers)
     import torchao.quantization as ao  # a slow import
+
     model = copy.deepcopy(model)
     for layer in model.modules():
         if type(layer) is nn.Linear:
@@ -329,12 +344,16 @@ def main(args):
         sys.exit(f"{args.dataset} in {args.data_dir} is not the data of the training")
     parts = np.array_split(np.arange(len(texts)), max(1, len(texts) // args.batch_size))
     batches = [select_pairs(test_split, part, device) for part in parts]  # longest first
-    timed = batches[::max(1, len(batches) // 3)]  # a few, from the longest to the shortest
-    print(f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
-          f"{len(texts):,} pairs to test on")
+    timed = batches[:: max(1, len(batches) // 3)]  # a few, from the longest to the shortest
+    print(
+        f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
+        f"{len(texts):,} pairs to test on"
+    )
     device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    print(f"{device_name}, threads {torch.get_num_threads()}; batches of {len(parts[0])}; "
-          f"torch {torch.__version__}")
+    print(
+        f"{device_name}, threads {torch.get_num_threads()}; batches of {len(parts[0])}; "
+        f"torch {torch.__version__}"
+    )
 
     references = [text or "" for text in texts[args.target]]
     variants, rows = create_variants(model, args.backend), []
@@ -343,8 +362,9 @@ def main(args):
         if args.backend == "torchao":
             model.encode, model.step = torch.compile(model.encode), torch.compile(model.step)
         translations, _ = translate_stepwise(model, batches, tokenizers[1], args)  # warms up, too
-        bleu = sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl",
-                                     force=True)  # as the training scripts call it
+        bleu = sacrebleu.corpus_bleu(
+            translations, [references], lowercase=True, tokenize="intl", force=True
+        )  # as the training scripts call it
         rows[-1] |= {"BLEU": f"{bleu.score:.2f}", "sentences/s": []}
     for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
         for row, (_, _, model) in zip(rows, variants):

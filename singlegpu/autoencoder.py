@@ -10,6 +10,7 @@ multinode/autoencoder.py is for many nodes.
 To train on your own images, replace read_pixels and create_model.
 Shapes: N images of a split, B of a batch, C channels, H height, W width.
 """
+
 import argparse
 import csv
 import os
@@ -35,8 +36,12 @@ ARRIVED = []  # the signals that this process has received
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--dataset", choices=("synthetic", "mnist", "cifar10"), default="synthetic",
-        help="images to train on")
+    add(
+        "--dataset",
+        choices=("synthetic", "mnist", "cifar10"),
+        default="synthetic",
+        help="images to train on",
+    )
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
@@ -91,12 +96,17 @@ def batches(images, args, epoch, steps):
 def create_model(channels):
     """Returns a network from images (B, C, H, W) to their reconstructions (B, C, H, W)."""
     return nn.Sequential(
-        nn.Conv2d(channels, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(channels, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        nn.ReLU(),
         nn.Conv2d(64, 2 * channels, 3, padding=1),  # the code (B, 2 C, H / 4, W / 4)
-        nn.Conv2d(2 * channels, 64, 3, padding=1), nn.ReLU(),
-        nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1), nn.ReLU(),
-        nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1))
+        nn.Conv2d(2 * channels, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1),
+    )
 
 
 class Stopwatch:
@@ -230,15 +240,26 @@ def main(args):
         model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "singlegpu/autoencoder.py", "processes": 1, "nodes": 1, "rank": 0,
+        "script": "singlegpu/autoencoder.py",
+        "processes": 1,
+        "nodes": 1,
+        "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
-        "model": "conv", "buckets": [],
-        "parameters": sum(p.numel() for p in model.parameters())}
-    print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-          f"{len(train_images):,} + {len(val_images):,} images")
-    print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-          "{batch_size}; {precision}; torch {torch}".format_map(settings))
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": "none",
+        "model": "conv",
+        "buckets": [],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    print(
+        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+        + f"{len(train_images):,} + {len(val_images):,} images"
+    )
+    print(
+        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+        "{batch_size}; {precision}; torch {torch}".format_map(settings)
+    )
     print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  val_loss  seconds  samples/s")
     rows, watch = [], Stopwatch(device)
@@ -247,8 +268,9 @@ def main(args):
         loader = batches(train_images, args, epoch, range(first_step, num_steps))
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=None):
+        for micro_batches in tqdm(
+            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
+        ):
             watch.mark("data")
             for images in micro_batches:
                 loss, loss_sums = reconstruction_loss(model, images, args)
@@ -281,8 +303,11 @@ def main(args):
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print("{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}"
-              .format_map(row))
+        print(
+            "{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}".format_map(
+                row
+            )
+        )
         if args.log:
             head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:

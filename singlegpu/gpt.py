@@ -10,6 +10,7 @@ writes them. `diff singlegpu/gpt.py multigpu/gpt.py` shows what all GPUs of a no
 multinode/gpt.py is for many nodes. To train another network, replace GPT.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
+
 import argparse
 import csv
 import math
@@ -29,8 +30,19 @@ from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-SAME_ON_RESUME = ("dataset", "vocab_size", "d_model", "n_heads", "num_layers", "seq_len",
-                  "batch_size", "learning_rate", "dropout", "precision", "seed")
+SAME_ON_RESUME = (
+    "dataset",
+    "vocab_size",
+    "d_model",
+    "n_heads",
+    "num_layers",
+    "seq_len",
+    "batch_size",
+    "learning_rate",
+    "dropout",
+    "precision",
+    "seed",
+)
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
@@ -88,9 +100,9 @@ def batches(tokens, args, epoch, steps, device):
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
-    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[::args.seq_len]  # (N, T + 1)
+    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
-        numbers = order[step * args.batch_size:(step + 1) * args.batch_size]
+        numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
         batch = torch.from_numpy(sequences[numbers].astype(np.int64))
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
@@ -134,7 +146,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[:tokens.shape[1]]  # (B, T, D)
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
         x = self.norm(self.blocks(self.dropout(x)))
         logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
         return logits if targets is None else F.cross_entropy(logits, targets.flatten())
@@ -215,9 +227,9 @@ def sample(model, tokens, args):
     """Returns a list of args.sample token ids, drawn one by one, that follow tokens (1, T)."""
     model.eval()
     for _ in range(args.sample):
-        logits = model(tokens[:, -args.seq_len:])[-1:] / 0.8  # (1, V); 0.8 is the temperature
+        logits = model(tokens[:, -args.seq_len :])[-1:] / 0.8  # (1, V); 0.8 is the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
-    return tokens[0, -args.sample:].tolist()
+    return tokens[0, -args.sample :].tolist()
 
 
 def gpt_row(settings, progress, val_sums, seconds, num_samples):
@@ -274,8 +286,13 @@ def main(args):
     model = GPT(args).to(device)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-                                  args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        args.learning_rate,
+        (0.9, 0.99),
+        weight_decay=0.1,
+        fused=True,
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
@@ -283,15 +300,26 @@ def main(args):
         model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "singlegpu/gpt.py", "processes": 1, "nodes": 1, "rank": 0,
+        "script": "singlegpu/gpt.py",
+        "processes": 1,
+        "nodes": 1,
+        "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": "none",
         "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "buckets": [], "parameters": sum(p.numel() for p in model.parameters())}
-    print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-          f"{len(train_tokens):,} + {len(val_tokens):,} tokens")
-    print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-          "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings))
+        "buckets": [],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    print(
+        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+        + f"{len(train_tokens):,} + {len(val_tokens):,} tokens"
+    )
+    print(
+        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+        "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
+    )
     print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
     rows, watch = [], Stopwatch(device)
@@ -300,8 +328,9 @@ def main(args):
         loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=None):
+        for micro_batches in tqdm(
+            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
             watch.mark("data")
             for tokens, targets in micro_batches:
@@ -341,8 +370,10 @@ def main(args):
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-              "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row))
+        print(
+            "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
+            "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
+        )
         if args.log:
             head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:

@@ -9,6 +9,7 @@
 To train on your own images, replace read_images and create_model.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
+
 import argparse
 import csv
 import os
@@ -37,8 +38,12 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--model", choices=("cnn", "mlp", "vgg11"), default="cnn", help="network to train")
-    add("--dataset", choices=("synthetic", "mnist", "cifar10", "bigmnist"), default="synthetic",
-        help="images to train on; make_bigmnist.py writes bigmnist")
+    add(
+        "--dataset",
+        choices=("synthetic", "mnist", "cifar10", "bigmnist"),
+        default="synthetic",
+        help="images to train on; make_bigmnist.py writes bigmnist",
+    )
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
@@ -109,7 +114,9 @@ def batches(split, args, epoch, steps, device):
             if start == 0 or step == steps.start:
                 tensors = next_window.result()
                 next_window = thread.submit(read, window + 1)
-            batch = [tensor[start:start + size].chunk(args.grad_accum_steps) for tensor in tensors]
+            batch = [
+                tensor[start : start + size].chunk(args.grad_accum_steps) for tensor in tensors
+            ]
             yield list(zip(*batch))
 
 
@@ -117,13 +124,30 @@ def create_model(args, channels, size):
     """Returns a network from images (B, channels, size, size) to logits (B, K)."""
     dropout = nn.Dropout(args.dropout)
     if args.model == "mlp":
-        return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, 512), nn.ReLU(),
-                             dropout, nn.Linear(512, 512), nn.ReLU(), dropout, nn.Linear(512, 10))
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(channels * size * size, 512),
+            nn.ReLU(),
+            dropout,
+            nn.Linear(512, 512),
+            nn.ReLU(),
+            dropout,
+            nn.Linear(512, 10),
+        )
     if args.model == "cnn":  # the network of pytorch/examples/mnist
-        return nn.Sequential(nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(),
-                             nn.MaxPool2d(2), nn.Flatten(), dropout,
-                             nn.Linear(64 * (size // 2 - 2) ** 2, 128), nn.ReLU(), dropout,
-                             nn.Linear(128, 10))
+        return nn.Sequential(
+            nn.Conv2d(channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            dropout,
+            nn.Linear(64 * (size // 2 - 2) ** 2, 128),
+            nn.ReLU(),
+            dropout,
+            nn.Linear(128, 10),
+        )
     vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # needs 3 channels, 32 x 32 pixels
     return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
 
@@ -252,14 +276,25 @@ def main(args):
         model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "singlegpu/images.py", "processes": 1, "nodes": 1, "rank": 0,
+        "script": "singlegpu/images.py",
+        "processes": 1,
+        "nodes": 1,
+        "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
-        "buckets": [], "parameters": sum(p.numel() for p in model.parameters())}
-    print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-          f"{len(train_split[1]):,} + {len(val_split[1]):,} images")
-    print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-          "{batch_size}; {precision}; torch {torch}".format_map(settings))
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": "none",
+        "buckets": [],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    print(
+        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+        + f"{len(train_split[1]):,} + {len(val_split[1]):,} images"
+    )
+    print(
+        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+        "{batch_size}; {precision}; torch {torch}".format_map(settings)
+    )
     print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
     rows, watch = [], Stopwatch(device)
@@ -268,8 +303,9 @@ def main(args):
         loader = batches(train_split, args, epoch, range(first_step, num_steps), device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=None):
+        for micro_batches in tqdm(
+            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
             watch.mark("data")
             for images, labels in micro_batches:
@@ -303,8 +339,10 @@ def main(args):
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print("{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}  "
-              "{seconds:7.2f}  {samples/s:9.0f}".format_map(row))
+        print(
+            "{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}  "
+            "{seconds:7.2f}  {samples/s:9.0f}".format_map(row)
+        )
         if args.log:
             head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:

@@ -10,6 +10,7 @@ test_labels.npy to --out. The test images are those of MNIST, not augmented. The
 on the number of CPU cores. Stop it at any time: the same command goes on.
 Shapes: N images, B images of a block, H height, W width (both 28).
 """
+
 import argparse
 import io
 import os
@@ -100,16 +101,17 @@ def write_images(path, images, args):
     total = args.copies * args.versions
     buffer = io.BytesIO()
     np.lib.format.write_array_header_1_0(
-        buffer, {"descr": "|u1", "fortran_order": False, "shape": (total * len(images), 28, 28)})
+        buffer, {"descr": "|u1", "fortran_order": False, "shape": (total * len(images), 28, 28)}
+    )
     header = buffer.getvalue()
 
     def augment_block(version, start):
-        return augment(images[start:start + BATCH], (version, start), device)
+        return augment(images[start : start + BATCH], (version, start), device)
 
     with open(path, "a+b") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
         file.seek(0)
         begun = file.read(len(header))
-        if begun != header[:len(begun)]:
+        if begun != header[: len(begun)]:
             sys.exit(f"{path} was begun with other arguments: remove it or take these")
         done = max(0, os.path.getsize(path) - len(header)) // images.nbytes
         file.truncate(len(header) + done * images.nbytes if begun == header else 0)
@@ -131,7 +133,7 @@ def main(args):
     if os.path.exists(args.out):
         sys.exit(f"{args.out} is there already: remove it or choose another --out")
     torch.set_num_threads(1)  # the blocks run side by side
-    images, labels = (array[:args.num_images] for array in read_split(args, train=True))
+    images, labels = (array[: args.num_images] for array in read_split(args, train=True))
     test_images, test_labels = read_split(args, train=False)
     unfinished = args.out + ".tmp"
     os.makedirs(unfinished, exist_ok=True)

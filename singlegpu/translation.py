@@ -8,6 +8,7 @@ At the end it prints BLEU and examples of the test split. To change the model, s
 `diff singlegpu/translation.py multigpu/translation.py` shows what distribution adds.
 Shapes: B pairs of a batch, S source and T target tokens, D = d_model, V words.
 """
+
 import argparse
 import csv
 import os
@@ -29,8 +30,18 @@ PAD, UNKNOWN, START, END = range(4)  # token ids
 DIGITS = "zero one two three four five six seven eight nine".split()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-SAME_ON_RESUME = ("model", "dataset", "source", "target", "seq_len", "batch_size", "learning_rate",
-                  "dropout", "precision", "seed")
+SAME_ON_RESUME = (
+    "model",
+    "dataset",
+    "source",
+    "target",
+    "seq_len",
+    "batch_size",
+    "learning_rate",
+    "dropout",
+    "precision",
+    "seed",
+)
 LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 ARRIVED = []  # the signals that this process has received
@@ -67,9 +78,12 @@ def synthetic_pairs(args):
     """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
     numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
-    pairs = datasets.Dataset.from_dict({
-        args.source: [" ".join(map(str, number)) for number in numbers],
-        args.target: [" ".join(DIGITS[digit] for digit in number) for number in numbers]})
+    pairs = datasets.Dataset.from_dict(
+        {
+            args.source: [" ".join(map(str, number)) for number in numbers],
+            args.target: [" ".join(DIGITS[digit] for digit in number) for number in numbers],
+        }
+    )
     return [pairs.skip(2000), pairs.take(1000), pairs.skip(1000).take(1000)]
 
 
@@ -92,8 +106,12 @@ def read_pairs(args):
         tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.Lowercase()
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-        trainer = trainers.WordLevelTrainer(vocab_size=30_000, min_frequency=2, show_progress=False,
-                                            special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"])
+        trainer = trainers.WordLevelTrainer(
+            vocab_size=30_000,
+            min_frequency=2,
+            show_progress=False,
+            special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
+        )
         tokenizer.train_from_iterator((text or "" for text in splits[0][column]), trainer)
         tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
         tokenizer.enable_truncation(args.seq_len)
@@ -119,8 +137,8 @@ def read_pairs(args):
 def select_pairs(split, rows, device):
     """Returns sources (B, S), targets (B, T + 1) and, on the CPU, the sources' lengths (B,)."""
     lengths = split["source_length"][rows]
-    sources = split["sources"][rows, :lengths.max()]
-    targets = split["targets"][rows, :split["target_length"][rows].max()]
+    sources = split["sources"][rows, : lengths.max()]
+    targets = split["targets"][rows, : split["target_length"][rows].max()]
     tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
     if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
         tensors = [ids.pin_memory() for ids in tensors]
@@ -131,7 +149,7 @@ def batches(split, args, epoch, steps, device):
     """Yields a list of micro-batches for each step. select_pairs makes each of them."""
     lengths, size = split["source_length"] + split["target_length"], args.batch_size
     generator = np.random.default_rng((args.seed, epoch))
-    order = generator.permutation(len(lengths))[:len(lengths) // size * size]
+    order = generator.permutation(len(lengths))[: len(lengths) // size * size]
     # 100 random batches at a time are sorted by length, so that a batch needs little padding.
     for pool in np.split(order, range(100 * size, len(order), 100 * size)):
         pool[:] = pool[lengths[pool].argsort(kind="stable")]  # sorts this part of `order`
@@ -187,8 +205,8 @@ class TransformerTranslator(Translator):
                 nn.init.xavier_uniform_(parameter)
 
     def embed(self, embedding, tokens):
-        x = embedding(tokens) * 256 ** 0.5  # scaled as in the paper
-        return self.dropout(x + self.positions.weight[:tokens.shape[1]])
+        x = embedding(tokens) * 256**0.5  # scaled as in the paper
+        return self.dropout(x + self.positions.weight[: tokens.shape[1]])
 
     def encode(self, source, lengths):
         """Returns the encoder's output (B, S, D), and where the sources are padding (B, S)."""
@@ -197,8 +215,13 @@ class TransformerTranslator(Translator):
 
     def decode(self, state, target):
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
-        x = self.decoder(self.embed(self.target, target), state[0], mask, tgt_is_causal=True,
-                         memory_key_padding_mask=state[1])
+        x = self.decoder(
+            self.embed(self.target, target),
+            state[0],
+            mask,
+            tgt_is_causal=True,
+            memory_key_padding_mask=state[1],
+        )
         return nn.functional.linear(x, self.target.weight)
 
 
@@ -351,14 +374,25 @@ def main(args):
         model.compile()
 
     settings = {name: getattr(args, name) for name in LOGGED} | {
-        "script": "singlegpu/translation.py", "processes": 1, "nodes": 1, "rank": 0,
+        "script": "singlegpu/translation.py",
+        "processes": 1,
+        "nodes": 1,
+        "rank": 0,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "comm_hook": "none",
-        "buckets": [], "parameters": sum(p.numel() for p in model.parameters())}
-    print("{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings) +
-          f"{len(train_split['sources']):,} + {len(val_split['sources']):,} pairs")
-    print("processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-          "{batch_size}; {precision}; torch {torch}".format_map(settings))
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "comm_hook": "none",
+        "buckets": [],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    print(
+        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
+        + f"{len(train_split['sources']):,} + {len(val_split['sources']):,} pairs"
+    )
+    print(
+        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
+        "{batch_size}; {precision}; torch {torch}".format_map(settings)
+    )
     print("starting at epoch {epoch}, step {step}:".format_map(progress))
     print("epoch  train_loss  val_loss  val_ppl  seconds  samples/s")
     rows, watch = [], Stopwatch(device)
@@ -368,8 +402,9 @@ def main(args):
         loader = batches(train_split, args, epoch, range(first_step, num_steps), device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
         model.train()
-        for micro_batches in tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step,
-                                  leave=False, disable=None):
+        for micro_batches in tqdm(
+            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
+        ):
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
             watch.mark("data")
             for micro_batch in micro_batches:
@@ -405,8 +440,10 @@ def main(args):
         rows.append(row)
         watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print("{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_ppl:7.2f}  {seconds:7.2f}  "
-              "{samples/s:9.0f}".format_map(row))
+        print(
+            "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_ppl:7.2f}  {seconds:7.2f}  "
+            "{samples/s:9.0f}".format_map(row)
+        )
         if args.log:
             head = [] if os.path.exists(args.log) else [row.keys()]
             with open(args.log, "a", newline="") as file:
@@ -420,8 +457,9 @@ def main(args):
     for row in len(texts) // 4, len(texts) // 2, len(texts) * 3 // 4:
         print(*texts[row].values(), translations[row], sep="\n    ")
     references = [text or "" for text in texts[args.target]]
-    bleu = sacrebleu.corpus_bleu(translations, [references], lowercase=True, tokenize="intl",
-                                 force=True)  # else it warns that the texts look tokenized
+    bleu = sacrebleu.corpus_bleu(
+        translations, [references], lowercase=True, tokenize="intl", force=True
+    )  # else it warns that the texts look tokenized
     print(f"test_loss {test_sums[0] / test_sums[1]:.4f}, BLEU {bleu.score:.2f}")
 
 

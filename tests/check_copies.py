@@ -7,6 +7,7 @@ What bears the same name in two scripts has the same text. Each hunk of `diff si
 multigpu/x.py` is about distribution. Scripts keep within their lines and 100 columns. The job
 files of a folder differ in the script's name and arguments. --fix takes the uncommitted text.
 """
+
 import argparse
 import ast
 import difflib
@@ -18,18 +19,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
-LINES = {"images": (320, 410), "autoencoder": (300, 390), "text": (360, 450), "gpt": (360, 450),
-         "translation": (440, 530)}  # of singlegpu, and of multigpu and multinode
-LINES |= {"singlegpu/make_bigmnist.py": 170, "report.py": 340, "hybrid/images.py": 460,
-          "hybrid/gpt_pipeline.py": 540, "hybrid/gpt_fsdp.py": 470, "quantize/text.py": 290,
-          "quantize/gpt.py": 300, "quantize/translation.py": 360,
-          "multigpu/allreduce.py": 160, "multinode/allreduce.py": 160}
+LINES = {
+    "images": (320, 410),
+    "autoencoder": (300, 390),
+    "text": (360, 450),
+    "gpt": (360, 450),
+    "translation": (440, 530),
+}  # of singlegpu, and of multigpu and multinode
+LINES |= {
+    "singlegpu/make_bigmnist.py": 170,
+    "report.py": 340,
+    "hybrid/images.py": 460,
+    "hybrid/gpt_pipeline.py": 540,
+    "hybrid/gpt_fsdp.py": 470,
+    "quantize/text.py": 290,
+    "quantize/gpt.py": 300,
+    "quantize/translation.py": 360,
+    "multigpu/allreduce.py": 160,
+    "multinode/allreduce.py": 160,
+}
 MAY_DIFFER = {"main", "parse_args", "create_model", "batches", "train"}
 TASK = {"SAME_ON_RESUME", "LOGGED", "HUB", "SPLITS"}  # constants: the same within a task
 DISTRIBUTION = re.compile(
     r"rank|world_size|dist\.|distributed|ddp|comm|all_(reduce|gather)|process|torchrun|node|totals|"
     r"num_gpus|launch|init_method|tempfile|timedelta|timeout|singlegpu|GPUs|stop\b|ARRIVED|last\b",
-    re.I)
+    re.I,
+)
 
 
 def blocks(source):
@@ -43,7 +58,7 @@ def blocks(source):
             name, first = node.targets[0].id, node.lineno - 1
         else:
             continue
-        found[name] = "".join(lines[first:node.end_lineno])
+        found[name] = "".join(lines[first : node.end_lineno])
     return found
 
 

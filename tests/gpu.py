@@ -7,6 +7,7 @@
 It needs torch 2.11 or newer. It says what it leaves out: with one GPU nothing is sent, and without
 the package `datasets` text.py and translation.py cannot run.
 """
+
 import argparse
 import csv
 import importlib.util
@@ -41,8 +42,11 @@ TINY = {
 }
 SCRIPT = "multigpu/images.py"
 GPT2 = "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024 --batch_size 8"
-LAUNCH = {"singlegpu": "", "multigpu": "--num_gpus {count}",
-          "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --"}
+LAUNCH = {
+    "singlegpu": "",
+    "multigpu": "--num_gpus {count}",
+    "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --",
+}
 NUMBERS = ("train_loss", "val_loss", "samples/s", "tokens/s", "MFU")  # that it reads from logs
 found, failures = [], []  # lines of the report; names of the checks that did not hold
 options = None  # of the command line
@@ -142,8 +146,10 @@ def check_resume():
         place = torch.load(snapshot, weights_only=True)["progress"]
         resumed = run("singlegpu/images.py", more)[0]
     whole = run("singlegpu/images.py", words)[0]
-    tell(f"- stopped in epoch {place['epoch']}, step {place['step']}, and resumed: validation loss "
-         f"{losses(resumed)[-1]:.6f}, undisturbed {losses(whole)[-1]:.6f}")
+    tell(
+        f"- stopped in epoch {place['epoch']}, step {place['step']}, and resumed: validation loss "
+        f"{losses(resumed)[-1]:.6f}, undisturbed {losses(whole)[-1]:.6f}"
+    )
     assert near(losses(resumed)[-1:], losses(whole)[-1:], 1e-2)
 
 
@@ -172,7 +178,8 @@ def check_synchronization(script):
         wrapper.write_text(
             "import runpy, sys, torch, warnings\nwarnings.simplefilter('always')\n"
             "torch.cuda.set_sync_debug_mode('warn')\nsys.argv = sys.argv[1:]\n"
-            "runpy.run_path(sys.argv[0], run_name='__main__')\n")
+            "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        )
         more = f"{words} --epochs 1 --max_steps"
         errors = [run(f"{wrapper} singlegpu/{script}", f"{more} {steps}")[2] for steps in (8, 40)]
     pattern = re.compile(rf"{script}:(\d+): UserWarning: called a synchronizing")
@@ -272,8 +279,10 @@ def check_overlap():
             both += max(0.0, min(end, last) - max(start, first))
     share = both / sum(end - start for start, end in spans[True])
     told = 1 - float(row["comm"]) / float(row["comm_total"])
-    tell(f"- in a profiler's trace other kernels run for {share:.0%} of the time of NCCL's; the "
-         f"script says that {told:.0%} is hidden")
+    tell(
+        f"- in a profiler's trace other kernels run for {share:.0%} of the time of NCCL's; the "
+        f"script says that {told:.0%} is hidden"
+    )
     assert share > 0.1, "nothing overlaps"
 
 
@@ -292,8 +301,10 @@ def check_gpt2():
     if options.dry_run:
         raise DryRun
     plain = plain_gpt(size, steps)
-    tell(f"- gpt.py {size}: {float(row['tokens/s']):,.0f} tokens/s, MFU {float(row['MFU']):.3f}; "
-         f"a plain loop {plain:,.0f} tokens/s")
+    tell(
+        f"- gpt.py {size}: {float(row['tokens/s']):,.0f} tokens/s, MFU {float(row['MFU']):.3f}; "
+        f"a plain loop {plain:,.0f} tokens/s"
+    )
 
 
 def plain_gpt(size, steps):
@@ -333,9 +344,11 @@ def check_images():
     """Rows for results.md: images/s of the cnn and of vgg11."""
     cases = [f"{options.sizes['images.py']} --epochs 2"]
     if options.device == "cuda":
-        cases = [f"--model {model} --batch_size 256 --epochs 3 --precision {precision} {more}"
-                 for model, more in (("cnn", ""), ("vgg11", "--learning_rate 1e-4 --max_steps 100"))
-                 for precision in ("fp32", "bf16")]
+        cases = [
+            f"--model {model} --batch_size 256 --epochs 3 --precision {precision} {more}"
+            for model, more in (("cnn", ""), ("vgg11", "--learning_rate 1e-4 --max_steps 100"))
+            for precision in ("fp32", "bf16")
+        ]
     for words in cases:
         _, out, _ = run("singlegpu/images.py", words)
         lines = [line for line in out.splitlines() if line.startswith("|")]

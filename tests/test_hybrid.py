@@ -76,8 +76,14 @@ def test_gpt_one_loss_curve(run, words, tmp_path):
 
 def test_gpt_snapshots_move(run, words, tmp_path):
     """Each epoch in another script: the losses of one that did all of them."""
-    moves = (("singlegpu/gpt.py", 1, ()), (PIPELINE, 4, ()), (FSDP, 4, ("--shard_size", 2)),
-             ("multigpu/gpt.py", 2, ()), (FSDP, 2, ()), (PIPELINE, 2, ()))
+    moves = (
+        ("singlegpu/gpt.py", 1, ()),
+        (PIPELINE, 4, ()),
+        (FSDP, 4, ("--shard_size", 2)),
+        ("multigpu/gpt.py", 2, ()),
+        (FSDP, 2, ()),
+        (PIPELINE, 2, ()),
+    )
     curves = []
     for name, steps in ("moved", moves), ("stayed", moves[:1] * len(moves)):
         for epochs, (script, processes, more) in enumerate(steps, start=1):
@@ -85,7 +91,7 @@ def test_gpt_snapshots_move(run, words, tmp_path):
             more = (*more, "--epochs", epochs, "--snapshot", tmp_path / f"{name}.pt", "--log", log)
             run(script, *words, "--max_steps", 5, *more, processes=processes)
             curves.append(curve(log)[-1])
-    np.testing.assert_allclose(curves[:len(moves)], curves[len(moves):], rtol=1e-5)
+    np.testing.assert_allclose(curves[: len(moves)], curves[len(moves) :], rtol=1e-5)
 
 
 @pytest.mark.parametrize("script, signum", [(PIPELINE, signal.SIGKILL), (FSDP, signal.SIGTERM)])
@@ -111,8 +117,12 @@ def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
 
 def test_bad_arguments(attempt, words, tmp_path):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
-    for script, flag, value in (("hybrid/images.py", "--num_stages", 9), (FSDP, "--shard_size", 3),
-                                (PIPELINE, "--num_stages", 3), (PIPELINE, "--num_microbatches", 1)):
+    for script, flag, value in (
+        ("hybrid/images.py", "--num_stages", 9),
+        (FSDP, "--shard_size", 3),
+        (PIPELINE, "--num_stages", 3),
+        (PIPELINE, "--num_microbatches", 1),
+    ):
         status, _, err = attempt(script, flag, value, processes=2)
         assert status and flag in err, err
     foreign = tmp_path / "foreign.pt"

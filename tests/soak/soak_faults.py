@@ -88,7 +88,8 @@ def test_kills(start, run, tmp_path, chance, shape):
 
 
 @pytest.mark.parametrize(
-    "shape", ["multigpu", "multinode", "stages", "pipeline", "shards"], indirect=True)
+    "shape", ["multigpu", "multinode", "stages", "pipeline", "shards"], indirect=True
+)
 def test_stopped(start, run, tmp_path, chance, shape):
     """A process hangs: the others time out, and the job ends by itself with a non-zero status."""
     script, processes, words = shape

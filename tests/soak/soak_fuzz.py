@@ -56,9 +56,9 @@ def damaged(valid, chance):
     data = bytearray(valid)
     for _ in range(chance.randint(1, 3)):
         start = chance.randint(0, len(data))
-        piece = data[start:start + chance.choice((1, 8, len(data)))]
+        piece = data[start : start + chance.choice((1, 8, len(data)))]
         noise = chance.randbytes(chance.randint(0, 12))
-        data[start:start + len(piece)] = chance.choice((b"", piece * 2, noise))
+        data[start : start + len(piece)] = chance.choice((b"", piece * 2, noise))
     return bytes(data)
 
 
