@@ -2,7 +2,7 @@
 # speedup. make test: the suite, some 9 minutes on 2 cores. make soak: what takes long, 40 minutes.
 PYTHON ?= python3
 RUN := .venv/bin/python
-DEMO := --batch_size 128 --epochs 2 --max_steps 40 --log runs/demo.csv
+DEMO := --batch_size 128 --epochs 2 --max_steps 40 --log runs/demo.jsonl
 # One thread a process; glibc keeps memory that is freed, which a CPU's next step asks for again.
 DEMO_ENV := OMP_NUM_THREADS=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1073741824
 DEMO_ENV += MALLOC_TOP_PAD_=67108864
@@ -10,11 +10,11 @@ DEMO_ENV += MALLOC_TOP_PAD_=67108864
 .PHONY: demo test soak lint
 
 demo: .venv/installed
-	@mkdir -p runs && rm -f runs/demo.csv
+	@mkdir -p runs && rm -f runs/demo.jsonl
 	@export $(DEMO_ENV); \
 	test "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 || export CUDA_VISIBLE_DEVICES=; \
 	$(RUN) singlegpu/images.py $(DEMO) && $(RUN) multigpu/images.py --num_gpus 2 $(DEMO) && \
-	$(RUN) report.py runs/demo.csv
+	$(RUN) report.py runs/demo.jsonl
 
 test: .venv/installed lint
 	$(RUN) -m pytest

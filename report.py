@@ -2,8 +2,8 @@
 
     python report.py runs/                            # logs in a folder, written with --log
     python report.py runs/ --out report               # also writes report.md, CSVs and pictures
-    python report.py one.csv --predict link.json      # link.json is from allreduce.py --out
-    python report.py one.csv --predict inside.json between.json --gpus_per_node 8
+    python report.py one.jsonl --predict link.json      # link.json is from allreduce.py --out
+    python report.py one.jsonl --predict inside.json between.json --gpus_per_node 8
 
 Runs with the same settings and different numbers of processes are compared. Strong scaling keeps
 the global batch, weak scaling keeps the batch of a process. Figures are means over the processes
@@ -27,7 +27,6 @@ one that is late.
 """
 
 import argparse
-import csv
 import itertools
 import json
 import math
@@ -81,34 +80,47 @@ LINK = {
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
 
 
+def parse_row(line):
+    """Returns the row of this line. A torn line may stand before it. {} if it is none."""
+    try:
+        row = json.loads(line[line.rfind('{"') :])
+    except (ValueError, RecursionError):
+        return {}
+    return {"bubble": 0.0} | row if isinstance(row, dict) else {}
+
+
+def is_whole(row):
+    """Tells whether the row has all words and numbers that a report needs."""
+    numbers = [row.get(name) for name in NUMBERS]
+    if not all(isinstance(number, int | float) and 0 <= number < 1e12 for number in numbers):
+        return False
+    if not all(isinstance(row.get(name), str | int) for name in WORDS):
+        return False
+    if not all(isinstance(row.get(name, math.nan), int | float) for name in METRICS):
+        return False
+    training = row["seconds"] - row["eval"] - row["save"]
+    return min(row[name] for name in COUNTS) >= 1 and min(training, row["samples/s"]) > 1e-9
+
+
 def read_logs(paths):
     """Returns the whole rows of all logs, and notes on what was left out."""
-    frames, notes, files = [pd.DataFrame()], [], []
+    rows, notes, files = [], [], []
     for path in paths:
-        files += sorted(path.glob("*.csv")) if path.is_dir() else [path]
+        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     for file in files:
         try:
-            text = file.read_text(errors="replace")
-            lines = text[: text.rfind("\n") + 1].splitlines()  # a torn last line has no end
-            rows = [row for row in csv.DictReader(lines) if None not in row]  # None: too long
-        except (OSError, csv.Error) as error:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError as error:
             notes.append(f"{file}: {error}")
             continue
-        frame = pd.DataFrame({"bubble": 0} | dict.fromkeys(METRICS) | row for row in rows)
-        missing = {*WORDS, *NUMBERS} - set(frame)
-        if missing:
-            notes.append(f"{file}: no rows with {', '.join(sorted(missing))}")
-            continue
-        frame[NUMBERS + METRICS] = frame[NUMBERS + METRICS].apply(pd.to_numeric, errors="coerce")
-        numbers = frame[NUMBERS]
-        whole = frame[WORDS].notna().all(axis=1) & (numbers[COUNTS] >= 1).all(axis=1)
-        whole &= ((numbers >= 0) & (numbers < 1e12)).all(axis=1) & (numbers["samples/s"] > 1e-9)
-        whole &= numbers["seconds"] - numbers["eval"] - numbers["save"] > 1e-9
-        damaged = len(text.splitlines()) - 1 - whole.sum()
-        if damaged:
-            notes.append(f"{file}: {damaged} damaged row(s) left out")
-        frames.append(frame[whole])
-    return pd.concat(frames, ignore_index=True), notes
+        found = list(filter(is_whole, map(parse_row, lines)))
+        if len(found) < len(lines):
+            notes.append(f"{file}: {len(lines) - len(found)} damaged row(s) left out")
+        rows += found
+    frame = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
+    if rows:
+        frame[NUMBERS] = frame[NUMBERS].astype(float)
+    return frame, notes
 
 
 def runs_of(rows, warmup, notes):
@@ -201,7 +213,7 @@ def compare(group):
         if name not in SAME[:4] and value not in ("", "0", "0.0", "False")
     ]
     for name in ("comm_hook", "device", "threads"):
-        facts.append(f"{name} {' / '.join(group[name].unique())}")
+        facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
     lines += [table([*MEASURED, first["metric"]], group.to_dict("records")), ""]
     if first["group"].startswith("strong"):
@@ -259,7 +271,7 @@ def step_of(run, runs):
             phases[other["batch"]] = {name: other[name] / steps for name in ("data", *COMPUTE)}
     phases = pd.DataFrame(phases).T.sort_index()
     try:  # [bytes, seconds before the end of the backward pass] of each bucket
-        sizes, leads = np.array(json.loads(run["buckets"]), float).T
+        sizes, leads = np.array(run["buckets"], float).T
         ready = 1 - leads / phases["backward"][run["batch"]]
     except (KeyError, TypeError, ValueError):  # a run of singlegpu, which has no buckets
         total = 4 * run["parameters"]
@@ -353,7 +365,7 @@ def write_all(groups, predictions, lines, out):
 def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("paths", nargs="+", type=Path, help="logs (.csv), or folders of them")
+    add("paths", nargs="+", type=Path, help="logs (.jsonl), or folders of them")
     add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
     add("--warmup", type=int, default=1, help="first epochs of a run that do not count")
     add(
@@ -393,6 +405,7 @@ def main():
     print("\n".join(lines))
     if args.out:
         write_all(groups, predictions, lines, args.out)
+        rows.to_csv(args.out / "epochs.csv", index=False)
 
 
 if __name__ == "__main__":

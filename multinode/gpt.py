@@ -12,7 +12,7 @@ Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V 
 """
 
 import argparse
-import csv
+import json
 import math
 import os
 import signal
@@ -80,7 +80,7 @@ def parse_args():
     add("--sample", type=int, metavar="N", default=0, help="bytes to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
@@ -469,9 +469,8 @@ def main(args):
                 "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
             )
             if args.log:
-                head = [] if os.path.exists(args.log) else [row.keys()]
-                with open(args.log, "a", newline="") as file:
-                    csv.writer(file).writerows(head + [each.values() for each in epoch_rows])
+                with open(args.log, "a") as file:
+                    file.writelines(json.dumps(each) + "\n" for each in epoch_rows)
             save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows and rank == 0:

@@ -12,7 +12,7 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width.
 """
 
 import argparse
-import csv
+import json
 import os
 import signal
 import sys
@@ -53,7 +53,7 @@ def parse_args():
     add("--seed", type=int, default=1, help="seed of weights and data order")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
     add("--reconstructions", metavar="FILE.png", help="draw 16 images above their reconstructions")
     args = parser.parse_args()
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
@@ -309,9 +309,8 @@ def main(args):
             )
         )
         if args.log:
-            head = [] if os.path.exists(args.log) else [row.keys()]
-            with open(args.log, "a", newline="") as file:
-                csv.writer(file).writerows(head + [row.values()])
+            with open(args.log, "a") as file:
+                file.write(json.dumps(row) + "\n")
         save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows:

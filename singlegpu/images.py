@@ -11,7 +11,7 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width, K clas
 """
 
 import argparse
-import csv
+import json
 import os
 import signal
 import sys
@@ -56,7 +56,7 @@ def parse_args():
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.csv", help="append a row per epoch and process, for report.py")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
     args = parser.parse_args()
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
@@ -344,9 +344,8 @@ def main(args):
             "{seconds:7.2f}  {samples/s:9.0f}".format_map(row)
         )
         if args.log:
-            head = [] if os.path.exists(args.log) else [row.keys()]
-            with open(args.log, "a", newline="") as file:
-                csv.writer(file).writerows(head + [row.values()])
+            with open(args.log, "a") as file:
+                file.write(json.dumps(row) + "\n")
         save_snapshot(args, parts, progress)
         watch.mark("save")
     if rows:

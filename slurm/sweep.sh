@@ -56,7 +56,7 @@ for count in $gpus; do
         [ "$scaling" = strong ] || batch=$((size * nodes * each))
         run=$out/${folder}_${count}_$batch
         jobs+=("$(submit ${options[@]+"${options[@]}"} --nodes="$nodes" --gpus-per-node="$each" --output="$run-%j.out" \
-            "slurm/${folder}_$script.slurm" "$@" --batch_size "$batch" --log "$run.csv" --snapshot "$run.pt")")
+            "slurm/${folder}_$script.slurm" "$@" --batch_size "$batch" --log "$run.jsonl" --snapshot "$run.pt")")
     done
 done
 report=$(submit ${options[@]+"${options[@]}"} --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" --job-name=report \

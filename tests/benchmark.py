@@ -22,8 +22,8 @@ with the network and the batches of images.py, and train.py of karpathy/nanoGPT 
 """
 
 import argparse
-import csv
 import importlib.util
+import json
 import itertools
 import os
 import re
@@ -53,15 +53,15 @@ def module(script):
 
 def last_row(log):
     """The row of rank 0 and the last epoch."""
-    with open(log) as file:
-        return [row for row in csv.DictReader(file) if row["rank"] in ("0", "")][-1]
+    rows = map(json.loads, log.read_text().splitlines())
+    return [row for row in rows if row["rank"] == 0][-1]
 
 
 def run_side(side, folder):
     """Run the commands of a side at the same time. Returns the last row of each log."""
     started = []
     for number, command in enumerate(side.split(" & ")):
-        words, log = shlex.split(command), Path(folder, f"{number}.csv")
+        words, log = shlex.split(command), Path(folder, f"{number}.jsonl")
         count = next(n for n, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
         environment = os.environ | dict(word.split("=", 1) for word in words[:count])
         words = [sys.executable, *words[count:], "--log", log]
@@ -95,9 +95,10 @@ def ratio(options):
 
 def write_log(path, epochs, samples_per_second):
     """What `ratio` reads."""
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerow(("epoch", "rank", "samples/s"))
-        csv.writer(file).writerows((epoch, 0, samples_per_second) for epoch in range(epochs))
+    with open(path, "w") as file:
+        for epoch in range(epochs):
+            row = {"epoch": epoch, "rank": 0, "samples/s": samples_per_second}
+            file.write(json.dumps(row) + "\n")
 
 
 def classic(options):
@@ -257,7 +258,7 @@ def predict(options):
             run(on_link, GLOO_SOCKET_IFNAME="veth")
             links = report.read_links([measured])
             for name, (script, batch, steps, arguments) in models.items():
-                logs = [Path(tempfile.mkdtemp(dir=folder), "log.csv") for _ in range(4)]
+                logs = [Path(tempfile.mkdtemp(dir=folder), "log.jsonl") for _ in range(4)]
                 one, *halves, two = logs
                 common = [*arguments.split(), "--epochs", 3, "--max_steps", steps]
                 single = [sys.executable, ROOT / "multigpu" / script, "--num_gpus", 1, *common]

@@ -1,7 +1,6 @@
 """Start the scripts as a user does: as processes, with files in a folder of the test's own."""
 
 import contextlib
-import csv
 import itertools
 import json
 import os
@@ -251,18 +250,11 @@ def real_data(tmp_path_factory):
 
 
 def rows(path):
-    """The rows of a log, numbers as such; of a repeated epoch the last."""
-
-    def number(text):
-        with contextlib.suppress(ValueError):
-            return float(text)
-        return text
-
+    """The rows of a log; of a repeated epoch the last."""
     found = {}
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            row = {name: number(value) for name, value in row.items()}
-            found[row["run"], row["epoch"], row["rank"]] = row
+    for line in Path(path).read_text().splitlines():
+        row = json.loads(line)
+        found[row["run"], row["epoch"], row["rank"]] = row
     return list(found.values())
 
 

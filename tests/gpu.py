@@ -9,7 +9,6 @@ the package `datasets` text.py and translation.py cannot run.
 """
 
 import argparse
-import csv
 import importlib.util
 import json
 import os
@@ -81,15 +80,14 @@ def start(script, words, log=None, count=1, environment=()):
 def run(script, words, count=1, **environment):
     """Returns the rows of the log, what was printed, and what was written to stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log.csv")
+        log = Path(folder, "log.jsonl")
         process = start(script, words, log, count, environment)
         if not process:
-            return [dict.fromkeys(NUMBERS, "1") | {"rank": "0"}], "", ""
+            return [dict.fromkeys(NUMBERS, 1.0) | {"rank": 0}], "", ""
         out, err = process.communicate(timeout=600)
         if process.returncode:
             raise AssertionError(f"{script} {words}: status {process.returncode}\n{err[-2000:]}")
-        with open(log, newline="") as file:
-            return list(csv.DictReader(file)), out, err
+        return list(map(json.loads, log.read_text().splitlines())), out, err
 
 
 class DryRun(Exception):

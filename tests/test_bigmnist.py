@@ -114,7 +114,7 @@ def test_windows_of_blocks(monkeypatch):
 def test_training_on_windows(big, start, run, tmp_path):
     """One loss curve on 1 and 2 processes; killed in the second window, bit for bit as before."""
     base = [*TRAIN, "--data_dir", big.parent, "--epochs", 1]
-    one, two, cut, whole = (tmp_path / name for name in ("one.csv", "two.csv", "c.pt", "w.pt"))
+    one, two, cut, whole = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "c.pt", "w.pt"))
     run("singlegpu/images.py", *base, "--snapshot", whole, "--log", one)
     run("multigpu/images.py", *base, "--log", two, processes=2)
     np.testing.assert_allclose(curve(two, "val_acc"), curve(one, "val_acc"), rtol=1e-5)

@@ -21,10 +21,10 @@ def words(data):
 @pytest.mark.parametrize("model, num_stages", [("mlp", 2), ("cnn", 4)])
 def test_images_one_loss_curve(run, data, tmp_path, model, num_stages):
     """Split by layers, on one, two and 2 x 2 processes: the losses of singlegpu."""
-    base, one = [*arguments_of(model, data), "--epochs", 2], tmp_path / "one.csv"
+    base, one = [*arguments_of(model, data), "--epochs", 2], tmp_path / "one.jsonl"
     run("singlegpu/images.py", *base, "--log", one)
     for processes, parts in ((1, 1), (2, 3), ((2, 2), 1)):
-        log = tmp_path / f"{processes}.csv"
+        log = tmp_path / f"{processes}.jsonl"
         more = ("--num_stages", num_stages, "--grad_accum_steps", parts, "--log", log)
         run("hybrid/images.py", *base, *more, processes=processes)
         np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-5)
@@ -32,12 +32,12 @@ def test_images_one_loss_curve(run, data, tmp_path, model, num_stages):
 
 def test_images_snapshots_move(run, data, tmp_path):
     """Begun in a folder, carried on in another, in both directions: the losses of one run."""
-    base, one = arguments_of("mlp", data), tmp_path / "one.csv"
+    base, one = arguments_of("mlp", data), tmp_path / "one.jsonl"
     run("singlegpu/images.py", *base, "--epochs", 3, "--log", one)
     for folders in (("singlegpu", "hybrid", "singlegpu"), ("hybrid", "multigpu", "hybrid")):
         found, snapshot = [], tmp_path / f"{folders[0]}.pt"
         for epochs, folder in enumerate(folders, start=1):
-            log = tmp_path / f"{folders[0]}{epochs}.csv"
+            log = tmp_path / f"{folders[0]}{epochs}.jsonl"
             more = ("--epochs", epochs, "--snapshot", snapshot, "--log", log)
             run(f"{folder}/images.py", *base, *more, processes=2)
             found += curve(log).tolist()
@@ -57,11 +57,11 @@ HYBRIDS = (  # script, processes, arguments
 
 def test_gpt_one_loss_curve(run, words, tmp_path):
     """The losses of one process. Phases are the wall time; a process holds its share of memory."""
-    base, one = [*words, "--epochs", 2, "--max_steps", 8], tmp_path / "one.csv"
+    base, one = [*words, "--epochs", 2, "--max_steps", 8], tmp_path / "one.jsonl"
     run("singlegpu/gpt.py", *base, "--log", one)
     assert curve(one)[1, 0] < curve(one)[0, 0]
     for number, (script, processes, more) in enumerate(HYBRIDS):
-        log = tmp_path / f"{number}.csv"
+        log = tmp_path / f"{number}.jsonl"
         run(script, *base, *more.split(), "--log", log, processes=processes)
         np.testing.assert_allclose(curve(log), curve(one), rtol=1e-5)
         for row in rows(log):
@@ -87,7 +87,7 @@ def test_gpt_snapshots_move(run, words, tmp_path):
     curves = []
     for name, steps in ("moved", moves), ("stayed", moves[:1] * len(moves)):
         for epochs, (script, processes, more) in enumerate(steps, start=1):
-            log = tmp_path / f"{name}{epochs}.csv"
+            log = tmp_path / f"{name}{epochs}.jsonl"
             more = (*more, "--epochs", epochs, "--snapshot", tmp_path / f"{name}.pt", "--log", log)
             run(script, *words, "--max_steps", 5, *more, processes=processes)
             curves.append(curve(log)[-1])
@@ -97,7 +97,7 @@ def test_gpt_snapshots_move(run, words, tmp_path):
 @pytest.mark.parametrize("script, signum", [(PIPELINE, signal.SIGKILL), (FSDP, signal.SIGTERM)])
 def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
     """A process is killed, or all are told to stop: the weights of an undisturbed run."""
-    whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.csv"
+    whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.jsonl"
     base = [*words, "--dropout", 0.1, "--epochs", 3, "--max_steps", 20, "--snapshot_every", 4]
     job = start(script, *base, "--snapshot", cut, processes=2)
     wait_for_saves(job, cut, chance.randint(1, 3))

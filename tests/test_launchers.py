@@ -29,7 +29,7 @@ STOPS = {"singlegpu": signal.SIGUSR2, "multigpu": signal.SIGINT, "multinode": si
 def test_resume(start, run, data, tmp_path, chance, folder):
     """Killed, stopped and started again: the weights of one undisturbed run, bit for bit."""
     script, processes = f"{folder}/images.py", 1 if folder == "singlegpu" else 2
-    cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.csv"))
+    cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.jsonl"))
     base = [*arguments_of("mlp", data), "--dropout", "0.5", "--snapshot_every", "5"]
     for signum in (signal.SIGKILL, STOPS[folder]):
         job = start(script, *base, "--epochs", 10_000, "--snapshot", cut, processes=processes)
@@ -57,7 +57,7 @@ def test_resume(start, run, data, tmp_path, chance, folder):
 
 def test_snapshots_move(start, run, data, tmp_path, chance):
     """One and 2 x 2 processes carry on what two began, in the middle of an epoch."""
-    base, begun, whole = arguments_of("mlp", data), tmp_path / "begun.pt", tmp_path / "whole.csv"
+    base, begun, whole = arguments_of("mlp", data), tmp_path / "begun.pt", tmp_path / "whole.jsonl"
     more = ("--epochs", 10_000, "--snapshot", begun, "--snapshot_every", 3)
     job = start("multigpu/images.py", *base, *more, processes=2)
     wait_for_saves(job, begun, chance.randint(1, 12))
@@ -67,7 +67,7 @@ def test_snapshots_move(start, run, data, tmp_path, chance):
     base += ["--epochs", load(begun)["place"][0] + 1]
     run("singlegpu/images.py", *base, "--log", whole)
     for folder, processes in (("singlegpu", 1), ("multinode", (2, 2))):
-        snapshot, log = tmp_path / f"{folder}.pt", tmp_path / f"{folder}.csv"
+        snapshot, log = tmp_path / f"{folder}.pt", tmp_path / f"{folder}.jsonl"
         shutil.copy(begun, snapshot)
         more = ("--snapshot", snapshot, "--log", log)
         run(f"{folder}/images.py", *base, *more, processes=processes)
@@ -78,14 +78,14 @@ def test_snapshots_move(start, run, data, tmp_path, chance):
 @pytest.mark.parametrize("folder", ["singlegpu", "multigpu", "multinode"])
 def test_a_copied_script_runs_alone(start, tmp_path, folder):
     """With the flags that a user needs, it fits a terminal and leaves nothing but its log."""
-    copy, log = tmp_path / folder / "mine.py", tmp_path / folder / "log.csv"
+    copy, log = tmp_path / folder / "mine.py", tmp_path / folder / "log.jsonl"
     copy.parent.mkdir()
     shutil.copy(ROOT / folder / "images.py", copy)
     job = start(copy, "--model", "mlp", "--max_steps", 5, "--log", log, processes=2)
     status, out, err = job.wait()
     assert status == 0 and "synthetic" in out, err
     assert all(len(line) <= 100 for line in out.splitlines() if line[:1] != "|"), out
-    assert sorted(path.name for path in copy.parent.iterdir()) == ["log.csv", "mine.py"]
+    assert sorted(path.name for path in copy.parent.iterdir()) == ["log.jsonl", "mine.py"]
     assert curve(log)[1, 1] < curve(log)[0, 1]
 
 
@@ -163,7 +163,7 @@ def test_precision_and_comm_hooks(run, data, tmp_path):
     """Half precision, of the computation or of what is sent, changes the loss a little."""
     losses = {}
     for more in ("--precision fp32", "--precision bf16", "--comm_hook bf16", "--comm_hook fp16"):
-        log = tmp_path / f"{more}.csv"
+        log = tmp_path / f"{more}.jsonl"
         words = (*arguments_of("mlp", data), *more.split())
         run("multigpu/images.py", *words, "--log", log, processes=2)
         losses[more] = curve(log)[-1, 0]
@@ -185,9 +185,9 @@ def test_the_main_comparison(tmp_path):
     environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name != "OMP_NUM_THREADS"}
     steps = "--max_steps 10 --log"
     for words in (f"singlegpu/images.py {steps}", f"multigpu/images.py {steps}", "report.py"):
-        command = [sys.executable, *words.split(), tmp_path / "a.csv"]
+        command = [sys.executable, *words.split(), tmp_path / "a.jsonl"]
         pipes = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
         done = subprocess.run(command, timeout=TIMEOUT, **pipes)
         assert done.returncode == 0, done.stderr
-    assert [row["processes"] for row in rows(tmp_path / "a.csv")] == [1, 1, 2, 2, 2, 2]
+    assert [row["processes"] for row in rows(tmp_path / "a.jsonl")] == [1, 1, 2, 2, 2, 2]
     assert "speedup" in done.stdout and "not compared" not in done.stdout, done.stdout

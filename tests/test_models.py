@@ -77,8 +77,8 @@ def test_gpt_token_files(run, tmp_path):
         (tmp_path / f"{name}.bin").write_bytes(part.tobytes())
     words = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --sample 5"
     words = (*words.split(), "--max_steps", 3, "--vocab_size", 512, "--dataset", tmp_path)
-    run("singlegpu/gpt.py", *words, "--log", tmp_path / "log.csv")
-    _, val_loss, val_ppl = curve(tmp_path / "log.csv", "val_ppl")[0]
+    run("singlegpu/gpt.py", *words, "--log", tmp_path / "log.jsonl")
+    _, val_loss, val_ppl = curve(tmp_path / "log.jsonl", "val_ppl")[0]
     assert val_ppl == pytest.approx(math.exp(val_loss)) and 300 < val_ppl < 520
 
 

@@ -12,7 +12,7 @@ import torch
 from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, free_port
 
 TINY = {
-    "images.py": "--model mlp --max_steps 2 --epochs 1 --log one.csv",
+    "images.py": "--model mlp --max_steps 2 --epochs 1 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
     "quantize/gpt.py": "--rounds 1",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",

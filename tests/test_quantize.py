@@ -28,7 +28,7 @@ def trained(run, data, tmp_path_factory):
     @functools.cache
     def trained(model):
         script, *words = TRAIN[model].split()
-        snapshot, log = folder / f"{model}.pt", folder / f"{model}.csv"
+        snapshot, log = folder / f"{model}.pt", folder / f"{model}.jsonl"
         words += ["--dataset", data / "words.txt"] if model == "gpt" else []
         printed = run(f"singlegpu/{script}", *words, "--snapshot", snapshot, "--log", log)
         return f"quantize/{script}", snapshot, log, printed

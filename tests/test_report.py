@@ -18,7 +18,7 @@ def rows_of(run, processes, seconds, batch_size=64, samples=640, **changes):
     for (epoch, time), rank in itertools.product(enumerate(seconds), range(processes)):
         row = {"model": "cnn", "dataset": "mnist", "batch_size": batch_size, "precision": "fp32"}
         row |= {"max_steps": 0, "script": f"{'multi' if processes > 1 else 'single'}gpu/images.py"}
-        row |= {"processes": processes, "nodes": 1, "rank": rank, "device": "CPU", "buckets": "[]"}
+        row |= {"processes": processes, "nodes": 1, "rank": rank, "device": "CPU", "buckets": []}
         row |= {"threads": 4 // processes, "comm_hook": "none", "parameters": 1_000_000}
         row |= {"run": run, "epoch": epoch, "val_loss": 2 / (epoch + 1), "val_acc": 0.9}
         shares = {"data": 0.1, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
@@ -29,9 +29,7 @@ def rows_of(run, processes, seconds, batch_size=64, samples=640, **changes):
 
 
 def write(path, *runs):
-    rows = list(itertools.chain(*runs))
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([rows[0], *(row.values() for row in rows)])
+    path.write_text("".join(json.dumps(row) + "\n" for row in itertools.chain(*runs)))
     return path
 
 
@@ -57,7 +55,7 @@ def test_strong_and_weak(tmp_path):
     runs = [rows_of(n, n, [99, time, time]) for n, time in ((1, 11), (2, 7), (4, 5))]
     runs.append(rows_of("d", 2, [50, 11, 11], batch_size=128, samples=1280))
     out = tmp_path / "out"
-    text, strong, weak = tables(write(tmp_path / "a.csv", *runs), "--out", out)
+    text, strong, weak = tables(write(tmp_path / "a.jsonl", *runs), "--out", out)
     assert [row["speedup"] for row in strong + weak] == ["1.00", "1.67", "2.50", "1.00", "2.00"]
     assert [row["efficiency"] for row in strong] == ["1.00", "0.833", "0.625"]
     assert "Serial fraction 0.200: at most 5 times as fast" in text
@@ -84,24 +82,27 @@ def test_repeated_epochs_and_skew(tmp_path):
     resumed = list(rows_of("b", 2, [9, 5]))[2:]
     resumed[1]["backward"] += 1
     runs = rows_of("a", 1, [9, 9]), rows_of("b", 2, [9, 41]), resumed
-    _, (_, two) = tables(write(tmp_path / "a.csv", *runs))
+    _, (_, two) = tables(write(tmp_path / "a.jsonl", *runs))
     assert two["speedup"] == "2.00" and two["skew"] == "1.00"
 
 
 def test_damaged_rows(tmp_path):
     """What is left out is said, and the rest reported."""
-    whole = write(tmp_path / "whole.csv", rows_of("a", 1, [9, 9]), rows_of("b", 2, [9, 5]))
+    whole = write(tmp_path / "whole.jsonl", rows_of("a", 1, [9, 9]), rows_of("b", 2, [9, 5]))
     text = whole.read_text()
-    whole.write_text(f"{text}cnn,mnist,64\n{text.splitlines()[-1][:-1]}")  # torn
-    wrong = [rows_of("d", 1, [9], **new) for new in ({"eval": math.inf}, {"s": "a"}, {"rank": "b"})]
-    write(tmp_path / "wrong.csv", rows_of("c", 4, [9, 3]), *wrong)
-    (tmp_path / "empty.csv").touch()
-    (tmp_path / "binary.csv").write_bytes(bytes(range(256)) * 20)
+    torn = text.splitlines()[0][:40]  # the next append goes on in its line
+    whole.write_text(f"{torn}{text}cnn,mnist,64\n{text.splitlines()[-1][:-1]}")
+    changes = {"eval": math.inf}, {"data": "a"}, {"rank": "b"}
+    wrong = [rows_of("d", 1, [9], **change) for change in changes]
+    write(tmp_path / "wrong.jsonl", rows_of("c", 4, [9, 3]), *wrong)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
     text, group = tables(tmp_path)
     assert [row["speedup"] for row in group] == ["1.00", "2.00", "4.00"]
-    for note in ("whole.csv: 2 damaged", "wrong.csv: 3 damaged", "empty.csv", "binary.csv"):
+    for note in ("whole.jsonl: 2 damaged", "wrong.jsonl: 3 damaged", "empty.jsonl", "binary.jsonl"):
         assert note in text, text
-    lost = write(tmp_path / "lost.csv", list(rows_of("a", 2, [9, 5]))[:-1], rows_of("b", 1, [9, 9]))
+    runs = list(rows_of("a", 2, [9, 5]))[:-1], rows_of("b", 1, [9, 9])
+    lost = write(tmp_path / "lost.jsonl", *runs)
     assert "1 row(s) left out: not all processes logged their epoch" in run_report(lost).stdout
 
 
@@ -113,7 +114,7 @@ def link(path, processes=2, latency=0.0, bandwidth=1e9, rate=1.0):
 
 def test_prediction_by_hand(tmp_path):
     """640 samples in 10 s are 10 steps of 1 s: data .1, forward .3, backward .4, optimizer .1."""
-    log = write(tmp_path / "a.csv", rows_of("a", 1, [11, 11]))
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [11, 11]))
     slow = link(tmp_path / "l.json", 2, 0.01, 40e6)
     text, strong, weak = tables(log, "--predict", slow, "--out", tmp_path)
     assert [row["processes"] for row in strong] == [str(2**n) for n in range(1, 7)], "batch 64"
@@ -132,21 +133,21 @@ def test_prediction_by_hand(tmp_path):
 
 
 def test_prediction_with_buckets(run, data, tmp_path):
-    log = write(tmp_path / "a.csv", rows_of("a", 1, [11, 11], buckets="[[3e6, 0.3], [1e6, 0]]"))
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [11, 11], buckets=[[3e6, 0.3], [1e6, 0]]))
     _, strong, _ = tables(log, "--predict", link(tmp_path / "l.json", 2, 0, 40e6, 0.5))
     # The first is ready after 0.05 s and takes 0.075 s, in which 0.0375 s of 0.15 s are computed.
     step = 0.05 + 0.15 + (0.05 + 0.075 + 0.1125) + 0.025 + 0.1
     assert float(strong[0]["speedup"]) == pytest.approx(0.9 / step, rel=0.004)
     words = (*arguments_of("mlp", data), "--epochs", 1, "--max_steps", 3, "--log", tmp_path / "b")
     run("multigpu/images.py", *words, processes=1)
-    (row,) = csv.DictReader((tmp_path / "b").open())
-    sizes, leads = zip(*json.loads(row["buckets"]))
-    assert sum(sizes) == 4 * int(row["parameters"]) and leads[0] > leads[-1] == 0
+    row = json.loads((tmp_path / "b").read_text())
+    sizes, leads = zip(*row["buckets"])
+    assert sum(sizes) == 4 * row["parameters"] and leads[0] > leads[-1] == 0
 
 
 def test_prediction_over_nodes(tmp_path):
     """Inside a node the fast link counts, over nodes the slow one."""
-    log = write(tmp_path / "a.csv", rows_of("a", 1, [11, 11]))
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [11, 11]))
     links = link(tmp_path / "i", 4, 3e-6, 200e6), link(tmp_path / "b", 2, 50e-6, 100e6, 0.5)
     _, one, _ = tables(log, "--predict", links[0])
     _, two, _ = tables(log, "--predict", *links, "--gpus_per_node", 4)
@@ -158,7 +159,7 @@ def test_prediction_over_nodes(tmp_path):
 
 
 def test_bad_input(tmp_path):
-    one, two = (write(tmp_path / f"{n}.csv", rows_of("a", n, [11, 11])) for n in (1, 2))
+    one, two = (write(tmp_path / f"{n}.jsonl", rows_of("a", n, [11, 11])) for n in (1, 2))
     good, nan = link(tmp_path / "good.json"), link(tmp_path / "nan.json", bandwidth=math.nan)
     (bad := tmp_path / "bad.json").write_text("[1")
     cases = {"bad.json": (one, bad), "nan.json": (one, nan), "--gpus_per_node": (one, good, good)}

@@ -81,7 +81,7 @@ def test_sweep(site):
     assert site.wait(re.search(r"job (\d+) writes", told)[1]) == "COMPLETED"
     cases = ("singlegpu_1", 1, 1), ("multigpu_2", 2, 1), ("multinode_2x1", 2, 2)
     for name, processes, nodes in cases:
-        logged = rows(out / f"{name}_32.csv")
+        logged = rows(out / f"{name}_32.jsonl")
         assert len(logged) == 2 * processes
         assert {(row["processes"], row["nodes"]) for row in logged} == {(processes, nodes)}
     report = (out / "report.md").read_text()
@@ -92,10 +92,10 @@ def test_sweep(site):
 
 def test_hybrid_job(site):
     """Two nodes, each a process with the layers on two GPUs."""
-    job = site.submit("hybrid_images", *SMALL, "--log", "a.csv", options=["--gpus-per-node=2"])
+    job = site.submit("hybrid_images", *SMALL, "--log", "a.jsonl", options=["--gpus-per-node=2"])
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert f"job {job}, start 1" in site.output(job) and "--max_steps 5" in site.output(job)
-    logged = rows(site.folder / "a.csv")
+    logged = rows(site.folder / "a.jsonl")
     assert {(row["processes"], row["nodes"]) for row in logged} == {(2, 2)} and len(logged) == 4
     assert (site.folder / f"hybrid_images-{job}.pt").exists()
 

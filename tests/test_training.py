@@ -37,7 +37,7 @@ def test_one_loss_curve(run, data, tmp_path, task):
     """The losses fall, and are the same on 1, 2 and 2 x 2 processes; the logs fit together."""
     curves, heads = [], set()
     for folder, processes, parts in LAUNCHES:
-        script, log = f"{folder}/{TASKS[task][0]}", tmp_path / f"{folder}.csv"
+        script, log = f"{folder}/{TASKS[task][0]}", tmp_path / f"{folder}.jsonl"
         more = ("--epochs", 2, "--grad_accum_steps", parts, "--log", log)
         out = run(script, *arguments_of(task, data), *more, processes=processes)
         assert [line for line in out.splitlines() if line[:1] == "|"][-1].split()[1] == script
@@ -67,11 +67,11 @@ def watched(run, data, tmp_path_factory):
 
     def watched(task, *more):
         folder = tmp_path_factory.mktemp("watched")
-        more, before = (*more, "--log", folder / "log.csv"), (ROOT / "tests/watch.py", folder)
+        more, before = (*more, "--log", folder / "log.jsonl"), (ROOT / "tests/watch.py", folder)
         words = (*arguments_of(task, data), *more)
         run("multinode/images.py", *words, processes=2, before=before)
         seen = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-        return sorted(rows(folder / "log.csv"), key=lambda row: row["rank"]), seen
+        return sorted(rows(folder / "log.jsonl"), key=lambda row: row["rank"]), seen
 
     return watched
 
@@ -111,7 +111,7 @@ REAL = {  # the commands of the real data sets, for a few steps
 @pytest.mark.parametrize("script", REAL)
 def test_real_data(run, real_data, tmp_path, script):
     """A few steps lower the validation loss, and nothing is written beside the data."""
-    log, before = tmp_path / "log.csv", sorted(real_data.iterdir())
+    log, before = tmp_path / "log.jsonl", sorted(real_data.iterdir())
     words = (*REAL[script].format(data=real_data).split(), "--epochs", 2, "--log", log)
     run(f"multigpu/{script}", *words, processes=2)
     assert curve(log)[1, 1] < curve(log)[0, 1] and math.isfinite(curve(log)[1, 1])

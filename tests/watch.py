@@ -29,7 +29,7 @@ class WatchedDDP(torch.nn.parallel.DistributedDataParallel):
 
 
 def watched_open(file, *args, **kwargs):
-    if str(file).endswith(".csv"):
+    if str(file).endswith(".jsonl"):
         written.append(time.perf_counter())
     return plain_open(file, *args, **kwargs)
 

@@ -32,7 +32,8 @@ def shape(request, data, tmp_path):
     """Script, processes and arguments of a job that saves every 5 steps to job.pt."""
     script, processes, words = SHAPES[request.param]
     source = ("--dataset", data / "words.txt") if "gpt" in script else ("--data_dir", data)
-    files = ("--snapshot", tmp_path / "job.pt", "--snapshot_every", 5, "--log", tmp_path / "a.csv")
+    log = tmp_path / "a.jsonl"
+    files = ("--snapshot", tmp_path / "job.pt", "--snapshot_every", 5, "--log", log)
     more = ("--timeout", 30) if processes != 1 else ()
     return script, processes, [*words.split(), *source, *files, *more]
 
@@ -41,11 +42,11 @@ def finish(run, shape, tmp_path):
     """Start the job a last time: it ends with the weights and the losses of an undisturbed one."""
     script, processes, words = shape
     run(script, *words, processes=processes)
-    other = ("--snapshot", tmp_path / "whole.pt", "--log", tmp_path / "whole.csv")
+    other = ("--snapshot", tmp_path / "whole.pt", "--log", tmp_path / "whole.jsonl")
     run(script, *words, *other, processes=processes)
     assert_same_weights(tmp_path / "job.pt", tmp_path / "whole.pt")
-    assert (curve(tmp_path / "a.csv") == curve(tmp_path / "whole.csv")).all()
-    assert not set(os.listdir(tmp_path)) - {"job.pt", "a.csv", "whole.pt", "whole.csv"}
+    assert (curve(tmp_path / "a.jsonl") == curve(tmp_path / "whole.jsonl")).all()
+    assert not set(os.listdir(tmp_path)) - {"job.pt", "a.jsonl", "whole.pt", "whole.jsonl"}
 
 
 def wait_for_moment(job, folder, moment, chance):
@@ -110,7 +111,7 @@ def test_jobs_at_once(script, data, tmp_path):
     words = "--max_steps 2 --epochs 1 --batch_size 24 --data_dir {data} --dataset mnist --model mlp"
     if "gpt" in script:
         words = "--max_steps 2 --epochs 1 --d_model 32 --seq_len 32 --dataset {data}/words.txt"
-    log = tmp_path / "log.csv"
+    log = tmp_path / "log.jsonl"
     for _ in range(3):
         more = [*words.format(data=data).split(), "--log", log]
         commands = [commands_of(script, more, 2)[0] for _ in range(8)]

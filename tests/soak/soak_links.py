@@ -53,7 +53,7 @@ def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path, model, batch)
     """
 
     def share(hook):
-        log = tmp_path / "log.csv"
+        log = tmp_path / "log.jsonl"
         log.unlink(missing_ok=True)
         words = ("--model", model, "--batch_size", batch, "--max_steps", 10, "--epochs", 2)
         more = ("--comm_hook", hook, "--log", log)

@@ -46,9 +46,9 @@ def test_job_completes(site, name):  # noqa: F811
 
 def test_default_counts(site):  # noqa: F811
     """Without any option a job takes what its file says: four processes on a node."""
-    job = site.submit("multigpu_images", *SMALL, "--log", "a.csv")
+    job = site.submit("multigpu_images", *SMALL, "--log", "a.jsonl")
     assert site.wait(job) == "COMPLETED", site.output(job)
-    assert len((site.folder / "a.csv").read_text().splitlines()) == 1 + 2 * 4
+    assert len((site.folder / "a.jsonl").read_text().splitlines()) == 1 + 2 * 4
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ FIGURES = {  # command, processes, column: mean and standard deviation over five
 def test_quality(run, real_data, tmp_path, figure):
     """At most four standard deviations worse than the mean of five seeds."""
     script, command, processes, column = figure
-    log, folder = tmp_path / "log.csv", "singlegpu" if processes == 1 else "multigpu"
+    log, folder = tmp_path / "log.jsonl", "singlegpu" if processes == 1 else "multigpu"
     words = [*command.format(data=real_data).split(), "--log", log]
     words += ["--data_dir", real_data] if "{data}" not in command else []
     run(f"{folder}/{script}", *words, processes=processes)
@@ -43,11 +43,11 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++
 def test_compiled(run, data, tmp_path, task):
     """Compiled, two processes have the loss of uncompiled ones."""
     for more in ((), ("--compile",)):
-        log = tmp_path / f"{len(more)}.csv"
+        log = tmp_path / f"{len(more)}.jsonl"
         script = "gpt.py" if task == "gpt" else "images.py"
         words = (*arguments_of(task, data), "--epochs", 1, *more)
         run(f"multigpu/{script}", *words, "--log", log, processes=2)
-    assert curve(tmp_path / "1.csv") == pytest.approx(curve(tmp_path / "0.csv"), rel=1e-3)
+    assert curve(tmp_path / "1.jsonl") == pytest.approx(curve(tmp_path / "0.jsonl"), rel=1e-3)
 
 
 @needs_compiler
