@@ -116,6 +116,8 @@ def read_logs(paths):
         found = list(filter(is_whole, map(parse_row, lines)))
         if len(found) < len(lines):
             notes.append(f"{file}: {len(lines) - len(found)} damaged row(s) left out")
+        elif not lines:
+            notes.append(f"{file}: no rows")
         rows += found
     frame = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
     if rows:

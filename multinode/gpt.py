@@ -15,9 +15,12 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
+import statistics
 import sys
 import sysconfig
+import textwrap
 import time
 from datetime import timedelta
 from glob import glob
@@ -32,8 +35,21 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+SHOWN = (
+    "epoch",
+    "train_loss",
+    "val_loss",
+    "val_bpb",
+    "val_ppl",
+    "seconds",
+    "tokens/s",
+    "TFLOP/s",
+    "of_matmul",
+)
 SAME_ON_RESUME = (
     "dataset",
     "vocab_size",
@@ -47,15 +63,34 @@ SAME_ON_RESUME = (
     "precision",
     "seed",
 )
-LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
+
 COMM_HOOKS = {
     "none": default_hooks.allreduce_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
-PEAK_TFLOPS = {"A100": 312, "NVL": 835, "H100 80GB": 989, "H200": 989, "GB200": 2500, "B200": 2250}
+
+
+class GPT(nn.Module):
+    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
+        self.positions = nn.Embedding(args.seq_len, args.d_model)
+        self.dropout = nn.Dropout(args.dropout)
+        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
+        self.norm = nn.LayerNorm(args.d_model)
+        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
+            if parameter.dim() == 2:
+                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
+
+    def forward(self, tokens, targets=None):
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
+        x = self.norm(self.blocks(self.dropout(x)))
+        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
+        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
 
 
 def parse_args():
@@ -145,26 +180,32 @@ class GPTBlock(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class GPT(nn.Module):
-    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+def token_loss(model, tokens, targets, args):
+    """Returns the mean loss in nats, and the sums (2,) of losses and tokens."""
+    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        loss = model(tokens, targets)
+    count = torch.full_like(loss, targets.numel(), dtype=torch.float64)
+    return loss, torch.stack((loss.detach() * count, count))
 
-    def __init__(self, args):
-        super().__init__()
-        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
-        self.positions = nn.Embedding(args.seq_len, args.d_model)
-        self.dropout = nn.Dropout(args.dropout)
-        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
-        self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
-                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
-                nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
-    def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
-        x = self.norm(self.blocks(self.dropout(x)))
-        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
-        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
+def create_optimizer(model, args):
+    """Returns AdamW. The weights of matrices decay, those of vectors do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+
+
+def schedule(done):
+    """Returns the factor of the learning rate when this share of all steps is done."""
+    if done < 0.05:
+        return 20 * done  # rises to 1
+    return 1.05 - done  # falls to 0.05
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
@@ -184,18 +225,36 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
+
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
 class CommTimer(Stopwatch):
@@ -203,36 +262,145 @@ class CommTimer(Stopwatch):
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
-        self.comm_hook, self.spans, self.ready, self.buckets = comm_hook, [], [], []
+        self.comm_hook = comm_hook
+        self.spans = []  # (start, end) of each all-reduce since the last flush
+        self.ready = []  # (bytes, moment) of each bucket of this step
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last bucket: the backward pass is done
-        self.ready = self.ready[: bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+        if bucket.index() == 0:
+            self.ready = []
+        start = self.now()
+        self.ready.append((bucket.buffer().nbytes, start))
 
-        def sent(future):
+        def note_end(future):
             self.spans.append((start, self.now()))
             return future.value()
 
         if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            return self.comm_hook(group, bucket).then(sent)
+            return self.comm_hook(group, bucket).then(note_end)
 
-    def read(self, phase):
+    def mark_backward(self, is_last):
+        """Marks a backward pass. The last one of a step ends when its last bucket is ready."""
+        if is_last:
+            self.marks.append(("backward", self.ready[-1][1]))
+            self.mark("comm")
+        else:
+            self.mark("backward")
+
+    def flush(self):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin, covered = self.last, 0.0
-        super().read(phase)
-        spans = [[self.between(origin, at) for at in span] for span in self.spans]
+        origin = self.last
+        super().flush()
+        spans = [
+            (self.between(origin, start), self.between(origin, end)) for start, end in self.spans
+        ]
+        covered = 0.0  # seconds after the origin up to which all spans are counted
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, covered))
             covered = max(covered, end)
         self.spans.clear()
-        self.buckets[:] = [[size, self.between(at, self.backward_end)] for size, at in self.ready]
+
+    def take(self, num_samples):
+        """Also returns the buckets: bytes, and the seconds from its being ready to the last one."""
+        row = super().take(num_samples)
+        row["buckets"] = []
+        for size, moment in self.ready:
+            row["buckets"].append([size, self.between(moment, self.ready[-1][1])])
+        return row
+
+
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_communication(rows):
+    """Prints what part of the communication is sending, and what is waiting for a late process."""
+    totals = []  # of each process, in seconds of an epoch
+    for rank in range(rows[0]["processes"]):
+        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
+    sending = min(totals)  # the process that comes last does not wait
+    if sending == 0:  # it is alone
+        return
+    late = rows[totals.index(sending)]
+    waiting = mean(rows, "comm_total") - sending
+    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
+    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    print(
+        f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
+        f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
+        f"R = compute / sending = {compute / sending:.1f}: above 3, more processes pay off"
+    )
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+def matmul_speed(device, dtype):
+    """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.rand(size, size, device=device).to(dtype)
+    matrix @ matrix  # warm-up
+    count = 0
+    start = time.perf_counter()
+    while count == 0 or time.perf_counter() < start + 0.2:
+        for _ in range(5):
+            product = matrix @ matrix
+        product[0, 0].item()  # waits for the GPU
+        count += 5
+    return 2 * size**3 * count / (time.perf_counter() - start)
+
+
+def model_speed(row, matmul_speed):
+    """Returns the model's tokens/s, its TFLOP/s a device, and its share of a plain matmul's."""
+    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
+    tokens_per_second = row["samples/s"] * row["seq_len"]
+    speed = flops * tokens_per_second / row["processes"]
+    return {
+        "tokens/s": tokens_per_second,
+        "TFLOP/s": speed / 1e12,
+        "of_matmul": speed / matmul_speed,
+    }
+
+
+# ============================================ The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between the steps at which processes tell each other of stop requests
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
 def setup(args, rank, world_size, init_method):
     """Joins the process group. Returns the device of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
@@ -240,9 +408,9 @@ def setup(args, rank, world_size, init_method):
     dist.init_process_group(
         backend,
         init_method,
-        timedelta(seconds=args.timeout),
-        world_size,
-        rank,
+        timeout=timedelta(seconds=args.timeout),
+        world_size=world_size,
+        rank=rank,
         device_id=device if backend == "nccl" else None,
     )
     return device
@@ -272,12 +440,14 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def token_loss(model, tokens, targets, args):
-    """Returns the mean loss in nats, and the sums (2,) of losses and tokens."""
-    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        loss = model(tokens, targets)
-    count = torch.full_like(loss, targets.numel(), dtype=torch.float64)
-    return loss, torch.stack((loss.detach() * count, count))
+def add_up(sums, since):
+    """Returns over all processes: sums (S,), whether to stop, and the mean seconds since then."""
+    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
+    seconds = time.perf_counter() - since
+    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
+    dist.all_reduce(totals)
+    *sums, stop_requests, seconds = totals.tolist()
+    return sums, stop_requests > 0, seconds / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -285,6 +455,25 @@ def evaluate(batch_loss, model, loader, args):
     """Returns the sums that batch_loss gives, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
+
+
+def gpt_row(settings, progress, val_sums):
+    """Returns settings and losses of an epoch, for the log."""
+    train_loss, train_count = progress["sums"]
+    val_loss, val_count = val_sums.tolist()
+    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
+    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
+    row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
+    if os.path.isdir(row["dataset"]):  # its tokens are not bytes
+        row["val_bpb"] = math.nan
+    row["val_ppl"] = math.exp(row["val_loss"])
+    return row
+
+
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 @torch.no_grad()
@@ -297,137 +486,87 @@ def sample(model, tokens, args):
     return tokens[0, -args.sample :].tolist()
 
 
-def gpt_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
-    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row[f"{split}_loss"] = loss / count
-    bits = math.nan if os.path.isdir(row["dataset"]) else row["val_loss"] / math.log(2)
-    row |= {"val_bpb": bits, "val_ppl": math.exp(row["val_loss"])}  # bits per byte, perplexity
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
-    row["tokens/s"] = row["samples/s"] * row["seq_len"]
-    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
-    peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in row["device"]] or [math.nan]
-    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of the bf16 peak
-    return row
-
-
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
-
-
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for waits on rank 0
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    num_steps = min(num_steps, args.max_steps or sys.maxsize)
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
     val_tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)[rank::world_size]  # (M, T + 1)
-    val_split = val_split.split(args.batch_size // args.grad_accum_steps // world_size)
-    val_batches = [(part[:, :-1], part[:, 1:]) for part in val_split]
+    val_batches = []
+    for part in val_split.split(args.batch_size // args.grad_accum_steps // world_size):
+        val_batches.append((part[:, :-1], part[:, 1:]))
 
     torch.manual_seed(args.seed)
     model = GPT(args).to(device)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        args.learning_rate,
-        (0.9, 0.99),
-        weight_decay=0.1,
-        fused=True,
-    )
+    optimizer = create_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
-    places = [None] * world_size
-    dist.all_gather_object(places, (progress["epoch"], progress["step"]))
-    if len(set(places)) > 1:
+    starts = [None] * world_size
+    dist.all_gather_object(starts, (progress["epoch"], progress["step"]))
+    if len(set(starts)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     watch = CommTimer(device, COMM_HOOKS[args.comm_hook])
+    watch.matmul_speed = matmul_speed(device, DTYPES[args.precision])
     ddp_model.register_comm_hook(None, watch.hook)
     if args.compile:
         ddp_model.compile()
 
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+    settings = vars(args) | {
+        "model": f"gpt-{args.num_layers}x{args.d_model}",
         "script": "multinode/gpt.py",
         "processes": world_size,
         "nodes": nodes,
         "rank": rank,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "comm_hook": args.comm_hook,
-        "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "buckets": watch.buckets,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     if rank == 0:
-        print(
-            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-            + f"{len(train_tokens):,} + {len(val_tokens):,} tokens"
-        )
-        print(
-            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-            "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
-        )
-        print("starting at epoch {epoch}, step {step}:".format_map(progress))
-        print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
-    rows, stop = [], 0
+        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(textwrap.fill(facts, 100))
+        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+        print(*(f"{name:>10}" for name in SHOWN))
+    rows = []  # rank 0 collects those of all epochs and processes
+    stop = False
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
-        loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        last_check = first_step
+        next_check = first_step + 1
+        since = time.perf_counter()
+        loader = batches(train_tokens, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
-        for micro_batches in tqdm(
-            loader,
-            f"epoch {epoch}",
-            num_steps,
-            initial=first_step,
-            leave=False,
-            disable=True if rank else None,
-        ):
+        for micro_batches in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             for number, (tokens, targets) in enumerate(micro_batches, start=1):
-                last = number == args.grad_accum_steps
-                ddp_model.require_backward_grad_sync = last  # as ddp_model.no_sync() does
+                is_last = number == args.grad_accum_steps
+                ddp_model.require_backward_grad_sync = is_last  # as ddp_model.no_sync() does
                 loss, loss_sums = token_loss(ddp_model, tokens, targets, args)
                 sums = sums + loss_sums
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
-                watch.mark("backward", at=watch.backward_end if last else None)
-            watch.mark("comm")  # communication that the backward pass did not hide
+                watch.mark_backward(is_last)
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 1.05 - done)  # rises for 5% of all steps, then falls linearly
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * factor
+                group["lr"] = args.learning_rate * schedule(done)
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
@@ -436,50 +575,60 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
-                totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
-                *progress["sums"], stop = totals.tolist()
-                watch.read("comm")
-                if not totals.isfinite().all():
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            if save or progress["step"] == next_check:
+                start = watch.now()
+                progress["sums"], stop, seconds = add_up(sums, since)
+                watch.spans.append((start, watch.now()))
+                watch.mark("comm")
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if rank == 0 and (save or stop):
-                    save_snapshot(args, parts, progress)
+                if save or stop:
+                    if rank == 0:
+                        save_snapshot(args, parts, progress)
+                    dist.barrier(patient)
                     watch.mark("save")
                 if stop:
                     break
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                seconds_a_step = seconds / (progress["step"] - last_check)
+                last_check = progress["step"]
+                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
+                since = time.perf_counter()
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
         if stop:
             break
 
         val_sums = evaluate(token_loss, model, val_batches, args)
         dist.all_reduce(val_sums)
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
+        watch.mark("eval")
+        watch.flush()
+        row = gpt_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
+        row |= model_speed(row, watch.matmul_speed)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
-        rows += epoch_rows
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        for process_row in epoch_rows:
+            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print(
-                "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-                "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
-            )
+            rows += epoch_rows
+            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
             if args.log:
                 with open(args.log, "a") as file:
-                    file.writelines(json.dumps(each) + "\n" for each in epoch_rows)
-            save_snapshot(args, parts, progress)
-        watch.mark("save")
-    if rows and rank == 0:
-        means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(
-            f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
-        )
-    dist.barrier()  # rank 0 may still be saving
+                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
+    if rank == 0 and not stop:  # complete
+        save_snapshot(args, parts, progress)
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_communication(rows)
+        print_row(rows, "val_loss")
+    dist.barrier(patient)
     dist.destroy_process_group()
     if args.sample and rank == 0 and not stop:
         ids = sample(model, val_batches[0][0][:1], args)

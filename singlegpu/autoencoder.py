@@ -13,9 +13,13 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width.
 
 import argparse
 import json
+import math
 import os
+import re
 import signal
+import statistics
 import sys
+import textwrap
 import time
 
 import numpy as np
@@ -25,12 +29,12 @@ from torchvision import datasets
 from torchvision.utils import save_image
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+SHOWN = ("epoch", "train_loss", "val_loss", "seconds", "samples/s")
 SAME_ON_RESUME = ("dataset", "batch_size", "learning_rate", "precision", "seed")
-LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
 
 
 def parse_args():
@@ -109,6 +113,20 @@ def create_model(channels):
     )
 
 
+def reconstruction_loss(model, images, args):
+    """Returns the mean squared error of pixels in 0..1, and the sums (2,) of losses and images."""
+    images = images.float() / 255
+    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        loss = nn.functional.mse_loss(model(images), images)
+    count = torch.full_like(loss, len(images))
+    return loss, torch.stack((loss.detach() * count, count)).double()
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+
 class Stopwatch:
     """Times phases: a phase lasts from the mark before it to its own mark."""
 
@@ -126,18 +144,76 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
+
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
+
+
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+# ============================================ The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between the steps after which the loss is looked at
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
 def save_snapshot(args, parts, progress):
@@ -164,15 +240,6 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def reconstruction_loss(model, images, args):
-    """Returns the mean squared error of pixels in 0..1, and the sums (2,) of losses and images."""
-    images = images.float() / 255
-    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        loss = nn.functional.mse_loss(model(images), images)
-    count = torch.full_like(loss, len(images))
-    return loss, torch.stack((loss.detach() * count, count)).double()
-
-
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
     """Returns the sums that batch_loss gives, added up over all batches."""
@@ -180,33 +247,19 @@ def evaluate(batch_loss, model, loader, args):
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
 
-def autoencoder_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
+def autoencoder_row(settings, progress, val_sums):
+    """Returns settings and losses of an epoch, for the log."""
+    train_loss, train_count = progress["sums"]
+    val_loss, val_count = val_sums.tolist()
     row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row[f"{split}_loss"] = loss / count
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
+    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
     return row
 
 
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 @torch.no_grad()
@@ -218,17 +271,17 @@ def save_reconstructions(model, images, path):
 
 
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_images = read_pixels(args, "train").to(device)
     val_images = read_pixels(args, "test").to(device)
-    val_batches = list(zip(val_images.split(128)))
-    num_steps = min(len(train_images) // args.batch_size, args.max_steps or sys.maxsize)
+    val_batches = [(images,) for images in val_images.split(128)]
+    num_steps = len(train_images) // args.batch_size
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
     model = create_model(train_images.shape[1]).to(device)
@@ -236,41 +289,38 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
+    watch = Stopwatch(device)
     if args.compile:
         model.compile()
 
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+    settings = vars(args) | {
+        "model": "conv",
         "script": "singlegpu/autoencoder.py",
         "processes": 1,
         "nodes": 1,
         "rank": 0,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "comm_hook": "none",
-        "model": "conv",
-        "buckets": [],
+        "torch": torch.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    print(
-        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-        + f"{len(train_images):,} + {len(val_images):,} images"
-    )
-    print(
-        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-        "{batch_size}; {precision}; torch {torch}".format_map(settings)
-    )
-    print("starting at epoch {epoch}, step {step}:".format_map(progress))
-    print("epoch  train_loss  val_loss  seconds  samples/s")
-    rows, watch = [], Stopwatch(device)
+    facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(textwrap.fill(facts, 100))
+    print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+    print(*(f"{name:>10}" for name in SHOWN))
+    rows = []
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
-        loader = batches(train_images, args, epoch, range(first_step, num_steps))
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        next_check = 0.0
+        loader = batches(train_images, args, epoch, steps)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
-        for micro_batches in tqdm(
-            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
-        ):
+        for micro_batches in bar:
             watch.mark("data")
             for images in micro_batches:
                 loss, loss_sums = reconstruction_loss(model, images, args)
@@ -284,37 +334,41 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            stop = len(STOP_REQUESTS) > 0
+            if save or stop or time.perf_counter() > next_check:
                 progress["sums"] = sums.tolist()
-                watch.read("optimizer")
-                if not sums.isfinite().all():
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or ARRIVED:
+                if save or stop:
                     save_snapshot(args, parts, progress)
                     watch.mark("save")
-                if ARRIVED:
-                    sys.exit(128 + ARRIVED[0])
+                if stop:
+                    sys.exit(128 + STOP_REQUESTS[0])
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                next_check = time.perf_counter() + CHECK_SECONDS
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
 
         val_sums = evaluate(reconstruction_loss, model, val_batches, args)
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = autoencoder_row(settings, progress, val_sums, watch.seconds, num_samples)
+        watch.mark("eval")
+        watch.flush()
+        row = autoencoder_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
         rows.append(row)
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print(
-            "{epoch:5}  {train_loss:10.5f}  {val_loss:8.5f}  {seconds:7.2f}  {samples/s:9.0f}".format_map(
-                row
-            )
-        )
+        print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
         if args.log:
             with open(args.log, "a") as file:
                 file.write(json.dumps(row) + "\n")
-        save_snapshot(args, parts, progress)
-        watch.mark("save")
-    if rows:
-        print_summary(rows[1:] or rows, "val_loss")
+    save_snapshot(args, parts, progress)  # complete
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_row(rows, "val_loss")
     if args.reconstructions:
         save_reconstructions(model, val_images[:16], args.reconstructions)
 

@@ -15,9 +15,12 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
+import statistics
 import sys
 import sysconfig
+import textwrap
 import time
 from glob import glob
 
@@ -28,8 +31,21 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+SHOWN = (
+    "epoch",
+    "train_loss",
+    "val_loss",
+    "val_bpb",
+    "val_ppl",
+    "seconds",
+    "tokens/s",
+    "TFLOP/s",
+    "of_matmul",
+)
 SAME_ON_RESUME = (
     "dataset",
     "vocab_size",
@@ -43,10 +59,28 @@ SAME_ON_RESUME = (
     "precision",
     "seed",
 )
-LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
-PEAK_TFLOPS = {"A100": 312, "NVL": 835, "H100 80GB": 989, "H200": 989, "GB200": 2500, "B200": 2250}
+
+
+class GPT(nn.Module):
+    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
+        self.positions = nn.Embedding(args.seq_len, args.d_model)
+        self.dropout = nn.Dropout(args.dropout)
+        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
+        self.norm = nn.LayerNorm(args.d_model)
+        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
+            if parameter.dim() == 2:
+                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
+
+    def forward(self, tokens, targets=None):
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
+        x = self.norm(self.blocks(self.dropout(x)))
+        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
+        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
 
 
 def parse_args():
@@ -130,26 +164,32 @@ class GPTBlock(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class GPT(nn.Module):
-    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+def token_loss(model, tokens, targets, args):
+    """Returns the mean loss in nats, and the sums (2,) of losses and tokens."""
+    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        loss = model(tokens, targets)
+    count = torch.full_like(loss, targets.numel(), dtype=torch.float64)
+    return loss, torch.stack((loss.detach() * count, count))
 
-    def __init__(self, args):
-        super().__init__()
-        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
-        self.positions = nn.Embedding(args.seq_len, args.d_model)
-        self.dropout = nn.Dropout(args.dropout)
-        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
-        self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
-                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
-                nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
-    def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
-        x = self.norm(self.blocks(self.dropout(x)))
-        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
-        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
+def create_optimizer(model, args):
+    """Returns AdamW. The weights of matrices decay, those of vectors do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+
+
+def schedule(done):
+    """Returns the factor of the learning rate when this share of all steps is done."""
+    if done < 0.05:
+        return 20 * done  # rises to 1
+    return 1.05 - done  # falls to 0.05
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
@@ -169,18 +209,103 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
+
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
+
+
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+def matmul_speed(device, dtype):
+    """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.rand(size, size, device=device).to(dtype)
+    matrix @ matrix  # warm-up
+    count = 0
+    start = time.perf_counter()
+    while count == 0 or time.perf_counter() < start + 0.2:
+        for _ in range(5):
+            product = matrix @ matrix
+        product[0, 0].item()  # waits for the GPU
+        count += 5
+    return 2 * size**3 * count / (time.perf_counter() - start)
+
+
+def model_speed(row, matmul_speed):
+    """Returns the model's tokens/s, its TFLOP/s a device, and its share of a plain matmul's."""
+    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
+    tokens_per_second = row["samples/s"] * row["seq_len"]
+    speed = flops * tokens_per_second / row["processes"]
+    return {
+        "tokens/s": tokens_per_second,
+        "TFLOP/s": speed / 1e12,
+        "of_matmul": speed / matmul_speed,
+    }
+
+
+# ============================================ The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between the steps after which the loss is looked at
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
 def save_snapshot(args, parts, progress):
@@ -207,19 +332,30 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def token_loss(model, tokens, targets, args):
-    """Returns the mean loss in nats, and the sums (2,) of losses and tokens."""
-    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        loss = model(tokens, targets)
-    count = torch.full_like(loss, targets.numel(), dtype=torch.float64)
-    return loss, torch.stack((loss.detach() * count, count))
-
-
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
     """Returns the sums that batch_loss gives, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
+
+
+def gpt_row(settings, progress, val_sums):
+    """Returns settings and losses of an epoch, for the log."""
+    train_loss, train_count = progress["sums"]
+    val_loss, val_count = val_sums.tolist()
+    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
+    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
+    row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
+    if os.path.isdir(row["dataset"]):  # its tokens are not bytes
+        row["val_bpb"] = math.nan
+    row["val_ppl"] = math.exp(row["val_loss"])
+    return row
+
+
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 @torch.no_grad()
@@ -232,105 +368,60 @@ def sample(model, tokens, args):
     return tokens[0, -args.sample :].tolist()
 
 
-def gpt_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
-    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row[f"{split}_loss"] = loss / count
-    bits = math.nan if os.path.isdir(row["dataset"]) else row["val_loss"] / math.log(2)
-    row |= {"val_bpb": bits, "val_ppl": math.exp(row["val_loss"])}  # bits per byte, perplexity
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
-    row["tokens/s"] = row["samples/s"] * row["seq_len"]
-    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
-    peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in row["device"]] or [math.nan]
-    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of the bf16 peak
-    return row
-
-
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
-
-
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    num_steps = min(num_steps, args.max_steps or sys.maxsize)
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
     val_tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    val_split = val_split.split(args.batch_size // args.grad_accum_steps)
-    val_batches = [(part[:, :-1], part[:, 1:]) for part in val_split]
+    val_batches = []
+    for part in val_split.split(args.batch_size // args.grad_accum_steps):
+        val_batches.append((part[:, :-1], part[:, 1:]))
 
     torch.manual_seed(args.seed)
     model = GPT(args).to(device)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        args.learning_rate,
-        (0.9, 0.99),
-        weight_decay=0.1,
-        fused=True,
-    )
+    optimizer = create_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
+    watch = Stopwatch(device)
+    watch.matmul_speed = matmul_speed(device, DTYPES[args.precision])
     if args.compile:
         model.compile()
 
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+    settings = vars(args) | {
+        "model": f"gpt-{args.num_layers}x{args.d_model}",
         "script": "singlegpu/gpt.py",
         "processes": 1,
         "nodes": 1,
         "rank": 0,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "comm_hook": "none",
-        "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "buckets": [],
+        "torch": torch.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    print(
-        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-        + f"{len(train_tokens):,} + {len(val_tokens):,} tokens"
-    )
-    print(
-        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-        "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
-    )
-    print("starting at epoch {epoch}, step {step}:".format_map(progress))
-    print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
-    rows, watch = [], Stopwatch(device)
+    facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(textwrap.fill(facts, 100))
+    print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+    print(*(f"{name:>10}" for name in SHOWN))
+    rows = []
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
-        loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        next_check = 0.0
+        loader = batches(train_tokens, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
-        for micro_batches in tqdm(
-            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
-        ):
+        for micro_batches in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
             watch.mark("data")
             for tokens, targets in micro_batches:
@@ -340,9 +431,8 @@ def main(args):
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 1.05 - done)  # rises for 5% of all steps, then falls linearly
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * factor
+                group["lr"] = args.learning_rate * schedule(done)
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
@@ -351,36 +441,42 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            stop = len(STOP_REQUESTS) > 0
+            if save or stop or time.perf_counter() > next_check:
                 progress["sums"] = sums.tolist()
-                watch.read("optimizer")
-                if not sums.isfinite().all():
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or ARRIVED:
+                if save or stop:
                     save_snapshot(args, parts, progress)
                     watch.mark("save")
-                if ARRIVED:
-                    sys.exit(128 + ARRIVED[0])
+                if stop:
+                    sys.exit(128 + STOP_REQUESTS[0])
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                next_check = time.perf_counter() + CHECK_SECONDS
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
 
         val_sums = evaluate(token_loss, model, val_batches, args)
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
+        watch.mark("eval")
+        watch.flush()
+        row = gpt_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
+        row |= model_speed(row, watch.matmul_speed)
         rows.append(row)
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print(
-            "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-            "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
-        )
+        print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
         if args.log:
             with open(args.log, "a") as file:
                 file.write(json.dumps(row) + "\n")
-        save_snapshot(args, parts, progress)
-        watch.mark("save")
-    if rows:
-        print_summary(rows[1:] or rows, "val_loss")
+    save_snapshot(args, parts, progress)  # complete
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_row(rows, "val_loss")
     if args.sample:
         ids = sample(model, val_batches[0][0][:1], args)
         print(ids if os.path.isdir(args.dataset) else bytes(ids).decode(errors="replace"))

@@ -12,9 +12,13 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width, K clas
 
 import argparse
 import json
+import math
 import os
+import re
 import signal
+import statistics
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,14 +28,13 @@ from torch import nn
 from torchvision import datasets, models
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+SHOWN = ("epoch", "train_loss", "train_acc", "val_loss", "val_acc", "seconds", "samples/s")
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
-LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
-BLOCK = 4096  # images that lie next to each other in the file, and are read together
-WINDOW = 16 * BLOCK  # images that are shuffled together, on the device
+BLOCK_SIZE = 4096  # images that lie next to each other in the file, and are read together
+WINDOW_SIZE = 16 * BLOCK_SIZE  # images that are shuffled together, on the device
 
 
 def parse_args():
@@ -64,13 +67,14 @@ def parse_args():
 
 
 def synthetic_images(num_images):
-    """Ten smooth random patterns, one for each class, under noise."""
+    """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
     patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
     patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
     generator = torch.Generator().manual_seed(num_images)
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return ((80 * patterns[labels]).byte() + noise).numpy(), labels.numpy()
+    images = (80 * patterns[labels]).byte() + noise
+    return images.numpy(), labels.numpy()
 
 
 def read_images(args, split):
@@ -78,16 +82,18 @@ def read_images(args, split):
     if args.dataset == "synthetic":
         return synthetic_images(60_000 if split == "train" else 10_000)
     try:
-        if args.dataset == "bigmnist":  # mapped, not read: it may be larger than memory
-            path = os.path.join(args.data_dir, "bigmnist", split)
-            images, labels = (np.load(f"{path}_{name}.npy", "r") for name in ("images", "labels"))
-        else:
-            dataset = datasets.MNIST if args.dataset == "mnist" else datasets.CIFAR10
-            source = dataset(args.data_dir, train=split == "train", download=True)
-            images, labels = np.asarray(source.data), np.asarray(source.targets)
+        if args.dataset == "mnist":
+            source = datasets.MNIST(args.data_dir, train=split == "train", download=True)
+            return source.data.numpy().reshape(-1, 1, 28, 28), source.targets.numpy()
+        if args.dataset == "cifar10":
+            source = datasets.CIFAR10(args.data_dir, train=split == "train", download=True)
+            return source.data.transpose(0, 3, 1, 2), np.asarray(source.targets)
+        path = os.path.join(args.data_dir, "bigmnist", split)
+        images = np.load(f"{path}_images.npy", mmap_mode="r")  # mapped: it may exceed the memory
+        labels = np.load(f"{path}_labels.npy", mmap_mode="r")
+        return images.reshape(-1, 1, 28, 28), labels
     except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
-    return np.moveaxis(images, 3, 1) if images.ndim > 3 else images.reshape(-1, 1, 28, 28), labels
 
 
 def batches(split, args, epoch, steps, device):
@@ -96,28 +102,29 @@ def batches(split, args, epoch, steps, device):
     Blocks of neighbouring images come in random order. A thread reads a window of up to 16 blocks,
     copies it to the device and shuffles it there, while the model trains on the one before.
     """
-    num_images, size = len(split[1]), args.batch_size
-    window_size = max(1, WINDOW // size) * size
-    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK)
-    blocks = np.append(blocks, num_images // BLOCK)  # the last, short block stays the last
+    num_images = len(split[1])
+    window_size = max(1, WINDOW_SIZE // args.batch_size) * args.batch_size
+    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK_SIZE)
+    blocks = np.append(blocks, num_images // BLOCK_SIZE)  # the last, short block stays the last
 
-    def read(window):
-        places = np.arange(window * window_size, min((window + 1) * window_size, num_images))
-        rows = blocks[places // BLOCK] * BLOCK + places % BLOCK  # of the files
-        order = np.random.default_rng((args.seed, epoch, window)).permutation(len(rows))
-        return [torch.from_numpy(array[rows]).to(device)[order] for array in split]
+    def read_window(number):
+        """Returns the images and labels of a window, on the device and shuffled."""
+        end = min((number + 1) * window_size, num_images)
+        positions = np.arange(number * window_size, end)  # in the order of the blocks
+        indices = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE  # in files
+        order = np.random.default_rng((args.seed, epoch, number)).permutation(len(indices))
+        return [torch.from_numpy(array[indices]).to(device)[order] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
-        next_window = thread.submit(read, steps.start * size // window_size)
+        reading = thread.submit(read_window, steps.start * args.batch_size // window_size)
         for step in steps:
-            window, start = divmod(step * size, window_size)
+            window, start = divmod(step * args.batch_size, window_size)
             if start == 0 or step == steps.start:
-                tensors = next_window.result()
-                next_window = thread.submit(read, window + 1)
-            batch = [
-                tensor[start : start + size].chunk(args.grad_accum_steps) for tensor in tensors
-            ]
-            yield list(zip(*batch))
+                images, labels = reading.result()
+                reading = thread.submit(read_window, window + 1)
+            share = slice(start, start + args.batch_size)
+            parts = args.grad_accum_steps
+            yield list(zip(images[share].chunk(parts), labels[share].chunk(parts)))
 
 
 def create_model(args, channels, size):
@@ -152,6 +159,22 @@ def create_model(args, channels, size):
     return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
 
 
+def image_loss(model, images, labels, args):
+    """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
+    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        logits = model(images.float() / 255)  # (B, K)
+        loss = nn.functional.cross_entropy(logits, labels.long())
+    count = torch.full_like(loss, len(labels))
+    right = (logits.argmax(1) == labels).sum()
+    sums = torch.stack((loss.detach() * count, right, count))
+    return loss, sums.double()
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+
 class Stopwatch:
     """Times phases: a phase lasts from the mark before it to its own mark."""
 
@@ -169,18 +192,76 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
+
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
+
+
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+# ============================================ The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between the steps after which the loss is looked at
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
 def save_snapshot(args, parts, progress):
@@ -207,16 +288,6 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def image_loss(model, images, labels, args):
-    """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
-    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(images.float() / 255)  # (B, K)
-        loss = nn.functional.cross_entropy(logits, labels.long())
-    count = torch.full_like(loss, len(labels))
-    sums = torch.stack((loss.detach() * count, (logits.argmax(1) == labels).sum(), count))
-    return loss, sums.double()
-
-
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
     """Returns the sums that batch_loss gives, added up over all batches."""
@@ -224,47 +295,36 @@ def evaluate(batch_loss, model, loader, args):
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
 
-def epoch_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
+def epoch_row(settings, progress, val_sums):
+    """Returns settings, losses and accuracies of an epoch, for the log."""
+    train_loss, train_right, train_count = progress["sums"]
+    val_loss, val_right, val_count = val_sums.tolist()
     row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, right, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row |= {f"{split}_loss": loss / count, f"{split}_acc": right / count}
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
+    row |= {"train_loss": train_loss / train_count, "train_acc": train_right / train_count}
+    row |= {"val_loss": val_loss / val_count, "val_acc": val_right / val_count}
     return row
 
 
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_split = read_images(args, "train")
-    val_split = [torch.tensor(array).to(device) for array in read_images(args, "test")]
-    val_batches = list(zip(*(tensor.split(128) for tensor in val_split)))
-    num_steps = min(len(train_split[1]) // args.batch_size, args.max_steps or sys.maxsize)
+    val_images, val_labels = read_images(args, "test")
+    val_images = torch.tensor(val_images).to(device)
+    val_labels = torch.tensor(val_labels).to(device)
+    val_batches = list(zip(val_images.split(128), val_labels.split(128)))
+    num_steps = len(train_split[1]) // args.batch_size
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
     model = create_model(args, *train_split[0].shape[1:3]).to(device)
@@ -272,40 +332,37 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
+    watch = Stopwatch(device)
     if args.compile:
         model.compile()
 
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+    settings = vars(args) | {
         "script": "singlegpu/images.py",
         "processes": 1,
         "nodes": 1,
         "rank": 0,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "comm_hook": "none",
-        "buckets": [],
+        "torch": torch.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    print(
-        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-        + f"{len(train_split[1]):,} + {len(val_split[1]):,} images"
-    )
-    print(
-        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-        "{batch_size}; {precision}; torch {torch}".format_map(settings)
-    )
-    print("starting at epoch {epoch}, step {step}:".format_map(progress))
-    print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
-    rows, watch = [], Stopwatch(device)
+    facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(textwrap.fill(facts, 100))
+    print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+    print(*(f"{name:>10}" for name in SHOWN))
+    rows = []
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
-        loader = batches(train_split, args, epoch, range(first_step, num_steps), device)
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        next_check = 0.0
+        loader = batches(train_split, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
-        for micro_batches in tqdm(
-            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
-        ):
+        for micro_batches in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
             watch.mark("data")
             for images, labels in micro_batches:
@@ -320,36 +377,41 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            stop = len(STOP_REQUESTS) > 0
+            if save or stop or time.perf_counter() > next_check:
                 progress["sums"] = sums.tolist()
-                watch.read("optimizer")
-                if not sums.isfinite().all():
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or ARRIVED:
+                if save or stop:
                     save_snapshot(args, parts, progress)
                     watch.mark("save")
-                if ARRIVED:
-                    sys.exit(128 + ARRIVED[0])
+                if stop:
+                    sys.exit(128 + STOP_REQUESTS[0])
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                next_check = time.perf_counter() + CHECK_SECONDS
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
 
         val_sums = evaluate(image_loss, model, val_batches, args)
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
+        watch.mark("eval")
+        watch.flush()
+        row = epoch_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
         rows.append(row)
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print(
-            "{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}  "
-            "{seconds:7.2f}  {samples/s:9.0f}".format_map(row)
-        )
+        print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
         if args.log:
             with open(args.log, "a") as file:
                 file.write(json.dumps(row) + "\n")
-        save_snapshot(args, parts, progress)
-        watch.mark("save")
-    if rows:
-        print_summary(rows[1:] or rows, "val_acc")
+    save_snapshot(args, parts, progress)  # complete
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_row(rows, "val_acc")
 
 
 if __name__ == "__main__":

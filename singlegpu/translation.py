@@ -11,9 +11,13 @@ Shapes: B pairs of a batch, S source and T target tokens, D = d_model, V words.
 
 import argparse
 import json
+import math
 import os
+import re
 import signal
+import statistics
 import sys
+import textwrap
 import time
 
 import datasets
@@ -24,12 +28,19 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
+
 SPLITS = ["train", "validation", "test"]
+
 PAD, UNKNOWN, START, END = range(4)  # token ids
+
 DIGITS = "zero one two three four five six seven eight nine".split()
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+SHOWN = ("epoch", "train_loss", "val_loss", "val_ppl", "seconds", "samples/s")
 SAME_ON_RESUME = (
     "model",
     "dataset",
@@ -42,9 +53,6 @@ SAME_ON_RESUME = (
     "precision",
     "seed",
 )
-LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
 
 
 def parse_args():
@@ -160,6 +168,15 @@ def batches(split, args, epoch, steps, device):
         yield [select_pairs(split, rows, device) for rows in parts]
 
 
+def validation_batches(split, device):
+    """Returns a list of what select_pairs gives."""
+    numbers = np.arange(len(split["sources"]))
+    found = []
+    for start in range(0, len(numbers), 128):
+        found.append(select_pairs(split, numbers[start : start + 128], device))
+    return found
+
+
 class Translator(nn.Module):
     """Maps sources (B, S), lengths (B,) and targets (B, T) to the next tokens' logits (B, T, V)."""
 
@@ -231,6 +248,20 @@ def create_model(args, source_size, target_size):
     return TransformerTranslator(source_size, target_size, args.seq_len, args.dropout)
 
 
+def translation_loss(model, source, target, lengths, args):
+    """Returns the summed loss, for backward(), and the sums (2,) of losses and of tokens."""
+    with torch.autocast(source.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        logits = model(source, lengths, target[:, :-1]).flatten(0, 1)  # (B x T, V)
+        expected = target[:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, expected, ignore_index=PAD, reduction="sum")
+    return loss, torch.stack((loss.detach(), (expected != PAD).sum())).double()
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+
 class Stopwatch:
     """Times phases: a phase lasts from the mark before it to its own mark."""
 
@@ -248,18 +279,76 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
+
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
+
+
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+# ============================================ The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between the steps after which the loss is looked at
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
 def save_snapshot(args, parts, progress):
@@ -286,20 +375,27 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def translation_loss(model, source, target, lengths, args):
-    """Returns the summed loss, for backward(), and the sums (2,) of losses and of tokens."""
-    with torch.autocast(source.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(source, lengths, target[:, :-1]).flatten(0, 1)  # (B x T, V)
-        expected = target[:, 1:].flatten()
-        loss = nn.functional.cross_entropy(logits, expected, ignore_index=PAD, reduction="sum")
-    return loss, torch.stack((loss.detach(), (expected != PAD).sum())).double()
-
-
 @torch.no_grad()
 def evaluate(batch_loss, model, loader, args):
     """Returns the sums that batch_loss gives, added up over all batches."""
     model.eval()
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
+
+
+def translation_row(settings, progress, val_sums):
+    """Returns settings and losses of an epoch, for the log."""
+    train_loss, train_count = progress["sums"]
+    val_loss, val_count = val_sums.tolist()
+    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
+    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
+    row["val_ppl"] = math.exp(min(row["val_loss"], 100))  # perplexity of a target token
+    return row
+
+
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 @torch.no_grad()
@@ -318,93 +414,71 @@ def translate(model, loader, tokenizer, args):
     return texts
 
 
-def translation_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
-    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row[f"{split}_loss"] = loss / count
-    row["val_ppl"] = np.exp(min(row["val_loss"], 100))  # perplexity of a target token
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
-    return row
-
-
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
+def bleu_score(texts, translations, args):
+    """Returns the BLEU of the translations, without regard to case."""
+    references = [text or "" for text in texts[args.target]]
+    bleu = sacrebleu.corpus_bleu(
+        translations,
+        [references],
+        lowercase=True,
+        tokenize="intl",
+        force=True,  # no warning that the texts look tokenized
+    )
+    return bleu.score
 
 
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
-    val_batches, test_batches = [], []
-    for split, loader in (val_split, val_batches), (test_split, test_batches):
-        rows = np.arange(len(split["sources"]))
-        for part in np.split(rows, range(128, len(rows), 128)):
-            loader.append(select_pairs(split, part, device))
-    num_steps = min(len(train_split["sources"]) // args.batch_size, args.max_steps or sys.maxsize)
+    val_batches = validation_batches(val_split, device)
+    test_batches = validation_batches(test_split, device)
+    num_steps = len(train_split["sources"]) // args.batch_size
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
     mean_tokens = args.batch_size * (train_split["target_length"] - 1).mean()  # of a batch
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
-    model = create_model(args, *(each.get_vocab_size() for each in tokenizers)).to(device)
+    source_size, target_size = [tokenizer.get_vocab_size() for tokenizer in tokenizers]
+    model = create_model(args, source_size, target_size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
+    watch = Stopwatch(device)
     if args.compile:
         model.compile()
 
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+    settings = vars(args) | {
         "script": "singlegpu/translation.py",
         "processes": 1,
         "nodes": 1,
         "rank": 0,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "comm_hook": "none",
-        "buckets": [],
+        "torch": torch.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    print(
-        "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-        + f"{len(train_split['sources']):,} + {len(val_split['sources']):,} pairs"
-    )
-    print(
-        "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-        "{batch_size}; {precision}; torch {torch}".format_map(settings)
-    )
-    print("starting at epoch {epoch}, step {step}:".format_map(progress))
-    print("epoch  train_loss  val_loss  val_ppl  seconds  samples/s")
-    rows, watch = [], Stopwatch(device)
+    facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(textwrap.fill(facts, 100))
+    print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+    print(*(f"{name:>10}" for name in SHOWN))
+    rows = []
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        next_check = 0.0
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - epoch / args.epochs)
-        loader = batches(train_split, args, epoch, range(first_step, num_steps), device)
+        loader = batches(train_split, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
-        for micro_batches in tqdm(
-            loader, f"epoch {epoch}", num_steps, initial=first_step, leave=False, disable=None
-        ):
+        for micro_batches in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
             watch.mark("data")
             for micro_batch in micro_batches:
@@ -421,45 +495,47 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            stop = len(STOP_REQUESTS) > 0
+            if save or stop or time.perf_counter() > next_check:
                 progress["sums"] = sums.tolist()
-                watch.read("optimizer")
-                if not sums.isfinite().all():
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or ARRIVED:
+                if save or stop:
                     save_snapshot(args, parts, progress)
                     watch.mark("save")
-                if ARRIVED:
-                    sys.exit(128 + ARRIVED[0])
+                if stop:
+                    sys.exit(128 + STOP_REQUESTS[0])
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                next_check = time.perf_counter() + CHECK_SECONDS
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
 
         val_sums = evaluate(translation_loss, model, val_batches, args)
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = translation_row(settings, progress, val_sums, watch.seconds, num_samples)
+        watch.mark("eval")
+        watch.flush()
+        row = translation_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
         rows.append(row)
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print(
-            "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_ppl:7.2f}  {seconds:7.2f}  "
-            "{samples/s:9.0f}".format_map(row)
-        )
+        print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
         if args.log:
             with open(args.log, "a") as file:
                 file.write(json.dumps(row) + "\n")
-        save_snapshot(args, parts, progress)
-        watch.mark("save")
-    if rows:
-        print_summary(rows[1:] or rows, "val_ppl")
+    save_snapshot(args, parts, progress)  # complete
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_row(rows, "val_ppl")
     test_sums = evaluate(translation_loss, model, test_batches, args)
     translations = translate(model, test_batches, tokenizers[1], args)
-    for row in len(texts) // 4, len(texts) // 2, len(texts) * 3 // 4:
-        print(*texts[row].values(), translations[row], sep="\n    ")
-    references = [text or "" for text in texts[args.target]]
-    bleu = sacrebleu.corpus_bleu(
-        translations, [references], lowercase=True, tokenize="intl", force=True
-    )  # else it warns that the texts look tokenized
-    print(f"test_loss {test_sums[0] / test_sums[1]:.4f}, BLEU {bleu.score:.2f}")
+    for number in len(texts) // 4, len(texts) // 2, len(texts) * 3 // 4:
+        print(*texts[number].values(), translations[number], sep="\n    ")
+    bleu = bleu_score(texts, translations, args)
+    print(f"test_loss {test_sums[0] / test_sums[1]:.4f}, BLEU {bleu:.2f}")
 
 
 if __name__ == "__main__":
