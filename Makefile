@@ -24,6 +24,7 @@ soak: .venv/installed
 
 lint: .venv/installed
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
 	$(RUN) tests/check_copies.py
 
 .venv/installed: requirements.txt

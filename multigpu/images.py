@@ -41,7 +41,7 @@ COMM_HOOKS = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
-SHOWN = ("epoch", "train_loss", "train_acc", "val_loss", "val_acc", "seconds", "samples/s")
+SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
 BLOCK_SIZE = 4096  # images that lie next to each other in the file, and are read together
 WINDOW_SIZE = 16 * BLOCK_SIZE  # images that are shuffled together, on the device
@@ -341,11 +341,11 @@ def print_row(rows, metric):
         print("|", " | ".join(line), "|")
 
 
-# ============================================ The run. ===========================================
+# ============================================= The run. ===========================================
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between the steps at which processes tell each other of stop requests
+CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
 BAR = {"leave": False}  # on a terminal
 if not sys.stderr.isatty():  # in a file, a line a minute
     BAR = {"delay": 60, "mininterval": 60, "miniters": 1}

@@ -39,17 +39,7 @@ from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-SHOWN = (
-    "epoch",
-    "train_loss",
-    "val_loss",
-    "val_bpb",
-    "val_ppl",
-    "seconds",
-    "tokens/s",
-    "TFLOP/s",
-    "of_matmul",
-)
+SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
 SAME_ON_RESUME = (
     "dataset",
     "vocab_size",
@@ -387,11 +377,11 @@ def model_speed(row, matmul_speed):
     }
 
 
-# ============================================ The run. ===========================================
+# ============================================= The run. ===========================================
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between the steps at which processes tell each other of stop requests
+CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
 BAR = {"leave": False}  # on a terminal
 if not sys.stderr.isatty():  # in a file, a line a minute
     BAR = {"delay": 60, "mininterval": 60, "miniters": 1}

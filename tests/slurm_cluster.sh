@@ -5,9 +5,12 @@
 #   sbatch ...; squeue; scontrol show job ...
 #   bash tests/slurm_cluster.sh down FOLDER
 #
-# Each node is a network namespace with its own address, hostname and /etc/hosts, so that n1 and n2
-# are two hosts to torchrun and gloo. The GPUs are fake: Slurm counts them and sets
+# Each node is a network namespace with its own address, hostname and /etc/hosts, so that they are
+# two hosts to torchrun and gloo. The GPUs are fake: Slurm counts them and sets
 # CUDA_VISIBLE_DEVICES, nothing more; GPUS=8 gives a node 8 instead of 4.
+# As on most clusters, Slurm tracks the processes of a job with cgroups and kills what outlives its
+# task (here with the freezer of cgroup v1). Where there is none, or with PROCTRACK=linuxproc, it
+# looks for child processes instead, which orphans escape. REQUIRE_SLURM makes that an error.
 set -euo pipefail
 
 die() { echo "slurm_cluster: $2" >&2; exit "$1"; }
@@ -30,7 +33,7 @@ pids() { # of what still runs of this cluster: its daemons, and everything in it
         # By now the number may be another program's; the command line of ours names this folder.
         if grep -qsF "$dir/" "/proc/$pid/cmdline"; then echo "$pid"; fi
     done
-    for host in ctl n1 n2; do ip netns pids "$net-$host" 2>/dev/null || true; done
+    for host in ctl "${net}n1" "${net}n2"; do ip netns pids "$net-$host" 2>/dev/null || true; done
 }
 
 down() {
@@ -42,24 +45,27 @@ down() {
         pids | xargs -r kill -KILL 2>/dev/null || true
         sleep 0.1
     done
-    for host in ctl n1 n2; do
+    for host in ctl "${net}n1" "${net}n2"; do
         ip link del "$net-$host" 2>/dev/null || true # with the namespace it would go later
         ip netns del "$net-$host" 2>/dev/null || true
     done
     ip link del "$net" 2>/dev/null || true
+    for host in "${net}n1" "${net}n2"; do # a cgroup goes when it is empty, from the leaves up
+        find "$freezer/slurm_$host" -depth -type d -exec rmdir {} + 2>/dev/null || true
+    done
     rm -rf "$dir"
 }
 
 namespaces() { # joined by a bridge, in a range set aside for testing networks (RFC 2544)
     local i=1 n=0 host dev
     # Having the name of the bridge is having the number: clusters that start together do not clash.
-    until ip link add "slurm$i" type bridge 2>/dev/null; do [ $((++i)) -lt 255 ]; done
-    echo "slurm$i" >"$dir/net"
-    net=slurm$i address=("198.18.$i".{1,2,3})
+    until ip link add "sl$i" type bridge 2>/dev/null; do [ $((++i)) -lt 255 ]; done
+    echo "sl$i" >"$dir/net"
+    net=sl$i address=("198.18.$i".{1,2,3})
     echo 127.0.0.1 localhost >"$dir/hosts"
     ip addr add "198.18.$i.254/24" dev "$net"
     ip link set "$net" up
-    for host in n1 n2 ctl; do
+    for host in "${net}n1" "${net}n2" ctl; do
         echo "${address[n]} $host" >>"$dir/hosts"
         ip netns add "$net-$host"
         ip link add "$net-$host" type veth peer name eth0 netns "$net-$host"
@@ -70,18 +76,29 @@ namespaces() { # joined by a bridge, in a range set aside for testing networks (
 }
 
 up() {
-    local gpus=${GPUS:-4} address net=none n
+    local gpus=${GPUS:-4} proctrack=${PROCTRACK:-cgroup} address net=none n
+    if [ "$proctrack" = cgroup ] && [ ! -w "$freezer/tasks" ]; then
+        [ -z "${REQUIRE_SLURM:-}" ] || die 1 "no cgroup can track processes: $freezer is missing"
+        echo "slurm_cluster: no $freezer: orphans of a job escape, which they do on no cluster" >&2
+        proctrack=linuxproc
+    fi
     [[ $dir =~ ^[A-Za-z0-9/._-]{1,60}$ ]] || die 2 "Slurm cannot keep its files and sockets in $dir"
     mkdir -p "$dir"
     [ -z "$(ls -A "$dir")" ] || die 1 "$dir is not empty"
     echo none >"$dir/net"
     trap 'tail -n 20 "$dir"/log/* >&2 || true; down; exit 1' EXIT
     chmod 755 "$dir"
-    mkdir -p "$dir"/{dev,log,pid,state,spool/n1,spool/n2}
+    mkdir -p "$dir"/{dev,log,pid,state}
     for ((n = 0; n < gpus; n++)); do mknod "$dir/dev/gpu$n" c 1 3; done
     (umask 077 && head -c 128 /dev/urandom >"$dir/munge.key")
     namespaces
-    echo "NodeName=n[1-2] Name=gpu File=$dir/dev/gpu[0-$((gpus - 1))]" >"$dir/gres.conf"
+    mkdir -p "$dir/spool/${net}n1" "$dir/spool/${net}n2"
+    cat >"$dir/cgroup.conf" <<CONF
+CgroupMountpoint=${freezer%/*}
+CgroupPlugin=cgroup/v1
+CgroupAutomount=no
+CONF
+    echo "NodeName=${net}n[1-2] Name=gpu File=$dir/dev/gpu[0-$((gpus - 1))]" >"$dir/gres.conf"
     # cred_expire is also how long a requeued job waits before it starts again: 120 s by default,
     # no less than 5. The machine need not have what its nodes are said to have (config_overrides).
     cat >"$dir/slurm.conf" <<CONF
@@ -95,7 +112,7 @@ SlurmctldPidFile=$dir/state/pid
 SlurmdPidFile=$dir/spool/%n/pid
 SlurmdLogFile=$dir/log/slurmd.%n
 MailProg=/bin/true
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/$proctrack
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -105,16 +122,16 @@ MinJobAge=600
 GresTypes=gpu
 SlurmdParameters=config_overrides
 NodeName=DEFAULT CPUs=64 RealMemory=500000 Gres=gpu:$gpus Port=6818
-NodeName=n1 NodeAddr=${address[0]}
-NodeName=n2 NodeAddr=${address[1]}
-PartitionName=main Nodes=n1,n2 Default=YES
+NodeName=${net}n1 NodeAddr=${address[0]}
+NodeName=${net}n2 NodeAddr=${address[1]}
+PartitionName=main Nodes=${net}n1,${net}n2 Default=YES
 CONF
     start ctl munged --foreground --force --num-threads=2 --key-file="$dir/munge.key" \
         --socket="$dir/munge.socket" --pid-file="$dir/munge.pid" --seed-file="$dir/munge.seed" \
         --log-file="$dir/log/munge"
     until [ -S "$dir/munge.socket" ] || [ "$SECONDS" -gt 100 ]; do sleep 0.1; done
     start ctl slurmctld -D -f "$dir/slurm.conf"
-    for n in n1 n2; do start $n slurmd -D -f "$dir/slurm.conf" -N $n; done
+    for n in "${net}n1" "${net}n2"; do start "$n" slurmd -D -f "$dir/slurm.conf" -N "$n"; done
     export SLURM_CONF=$dir/slurm.conf
     until [ "$(timeout 5 sinfo -h -N -p main -o %T 2>/dev/null | grep -cx idle)" = 2 ]; do
         [ "$SECONDS" -lt 300 ] || die 1 'the nodes were not idle within five minutes'
@@ -124,6 +141,7 @@ CONF
     printf 'export SLURM_CONF=%q\n' "$SLURM_CONF"
 }
 
+freezer=/sys/fs/cgroup/freezer
 [ "$(id -u)" = 0 ] || die 3 'needs root'
 for need in munged:munge slurmctld:slurmctld slurmd:slurmd scontrol:slurm-client ip:iproute2; do
     type "${need%:*}" >/dev/null 2>&1 || die 3 "${need%:*} is missing: install ${need#*:}"
