@@ -96,8 +96,8 @@ def test_killed_and_started_again(big, start, run, tmp_path):
 def test_windows_of_blocks(monkeypatch):
     """Each image once; a window has 16 blocks; epochs differ; a start at any step goes on."""
     images = module("singlegpu/images.py")
-    monkeypatch.setattr(images, "BLOCK", 64)
-    monkeypatch.setattr(images, "WINDOW", 16 * 64)
+    monkeypatch.setattr(images, "BLOCK_SIZE", 64)
+    monkeypatch.setattr(images, "WINDOW_SIZE", 16 * 64)
     split, args = (np.arange(10_007)[:, None], np.arange(10_007)), namespace(batch_size=48)
     found = []
     for epoch, first in ((0, 0), (1, 0), (0, 30)):

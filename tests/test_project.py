@@ -7,9 +7,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 
-from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, free_port
+from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port
 
 TINY = {
     "images.py": "--model mlp --max_steps 2 --epochs 1 --log one.jsonl",
@@ -79,3 +80,20 @@ def test_readme_example(run, tmp_path):
     for split in ("train", "test"):
         torch.save({"images": images, "labels": labels}, tmp_path / f"{split}.pt")
     run(copy, "--data_dir", tmp_path, "--batch_size", 8, "--epochs", 1)
+
+
+@pytest.mark.parametrize("script", ["multigpu/images.py", "singlegpu/gpt.py"])
+def test_a_copy_without_its_stopwatch(run, tmp_path, script):
+    """Without the middle band, the lines with watch and the summary, what is left trains."""
+    copy, log = tmp_path / script, tmp_path / "log.jsonl"
+    copy.parent.mkdir()
+    lines = (ROOT / script).read_text().splitlines(keepends=True)
+    _, start, end = [number for number, line in enumerate(lines) if line.startswith("# ==")]
+    kept = "".join(line for line in lines[:start] + lines[end:] if "watch" not in line)
+    text, count = re.subn(r"^    if rows:  # the summary\n(        .*\n)+", "", kept, flags=re.M)
+    assert count == 1
+    copy.write_text(text)
+    words = ("--dataset", ROOT / "report.py", "--seq_len", 32) if "gpt" in script else ()
+    words = (*words, "--batch_size", 24, "--max_steps", 20, "--epochs", 2, "--log", log)
+    out = run(copy, *words, processes=2)
+    assert curve(log)[1, 0] < curve(log)[0, 0] and "where" not in out, out

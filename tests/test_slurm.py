@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights
-from conftest import rows, saved_at, wait_for
-from test_training import arguments_of
+from conftest import rows, wait_for
 
 CLUSTER = ["bash", ROOT / "tests/slurm_cluster.sh"]
 SMALL = ["--model", "mlp", "--epochs", "2", "--batch_size", "64", "--max_steps", "5"]
@@ -109,22 +109,44 @@ def test_quantize_job(site, run, tmp_path):
     assert len(re.findall(r"^\| +(?:fp32|int8) +\|", site.output(job), re.M)) == 2
 
 
-def test_a_requeued_job_goes_on(site, run, data, tmp_path):
-    """On two nodes, it ends with the weights of an undisturbed run, bit for bit."""
-    snapshot, whole = tmp_path / "job.pt", tmp_path / "whole.pt"
-    base = [*arguments_of("mlp", data), "--dropout", "0.5", "--epochs", 10]
-    more = ("--snapshot", snapshot, "--snapshot_every", 5)
-    options = ["--gpus-per-node=1", "--cpus-per-task=1"]  # one thread, as the undisturbed run
-    job = site.submit("multinode_images", *base, *more, options=options)
-    wait_for(lambda: saved_at(snapshot) or site.show(job)["JobState"] in ENDED, pause=0.1)
-    site.command("scontrol", "requeue", job)
-    wait_for(lambda: site.show(job)["Restarts"] == "1", pause=0.3)
+def signal_of_the_limit(site, job):
+    """What Slurm does two minutes before a job's time limit, and wait for what comes of it."""
+    restarts = site.show(job)["Restarts"]
+    site.command("scancel", "--batch", "--signal=USR2", job)
+    wait_for(lambda: site.show(job)["Restarts"] != restarts or site.show(job)["JobState"] in ENDED)
+
+
+STOPPED = {  # job: arguments, options
+    "multinode_images": ("--model mlp --dropout 0.5 --max_steps 500", ["--gpus-per-node=1"]),
+    "hybrid_gpt_fsdp": ("--max_steps 60", ["--gpus-per-node=1"]),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_at_the_time_limit(site, run, tmp_path, name):
+    """Two nodes save their work and go on in a new job: the weights of one undisturbed run."""
+    words, options = STOPPED[name]
+    words = [*words.split(), "--epochs", 2]
+    job = site.submit(name, *words, options=[*options, "--cpus-per-task=1"])
+    wait_for(lambda: "starting at" in site.output(job) or site.show(job)["JobState"] in ENDED)
+    time.sleep(4)
+    signal_of_the_limit(site, job)
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert f"job {job}, start 2" in site.output(job)
     starts = re.findall(r"starting at epoch (\d+), step (\d+)", site.output(job))
-    assert starts[-1] != ("0", "0"), "it began again"
-    run("multinode/images.py", *base, "--snapshot", whole, processes=(2, 1))
-    assert_same_weights(whole, snapshot)
+    assert len(starts) == 2 and starts[1] != ("0", "0"), "it began again"
+    whole, script = tmp_path / "whole.pt", name.replace("_", "/", 1)
+    run(f"{script}.py", *words, "--snapshot", whole, processes=(2, 1))
+    assert_same_weights(whole, site.folder / f"{name}-{job}.pt")
+
+
+def test_a_job_that_saves_nothing_ends(site):
+    """At the limit it is queued once more; when it has saved nothing again, it has failed."""
+    job = site.submit("multinode_gpt", options=["--gpus-per-node=1", "--cpus-per-task=1"])
+    for start in (1, 2):
+        wait_for(lambda start=start: f"job {job}, start {start}" in site.output(job), pause=0.1)
+        signal_of_the_limit(site, job)
+    assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "1", site.output(job)
 
 
 def test_a_failed_job_stays_failed(site):

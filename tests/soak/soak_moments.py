@@ -1,0 +1,96 @@
+"""The time limit comes at any moment of a job with default flags, on a Slurm that kills orphans.
+
+SOAK_MOMENTS=all tries each moment with each job. Otherwise each job meets two of the moments.
+"""
+
+import itertools
+import os
+import re
+import time
+
+import pytest
+from conftest import ROOT, load, wait_for
+from test_slurm import ENDED, cluster, signal_of_the_limit, site  # noqa: F401
+
+MOMENTS = {  # what is slow at that moment (see tests/slow.py), and for how many seconds
+    "start-up": None,  # Python imports, processes meet
+    "data preparation": ("read", 25),
+    "first step": ("step", 25),
+    "steps of 6 s": ("step", 6),
+    "validation": ("eval", 20),
+    "saving": ("save", 10),
+}
+IMAGES, GPT = "--model mlp --dataset mnist --data_dir {data}", "--max_steps 20"
+JOBS = {  # job: arguments, GPUs of a node
+    "singlegpu_images": (IMAGES, 1),
+    "multigpu_images": (IMAGES, 2),
+    "multinode_images": (IMAGES, 1),
+    "hybrid_images": (IMAGES, 2),
+    "hybrid_gpt_fsdp": (GPT, 1),
+    "hybrid_gpt_pipeline": (GPT, 1),
+    "preempted multinode_images": (IMAGES, 1),
+}
+PAIRS = [
+    pair for pair in itertools.product(JOBS, MOMENTS) if pair[1][0] != "d" or "gpt" not in pair[0]
+]
+if os.environ.get("SOAK_MOMENTS") != "all":
+    PAIRS = [pair for number, pair in enumerate(PAIRS) if number % 3 == 1]
+
+SLOWED = f"""
+import os, sys
+if os.path.exists(os.environ["SLOW_FILE"]):
+    sys.path.insert(0, {str(ROOT / "tests")!r})
+    import slow
+    what, seconds = open(os.environ["SLOW_FILE"]).read().split()
+    slow.slow_down(what, -1, float(seconds))
+"""
+
+
+def wait_until(site, job, moment, steps):  # noqa: F811
+    """Returns when this moment of the job has come."""
+    count = 3 if moment == "steps of 6 s" else 1
+
+    def has_come():
+        if site.show(job)["JobState"] in ENDED:
+            return True
+        if moment == "start-up":
+            return f"job {job}, start 1" in site.output(job)
+        return steps.exists() and len(steps.read_text().splitlines()) >= count
+
+    wait_for(has_come, pause=0.2)
+    time.sleep(3)
+
+
+@pytest.mark.parametrize("name, moment", PAIRS)
+def test_the_limit_comes(site, data, tmp_path, name, moment):  # noqa: F811
+    """At most the step under way is lost, and an epoch never: its validation is done again."""
+    slow_file, steps = tmp_path / "slow", tmp_path / "steps"
+    site.environment |= {"SLOW_FILE": str(slow_file), "STEPS": str(steps)}
+    site.environment["PYTHONPATH"] = str(tmp_path / "slowed")
+    (tmp_path / "slowed").mkdir()
+    (tmp_path / "slowed/sitecustomize.py").write_text(SLOWED)
+    if MOMENTS[moment]:
+        slow_file.write_text(" ".join(map(str, MOMENTS[moment])))
+    words, gpus = JOBS[name]
+    script = name.split()[-1]
+    options = [f"--gpus-per-node={gpus}", f"--cpus-per-task={gpus}"]
+    job = site.submit(script, *words.format(data=data).split(), "--epochs", 3, options=options)
+    wait_until(site, job, moment, steps)
+    under_way = len(steps.read_text().splitlines()) if steps.exists() else 0
+    slow_file.unlink(missing_ok=True)
+    start = time.monotonic()
+    if name.startswith("preempted"):
+        site.command("scontrol", "requeue", job)
+    else:
+        signal_of_the_limit(site, job)
+    wait_for(lambda: site.show(job)["JobState"] in {"PENDING"} | ENDED, pause=0.1)
+    gone = time.monotonic() - start
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    place = re.findall(r"starting at epoch (\d+), step (\d+)", site.output(job))[-1]
+    print(f"| {moment} | {name} | {under_way} | epoch {place[0]}, step {place[1]} | {gone:.0f} s |")
+    epoch, step = map(int, place)
+    if moment == "steps of 6 s":
+        assert (epoch, step) >= (0, under_way - 1)
+    if moment in ("validation", "saving"):
+        assert (epoch, step) > (0, 1), "the epoch was saved before"
+    assert load(site.folder / f"{script}-{job}.pt")["place"] == (3, 0)
