@@ -5,11 +5,11 @@ r"""Train a GPT of which each process holds a shard: FSDP, also known as ZeRO-3.
         hybrid/gpt_fsdp.py --shard_size 4 --precision bf16 --snapshot gpt.pt  # on each of two nodes
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_fsdp.slurm --checkpoint_activations
 
-For a model that does not fit on one GPU: --shard_size processes share one copy of its parameters,
-gradients and optimizer state. An all-gather brings a block together when a pass needs it. A reduce-
-scatter leaves each process the gradients of its shard, and the copies all-reduce them, as DDP does.
-A CPU hides no communication. On GPUs, forward and backward include what is not hidden.
-Rank 0 has the whole model on the CPU, to load and save it. Snapshots are those of multinode/gpt.py.
+This is for a model that does not fit on one GPU. --shard_size processes share one copy of its
+parameters, gradients and optimizer state. An all-gather brings the shards of a block together when
+a pass needs them. A reduce-scatter adds up the gradients and leaves each process those of its
+shard. Then an all-reduce averages them over the copies, as DDP does. Rank 0 also holds the full
+model on its CPU, to load and save it. Snapshots are those of multinode/gpt.py.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -17,14 +17,16 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
+import statistics
 import sys
 import sysconfig
+import textwrap
 import time
 from datetime import timedelta
 from functools import partial
 from glob import glob
-from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
 import torch
@@ -38,30 +40,43 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
 SAME_ON_RESUME = (
-    "dataset",
-    "vocab_size",
-    "d_model",
-    "n_heads",
-    "num_layers",
-    "seq_len",
-    "batch_size",
-    "learning_rate",
-    "dropout",
-    "precision",
-    "seed",
-)
-LOGGED = (*SAME_ON_RESUME, "shard_size", "checkpoint_activations", "epochs", "max_steps")
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
-PEAK_TFLOPS = {"A100": 312, "NVL": 835, "H100 80GB": 989, "H200": 989, "GB200": 2500, "B200": 2250}
+    "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
+    "precision seed"
+).split()
+
+
+class GPT(nn.Module):
+    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
+        self.positions = nn.Embedding(args.seq_len, args.d_model)
+        self.dropout = nn.Dropout(args.dropout)
+        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
+        self.norm = nn.LayerNorm(args.d_model)
+        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
+            if parameter.dim() == 2:
+                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
+
+    def forward(self, tokens, targets=None):
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
+        x = self.norm(self.blocks(self.dropout(x)))
+        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
+        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add, world_size = parser.add_argument, int(os.environ.get("WORLD_SIZE", 0))
+    add = parser.add_argument
+    world_size = int(os.environ.get("WORLD_SIZE", 0))  # 0: torchrun has not started this
     add("--shard_size", type=int, default=world_size, help="processes that share a copy")
     add("--checkpoint_activations", action="store_true", help="compute blocks twice, save memory")
     add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
@@ -83,12 +98,12 @@ def parse_args():
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
-    if not world_size:
+    if world_size == 0:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
-    if min(args.shard_size, args.batch_size) < 1 or (
-        world_size % args.shard_size or args.batch_size % world_size
-    ):
-        parser.error("--shard_size must divide the processes, and these --batch_size")
+    if args.shard_size < 1 or world_size % args.shard_size:
+        parser.error(f"--shard_size must divide the number of processes, {world_size}")
+    if args.batch_size < 1 or args.batch_size % world_size:
+        parser.error(f"--batch_size must be a multiple of the number of processes, {world_size}")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
     return args
@@ -145,38 +160,32 @@ class GPTBlock(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class GPT(nn.Module):
-    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
-        self.positions = nn.Embedding(args.seq_len, args.d_model)
-        self.dropout = nn.Dropout(args.dropout)
-        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
-        self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
-                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
-                nn.init.normal_(parameter, std=0.02 / depth**0.5)
-
-    def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
-        x = self.norm(self.blocks(self.dropout(x)))
-        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
-        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
+def token_loss(model, tokens, targets, args):
+    """Returns the mean loss in nats, and the sums (2,) of losses and tokens."""
+    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        loss = model(tokens, targets)
+    count = torch.full_like(loss, targets.numel(), dtype=torch.float64)
+    return loss, torch.stack((loss.detach() * count, count))
 
 
 def create_optimizer(model, args):
+    """Returns AdamW. The weights of matrices decay, those of vectors do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    return torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        args.learning_rate,
-        (0.9, 0.99),
-        weight_decay=0.1,
-        fused=True,
-    )
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+
+
+def schedule(done):
+    """Returns the factor of the learning rate when this share of all steps is done."""
+    if done < 0.05:
+        return 20 * done  # rises to 1
+    return 1.05 - done  # falls to 0.05
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
@@ -196,57 +205,232 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
+
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
 class ShardTimer(Stopwatch):
-    """Also runs and times the collectives of FSDP. On a CPU they interrupt the passes."""
+    """Also times the collectives of FSDP, and counts the bytes of the shards.
 
-    phase, spans = None, ()
+    On a CPU, collectives interrupt the passes: they are comm. On a GPU, they run beside the passes.
+    """
 
-    def mark(self, phase, at=None):
-        super().mark(phase, at)
-        self.phase = {"data": "forward", "forward": "backward"}.get(phase)  # which pass is next
+    def __init__(self, device, model, optimizer):
+        super().__init__(device)
+        self.optimizer = optimizer
+        self.collectives = []  # (start, end) of each since the last mark
+        self.spans = []  # (start, end) of each in the training since the last flush
+        for module in (*model.blocks, model):
+            reduce_scatter = ReduceScatter(self)
+            module.set_custom_all_gather(AllGather(self))
+            module.set_custom_reduce_scatter(reduce_scatter)
+            module.set_all_reduce_hook(reduce_scatter.note_end)
+
+    def mark(self, phase):
+        """Also counts the collectives since the last mark, unless they are of a validation."""
+        if phase in ("forward", "backward"):
+            self.spans += self.collectives
+            if not self.cuda:
+                for start, end in self.collectives:
+                    self.marks.append((phase, start))
+                    self.marks.append(("comm", end))
+        self.collectives.clear()
+        super().mark(phase)
+
+    def flush(self):
+        """Also adds the time in which any collective ran. Overlaps count once."""
+        origin = self.last
+        super().flush()
+        spans = [
+            (self.between(origin, start), self.between(origin, end)) for start, end in self.spans
+        ]
+        covered = 0.0  # seconds after the origin up to which all spans are counted
+        for start, end in sorted(spans):
+            self.seconds["comm_total"] += max(0.0, end - max(start, covered))
+            covered = max(covered, end)
+        self.spans.clear()
+
+    def take(self, num_samples):
+        """Also returns the size of the shards of parameters, gradients and optimizer state."""
+        row = super().take(num_samples)
+        size = 0
+        for parameter, state in self.optimizer.state.items():
+            size += 2 * parameter.to_local().nbytes  # its gradient is as large
+            for tensor in state.values():
+                if tensor.dim() > 0:  # the number of steps is no shard
+                    size += tensor.to_local().nbytes
+        row["state_MB"] = size / 1e6
+        return row
+
+
+class AllGather:
+    """Brings the shards of a block together. FSDP calls allocate(), and then the object itself."""
+
+    def __init__(self, watch):
+        self.watch = watch
 
     def allocate(self, size, *, dtype, device):
-        self.start = self.now()  # of the all-reduce, if nothing is scattered before it
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, async_op=False, **op):
-        self.start = self.now()
-        collective = dist.reduce_scatter_tensor if op else dist.all_gather_into_tensor
-        collective(output_tensor, input_tensor, group=group, **op)
-        self.end()
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        start = self.watch.now()
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
+        self.watch.collectives.append((start, self.watch.now()))
 
-    def end(self, reduced=None):
-        if self.phase:
-            start, self.start = self.start, self.now()  # an all-reduce may follow
-            self.spans += ((start, self.start),)
-            if not self.cuda:
-                super().mark(self.phase, start)
-                super().mark("comm", self.start)
 
-    def read(self, phase):
-        """Also adds the time of the collectives."""
-        super().read(phase)
-        for start, end in self.spans:
-            self.seconds["comm_total"] += self.between(start, end)
-        self.spans = ()
+class ReduceScatter:
+    """Adds up the gradients of a block, and times this together with their all-reduce.
+
+    FSDP calls allocate() for the input and then for the output, the object itself unless a shard
+    is a full copy, and note_end() after the all-reduce over the copies.
+    """
+
+    def __init__(self, watch):
+        self.watch = watch
+
+    def allocate(self, size, *, dtype, device):
+        self.start = self.watch.now()
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+
+    def note_end(self, gradients):
+        self.watch.collectives.append((self.start, self.watch.now()))
+
+
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_collectives(rows):
+    """Prints what part of the communication is sending, and what is waiting for a late process."""
+    totals = []  # of each process, in seconds of an epoch
+    for rank in range(rows[0]["processes"]):
+        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
+    sending = min(totals)  # the process that comes last does not wait
+    if sending == 0:  # it has resumed with no step left
+        return
+    late = rows[totals.index(sending)]
+    waiting = mean(rows, "comm_total") - sending
+    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    hidden = "0%"
+    bound = ""
+    if rows[0]["device"] != "CPU":  # forward and backward include what is not hidden
+        hidden = "-"
+        bound = "at most "
+    print(
+        f"communication {sending + waiting:.3f} s, {hidden} hidden: sending {sending:.3f} s, "
+        f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
+        f"R = compute / sending = {bound}{compute / sending:.1f}: above 3, more processes pay off"
+    )
+
+
+def print_shards(rows):
+    """Prints the size of the largest shards, beside that of the theory: 16 bytes a parameter."""
+    measured = max(row["state_MB"] for row in rows)
+    theory = 16e-6 * rows[0]["parameters"] / rows[0]["shard_size"]
+    print(f"parameters, gradients and optimizer state {measured:.1f} MB, in theory {theory:.1f} MB")
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+def matmul_speed(device, dtype):
+    """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.rand(size, size, device=device).to(dtype)
+    matrix @ matrix  # warm-up
+    count = 0
+    start = time.perf_counter()
+    while count == 0 or time.perf_counter() < start + 0.2:
+        for _ in range(5):
+            product = matrix @ matrix
+        product[0, 0].item()  # waits for the GPU
+        count += 5
+    return 2 * size**3 * count / (time.perf_counter() - start)
+
+
+def model_speed(row, matmul_speed):
+    """Returns the model's tokens/s, its TFLOP/s a device, and their share of a plain matmul's.
+
+    The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
+    the data sheet of the card, which a plain matmul does not reach: the share here is larger.
+    """
+    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
+    tokens_per_second = row["samples/s"] * row["seq_len"]
+    speed = flops * tokens_per_second / row["processes"]
+    return {
+        "tokens/s": tokens_per_second,
+        "TFLOP/s": speed / 1e12,
+        "of_matmul": speed / matmul_speed,
+    }
+
+
+# ============================================= The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
 def setup(args, rank, world_size, init_method):
     """Joins the process group. Returns the device of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
@@ -254,9 +438,9 @@ def setup(args, rank, world_size, init_method):
     dist.init_process_group(
         backend,
         init_method,
-        timedelta(seconds=args.timeout),
-        world_size,
-        rank,
+        timeout=timedelta(seconds=args.timeout),
+        world_size=world_size,
+        rank=rank,
         device_id=device if backend == "nccl" else None,
     )
     return device
@@ -286,23 +470,65 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def save_shards(args, parts, model, optimizer, progress):
-    """Gathers the shards into the whole parts of rank 0, which saves them."""
+def shard(model, args, device):
+    """Leaves this process a shard of each block, and of what stands outside the blocks."""
+    timeout = timedelta(seconds=args.timeout)  # init_device_mesh() would not take it
+    ranks = torch.arange(dist.get_world_size()).view(-1, args.shard_size)  # (copies, shards)
+    copies, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    names = ("copy", "shard")
+    mesh = DeviceMesh.from_group([copies, shards], device.type, mesh=ranks, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(DTYPES[args.precision], reduce_dtype=torch.float32)
+    for block in model.blocks:
+        if args.checkpoint_activations:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def load_parts(args):
+    """Returns the full model, its optimizer and scaler, and the progress of the run."""
+    torch.manual_seed(args.seed)
+    model = GPT(args)
+    optimizer = create_optimizer(model, args)
+    scaler = torch.amp.GradScaler(enabled=False)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    return parts, load_snapshot(args, parts)
+
+
+def scatter_parts(parts, progress, model, optimizer):
+    """Gives each process its shards of `parts`, which only rank 0 has."""
+    resumed = progress["epoch"] > 0 or progress["step"] > 0  # a new optimizer has no state
+    weights = {}
+    moments = {}
+    if dist.get_rank() == 0:
+        weights = parts["model"].state_dict()
+        if resumed:
+            moments = dcp.get_optimizer_state_dict(parts["model"], parts["optimizer"])
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(model, weights, options=options)
+    if resumed:
+        dcp.set_optimizer_state_dict(model, optimizer, moments, options=options)
+
+
+def gather_parts(args, parts, model, optimizer):
+    """Brings the shards of all processes together in `parts` of rank 0, to save them."""
     if args.snapshot:
         options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, moments = dcp.get_state_dict(model, optimizer, options=options)
-        if parts:
+        if dist.get_rank() == 0:
             parts["model"].load_state_dict(weights)
             parts["optimizer"].load_state_dict(moments)
-            save_snapshot(args, parts, progress)
 
 
-def token_loss(model, tokens, targets, args):
-    """Returns the mean loss in nats, and the sums (2,) of losses and tokens."""
-    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        loss = model(tokens, targets)
-    count = torch.full_like(loss, targets.numel(), dtype=torch.float64)
-    return loss, torch.stack((loss.detach() * count, count))
+def add_up(sums, since):
+    """Returns over all processes: sums (S,), whether to stop, and the mean seconds since then."""
+    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
+    seconds = time.perf_counter() - since
+    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
+    dist.all_reduce(totals)
+    *sums, stop_requests, seconds = totals.tolist()
+    return sums, stop_requests > 0, seconds / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -312,135 +538,95 @@ def evaluate(batch_loss, model, loader, args):
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
 
-def gpt_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
+def gpt_row(settings, progress, val_sums):
+    """Returns settings and losses of an epoch, for the log."""
+    train_loss, train_count = progress["sums"]
+    val_loss, val_count = val_sums.tolist()
     row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row[f"{split}_loss"] = loss / count
-    bits = math.nan if os.path.isdir(row["dataset"]) else row["val_loss"] / math.log(2)
-    row |= {"val_bpb": bits, "val_ppl": math.exp(row["val_loss"])}  # bits per byte, perplexity
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
-    row["tokens/s"] = row["samples/s"] * row["seq_len"]
-    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
-    peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in row["device"]] or [math.nan]
-    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of the bf16 peak
+    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
+    row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
+    if os.path.isdir(row["dataset"]):  # its tokens are not bytes
+        row["val_bpb"] = math.nan
+    row["val_ppl"] = math.exp(row["val_loss"])
     return row
 
 
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for waits on rank 0
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    num_steps = min(num_steps, args.max_steps or sys.maxsize)
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
     val_tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    val_split = val_split[rank::world_size].tensor_split(len(val_split) // args.batch_size or 1)
-    val_batches = [(part[:, :-1], part[:, 1:]) for part in val_split]  # as many in all processes
+    num_batches = max(1, len(val_split) // args.batch_size)  # as many in all processes
+    val_batches = []
+    for part in val_split[rank::world_size].tensor_split(num_batches):
+        val_batches.append((part[:, :-1], part[:, 1:]))
 
-    ranks = torch.arange(world_size).view(-1, args.shard_size)  # those of a row share a copy
-    groups = [
-        dist.new_subgroups_by_enumeration(rows.tolist(), timedelta(seconds=args.timeout))[0]
-        for rows in (ranks.T, ranks)
-    ]
-    mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("copy", "shard"))
-    policy = MixedPrecisionPolicy(DTYPES[args.precision], reduce_dtype=torch.float32)
-    watch = ShardTimer(device)
-    with torch.device("meta"):  # without memory, until the process has its shard
+    with torch.device("meta"):  # it takes no memory, until the process has its shards
         model = GPT(args)
-    for module in (*model.blocks, model):
-        if args.checkpoint_activations and module is not model:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        module.set_custom_all_gather(watch)
-        module.set_custom_reduce_scatter(watch)
-        module.set_all_reduce_hook(watch.end)
+    shard(model, args, device)
     model.to_empty(device=device)
     optimizer = create_optimizer(model, args)
-    parts, weights, moments, progress = {}, {}, {}, [None]
-    if rank == 0:  # it loads the whole model, and sends the others their shards
-        torch.manual_seed(args.seed)
-        whole = GPT(args)
-        parts = {
-            "model": whole,
-            "optimizer": create_optimizer(whole, args),
-            "scaler": torch.amp.GradScaler(enabled=False),
-        }
-        progress, weights = [load_snapshot(args, parts)], whole.state_dict()
-        if parts["optimizer"].state:
-            moments = dcp.get_optimizer_state_dict(whole, parts["optimizer"])
-    dist.broadcast_object_list(progress)
-    progress = progress[0]
-    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp.set_model_state_dict(model, weights, options=options)
-    if progress["epoch"] or progress["step"]:
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=options)
+    parts = None  # those of a snapshot, which only rank 0 has
+    message = [None]  # what rank 0 tells the others
+    if rank == 0:
+        parts, progress = load_parts(args)
+        message = [progress]
+    dist.broadcast_object_list(message, group=patient)
+    progress = message[0]
+    scatter_parts(parts, progress, model, optimizer)
+    speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
+    watch = ShardTimer(device, model, optimizer)
+    watch.matmul_speed = speed
 
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+    settings = vars(args) | {
+        "model": f"gpt-{args.num_layers}x{args.d_model}",
         "script": "hybrid/gpt_fsdp.py",
         "processes": world_size,
         "nodes": nodes,
         "rank": rank,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "comm_hook": "none",
-        "model": f"gpt-{args.num_layers}x{args.d_model}",
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     if rank == 0:
-        print(
-            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-            + f"{len(train_tokens):,} + {len(val_tokens):,} tokens; shards {args.shard_size}"
-        )
-        print(
-            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-            "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
-        )
-        print("starting at epoch {epoch}, step {step}:".format_map(progress))
-        print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
-    rows, stop = [], 0
+        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(textwrap.fill(facts, 100))
+        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+        print(*(f"{name:>10}" for name in SHOWN))
+    rows = []  # rank 0 collects those of all epochs and processes
+    stop = False
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
-        loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        last_check = first_step
+        next_check = first_step + 1
+        since = time.perf_counter()
+        loader = batches(train_tokens, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
-        for tokens, targets in tqdm(
-            loader,
-            f"epoch {epoch}",
-            num_steps,
-            initial=first_step,
-            leave=False,
-            disable=True if rank else None,
-        ):
+        for tokens, targets in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             loss, loss_sums = token_loss(model, tokens, targets, args)
@@ -449,72 +635,70 @@ def main(args):
             loss.backward()
             watch.mark("backward")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 1.05 - done)  # rises for 5% of all steps, then falls linearly
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * factor
+                group["lr"] = args.learning_rate * schedule(done)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
-                totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
-                *progress["sums"], stop = totals.tolist()
-                watch.read("comm")
-                if not totals.isfinite().all():
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            if save or progress["step"] == next_check:
+                start = watch.now()
+                progress["sums"], stop, seconds = add_up(sums, since)
+                watch.spans.append((start, watch.now()))
+                watch.mark("comm")
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or stop:
-                    save_shards(args, parts, model, optimizer, progress)
+                    gather_parts(args, parts, model, optimizer)
+                    if rank == 0:
+                        save_snapshot(args, parts, progress)
+                    dist.barrier(patient)
                     watch.mark("save")
                 if stop:
                     break
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                seconds_a_step = seconds / (progress["step"] - last_check)
+                last_check = progress["step"]
+                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
+                since = time.perf_counter()
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
         if stop:
             break
 
         val_sums = evaluate(token_loss, model, val_batches, args)
         dist.all_reduce(val_sums)
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
-        peak = torch.cuda.max_memory_allocated() or 1024 * getrusage(RUSAGE_SELF).ru_maxrss
-        tensors = [
-            tensor
-            for weight, state in optimizer.state.items()  # gradients are as weights
-            for tensor in (weight, weight, *state.values())
-            if tensor.dim()
-        ]
-        row |= {
-            "state_MB": sum(tensor.to_local().nbytes for tensor in tensors) / 1e6,
-            "peak_MB": peak / 1e6,
-        }
+        watch.mark("eval")
+        watch.flush()
+        row = gpt_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
+        row |= model_speed(row, watch.matmul_speed)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
-        rows += epoch_rows
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        for process_row in epoch_rows:
+            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print(
-                "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-                "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
-            )
+            rows += epoch_rows
+            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
             if args.log:
                 with open(args.log, "a") as file:
-                    file.writelines(json.dumps(each) + "\n" for each in epoch_rows)
-        save_shards(args, parts, model, optimizer, progress)
-        watch.mark("save")
-    if rows and rank == 0:
-        means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off")
-        state, peak = (max(row[name] for row in rows) for name in ("state_MB", "peak_MB"))
-        print(
-            f"MB of parameters, gradients and optimizer state {state:.1f}, in theory "
-            f"{16e-6 * settings['parameters'] / args.shard_size:.1f}; MB at the peak {peak:.1f}"
-        )
-    dist.barrier()  # rank 0 may still be saving
+                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
+    if rank == 0 and not stop:  # complete; `parts` are still those of the last save
+        save_snapshot(args, parts, progress)
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_collectives(rows)
+        print_shards(rows)
+        print_row(rows, "val_loss")
+    dist.barrier(patient)
     dist.destroy_process_group()
 
 

@@ -37,29 +37,14 @@ from tqdm import tqdm
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
-
-SPLITS = ["train", "validation", "test"]
-
 PAD, UNKNOWN, START, END = range(4)  # token ids
-
+SIDES = ["source", "target"]
 DIGITS = "zero one two three four five six seven eight nine".split()
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-SHOWN = ("epoch", "train_loss", "val_loss", "val_ppl", "seconds", "samples/s")
+SHOWN = "epoch train_loss val_loss val_ppl seconds samples/s".split()
 SAME_ON_RESUME = (
-    "model",
-    "dataset",
-    "source",
-    "target",
-    "seq_len",
-    "batch_size",
-    "learning_rate",
-    "dropout",
-    "precision",
-    "seed",
+    "model dataset source target seq_len batch_size learning_rate dropout precision seed".split()
 )
-
 COMM_HOOKS = {
     "none": default_hooks.allreduce_hook,
     "bf16": default_hooks.bf16_compress_hook,
@@ -98,99 +83,127 @@ def parse_args():
     return args
 
 
-def synthetic_pairs(args):
+def synthetic_pairs():
     """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
-    numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
-    pairs = datasets.Dataset.from_dict(
-        {
-            args.source: [" ".join(map(str, number)) for number in numbers],
-            args.target: [" ".join(DIGITS[digit] for digit in number) for number in numbers],
-        }
-    )
+    sources = []
+    targets = []
+    for row in range(22_000):
+        digits = generator.integers(10, size=1 + row % 12)
+        sources.append(" ".join(str(digit) for digit in digits))
+        targets.append(" ".join(DIGITS[digit] for digit in digits))
+    pairs = datasets.Dataset.from_dict({"source": sources, "target": targets})
     return [pairs.skip(2000), pairs.take(1000), pairs.skip(1000).take(1000)]
 
 
-def read_pairs(args):
-    """Returns three dicts of arrays (longest sources first), the test texts and two tokenizers."""
-    columns = [args.source, args.target]
-    folder = os.path.join(args.data_dir, args.dataset)
-    place = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+def read_splits(args):
+    """Returns the training, validation and test pairs: tables with columns source and target."""
     datasets.disable_progress_bars()
+    if args.dataset == "synthetic":
+        return synthetic_pairs()
+    folder = os.path.join(args.data_dir, args.dataset)
+    path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+    names = {args.source: "source", args.target: "target"}
     try:
-        if args.dataset == "synthetic":
-            splits = synthetic_pairs(args)
-        else:
-            splits = datasets.load_dataset(place, split=SPLITS)
-        splits = [split.select_columns(columns) for split in splits]
+        splits = datasets.load_dataset(path, split=["train", "validation", "test"])
+        return [split.select_columns([*names]).rename_columns(names) for split in splits]
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
-        sys.exit(f"cannot read {place}: {error}")
-    tokenizers = []
-    for column in columns:
-        tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.Lowercase()
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-        trainer = trainers.WordLevelTrainer(
-            vocab_size=30_000,
-            min_frequency=2,
-            show_progress=False,
-            special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
-        )
-        tokenizer.train_from_iterator((text or "" for text in splits[0][column]), trainer)
-        tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
-        tokenizer.enable_truncation(args.seq_len)
-        tokenizer.enable_padding(length=args.seq_len, pad_id=PAD)
-        tokenizers.append(tokenizer)
+        sys.exit(f"cannot read {path}: {error}")
 
-    def encode(batch):
-        encoded = {}
-        for side, column, tokenizer in zip(("source", "target"), columns, tokenizers):
-            encodings = tokenizer.encode_batch_fast([text or "" for text in batch[column]])
-            ids = np.array([encoding.ids for encoding in encodings], np.int16)
-            encoded |= {f"{side}s": ids, f"{side}_length": np.count_nonzero(ids, axis=1)}
-        return encoded
 
-    encode.__module__ = "__main__"  # so that spawned processes share the cache of `map`
-    for index, texts in enumerate(splits):
-        arrays = texts.map(encode, batched=True, remove_columns=columns).with_format("numpy")[:]
-        order = np.argsort(-arrays["source_length"], kind="stable")
-        splits[index] = {name: array[order] for name, array in arrays.items()}
-    return *splits, texts.select(order), tokenizers
+def train_tokenizer(texts, seq_len):
+    """Returns a tokenizer for the frequent words of these texts. It pads to seq_len tokens."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=30_000,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
+    )
+    tokenizer.train_from_iterator((text for text in texts if text), trainer)
+    tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
+    tokenizer.enable_truncation(seq_len)
+    tokenizer.enable_padding(length=seq_len, pad_id=PAD)
+    return tokenizer
+
+
+def encode_pairs(batch, tokenizers):
+    """Returns sources and targets (N, seq_len), source_length and target_length (N,)."""
+    encoded = {}
+    for side, tokenizer in tokenizers.items():
+        texts = [text or "" for text in batch[side]]  # a missing text is None
+        encodings = tokenizer.encode_batch_fast(texts)
+        ids = np.array([encoding.ids for encoding in encodings], np.int16)
+        encoded[f"{side}s"] = ids
+        encoded[f"{side}_length"] = np.count_nonzero(ids != PAD, axis=1)
+    return encoded
+
+
+def encode_split(texts, tokenizers):
+    """Returns the arrays of encode_pairs and the texts, both with the longest sources first."""
+    # The cache of `map` names a function by its module. A spawned process has another name for
+    # this module, and would encode the pairs again.
+    encode_pairs.__module__ = "__main__"
+    encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
+    arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
+    order = np.argsort(-arrays["source_length"], stable=True)
+    arrays = {name: array[order] for name, array in arrays.items()}
+    return arrays, texts.select(order)
+
+
+def read_pairs(args):
+    """Returns the three splits as arrays, the texts of the test split, and the tokenizers."""
+    train_texts, val_texts, test_texts = read_splits(args)
+    tokenizers = {side: train_tokenizer(train_texts[side], args.seq_len) for side in SIDES}
+    train_split, _ = encode_split(train_texts, tokenizers)
+    val_split, _ = encode_split(val_texts, tokenizers)
+    test_split, test_texts = encode_split(test_texts, tokenizers)
+    return train_split, val_split, test_split, test_texts, tokenizers
 
 
 def select_pairs(split, rows, device):
     """Returns sources (B, S), targets (B, T + 1) and, on the CPU, the sources' lengths (B,)."""
     lengths = split["source_length"][rows]
-    sources = split["sources"][rows, : lengths.max()]
-    targets = split["targets"][rows, : split["target_length"][rows].max()]
-    tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
+    longest_target = split["target_length"][rows].max()
+    sources = torch.from_numpy(split["sources"][rows, : lengths.max()]).long()
+    targets = torch.from_numpy(split["targets"][rows, :longest_target]).long()
     if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
-        tensors = [ids.pin_memory() for ids in tensors]
-    return *(ids.to(device, non_blocking=True) for ids in tensors), torch.from_numpy(lengths)
+        sources = sources.pin_memory()
+        targets = targets.pin_memory()
+    sources = sources.to(device, non_blocking=True)
+    targets = targets.to(device, non_blocking=True)
+    return sources, targets, torch.from_numpy(lengths)
 
 
 def batches(split, args, epoch, steps, device):
     """Yields a list of micro-batches for each step. select_pairs makes each of them."""
-    lengths, size = split["source_length"] + split["target_length"], args.batch_size
+    lengths = split["source_length"] + split["target_length"]
+    size = args.batch_size
+    num_rows = len(lengths) // size * size  # the rest does not fill a batch
     generator = np.random.default_rng((args.seed, epoch))
-    order = generator.permutation(len(lengths))[: len(lengths) // size * size]
+    shuffled = generator.permutation(len(lengths))[:num_rows]
     # 100 random batches at a time are sorted by length, so that a batch needs little padding.
-    for pool in np.split(order, range(100 * size, len(order), 100 * size)):
-        pool[:] = pool[lengths[pool].argsort(kind="stable")]  # sorts this part of `order`
-    order = generator.permutation(order.reshape(-1, size))  # (steps, B)
+    pools = []
+    for start in range(0, num_rows, 100 * size):
+        pool = shuffled[start : start + 100 * size]
+        pools.append(pool[lengths[pool].argsort(kind="stable")])
+    order = generator.permutation(np.concatenate(pools).reshape(-1, size))  # (steps, B)
     for step in steps:
         rows = np.sort(order[step])  # longest first, as in `split`: packing needs that
-        parts = np.split(rows[dist.get_rank() :: dist.get_world_size()], args.grad_accum_steps)
-        yield [select_pairs(split, rows, device) for rows in parts]
+        rows = rows[dist.get_rank() :: dist.get_world_size()]
+        micro_batches = np.split(rows, args.grad_accum_steps)
+        yield [select_pairs(split, micro_batch, device) for micro_batch in micro_batches]
 
 
 def validation_batches(split, device):
     """Returns a list of what select_pairs gives, for this process's share of the split."""
-    numbers = np.arange(dist.get_rank(), len(split["sources"]), dist.get_world_size())
-    found = []
-    for start in range(0, len(numbers), 128):
-        found.append(select_pairs(split, numbers[start : start + 128], device))
-    return found
+    rows = np.arange(dist.get_rank(), len(split["sources"]), dist.get_world_size())
+    loader = []
+    for start in range(0, len(rows), 128):
+        loader.append(select_pairs(split, rows[start : start + 128], device))
+    return loader
 
 
 class Translator(nn.Module):
@@ -205,17 +218,22 @@ class LSTMTranslator(Translator):
 
     def __init__(self, source_size, target_size, dropout):
         super().__init__()
-        self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
+        self.source = nn.Embedding(source_size, 256)
+        self.target = nn.Embedding(target_size, 256)
         self.encoder = nn.LSTM(256, 512, num_layers=2, batch_first=True, dropout=dropout)
         self.decoder = nn.LSTM(256, 512, num_layers=2, batch_first=True, dropout=dropout)
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(512, target_size)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(512, target_size)
 
     def encode(self, source, lengths):
         x = self.dropout(self.source(source))
-        return self.encoder(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        _, state = self.encoder(packed)
+        return state
 
     def decode(self, state, target):
-        return self.head(self.decoder(self.dropout(self.target(target)), state)[0])
+        x, _ = self.decoder(self.dropout(self.target(target)), state)
+        return self.head(x)
 
 
 class TransformerTranslator(Translator):
@@ -223,14 +241,18 @@ class TransformerTranslator(Translator):
 
     def __init__(self, source_size, target_size, seq_len, dropout):
         super().__init__()
-        self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
-        self.positions, self.dropout = nn.Embedding(seq_len, 256), nn.Dropout(dropout)
+        self.source = nn.Embedding(source_size, 256)
+        self.target = nn.Embedding(target_size, 256)
+        self.positions = nn.Embedding(seq_len, 256)
+        self.dropout = nn.Dropout(dropout)
         options = {"activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
-        encoder_layer = nn.TransformerEncoderLayer(256, 8, 512, 0.0, **options)
-        decoder_layer = nn.TransformerDecoderLayer(256, 8, 512, 0.0, **options)
-        self.encoder = nn.TransformerEncoder(encoder_layer, 3, nn.LayerNorm(256), False)
+        encoder_layer = nn.TransformerEncoderLayer(256, 8, 512, dropout=0.0, **options)
+        decoder_layer = nn.TransformerDecoderLayer(256, 8, 512, dropout=0.0, **options)
+        self.encoder = nn.TransformerEncoder(
+            encoder_layer, 3, nn.LayerNorm(256), enable_nested_tensor=False
+        )
         self.decoder = nn.TransformerDecoder(decoder_layer, 3, nn.LayerNorm(256))
-        for name, module in self.named_modules():  # only the dropout at the end of a sublayer
+        for name, module in self.named_modules():  # dropout is only at the end of sublayers
             if name.endswith(("dropout1", "dropout2", "dropout3")):
                 module.p = dropout
         for parameter in self.parameters():
@@ -244,17 +266,14 @@ class TransformerTranslator(Translator):
     def encode(self, source, lengths):
         """Returns the encoder's output (B, S, D), and where the sources are padding (B, S)."""
         padding = source == PAD
-        return self.encoder(self.embed(self.source, source), None, padding), padding
+        x = self.embed(self.source, source)
+        return self.encoder(x, src_key_padding_mask=padding), padding
 
     def decode(self, state, target):
+        memory, padding = state
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
-        x = self.decoder(
-            self.embed(self.target, target),
-            state[0],
-            mask,
-            tgt_is_causal=True,
-            memory_key_padding_mask=state[1],
-        )
+        x = self.embed(self.target, target)
+        x = self.decoder(x, memory, mask, tgt_is_causal=True, memory_key_padding_mask=padding)
         return nn.functional.linear(x, self.target.weight)
 
 
@@ -430,11 +449,11 @@ def print_row(rows, metric):
         print("|", " | ".join(line), "|")
 
 
-# ============================================ The run. ===========================================
+# ============================================= The run. ===========================================
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between the steps at which processes tell each other of stop requests
+CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
 BAR = {"leave": False}  # on a terminal
 if not sys.stderr.isatty():  # in a file, a line a minute
     BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
@@ -520,7 +539,7 @@ def cell(value):
 def translate(model, loader, tokenizer, args):
     """Returns translations of the loader's sources: greedily, the likeliest token each time."""
     model.eval()
-    texts = []
+    translations = []
     for source, _, lengths in loader:
         target = torch.full((len(source), 1), START, device=source.device)  # (B, T)
         state = model.encode(source, lengths)
@@ -528,19 +547,16 @@ def translate(model, loader, tokenizer, args):
             token = model.decode(state, target)[:, -1].argmax(1)
             target = torch.cat((target, token[:, None]), 1)
         for ids in target[:, 1:].tolist():
-            texts.append(tokenizer.decode(ids, skip_special_tokens=False).partition("[END]")[0])
-    return texts
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            translations.append(text.partition("[END]")[0])
+    return translations
 
 
-def bleu_score(texts, translations, args):
+def bleu_score(texts, translations):
     """Returns the BLEU of the translations, without regard to case."""
-    references = [text or "" for text in texts[args.target]]
-    bleu = sacrebleu.corpus_bleu(
-        translations,
-        [references],
-        lowercase=True,
-        tokenize="intl",
-        force=True,  # no warning that the texts look tokenized
+    references = [text or "" for text in texts["target"]]
+    bleu = sacrebleu.corpus_bleu(  # force: no warning that the texts look tokenized
+        translations, [references], lowercase=True, tokenize="intl", force=True
     )
     return bleu.score
 
@@ -561,7 +577,8 @@ def main(rank, args, init_method):
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
-    source_size, target_size = [tokenizer.get_vocab_size() for tokenizer in tokenizers]
+    source_size = tokenizers["source"].get_vocab_size()
+    target_size = tokenizers["target"].get_vocab_size()
     model = create_model(args, source_size, target_size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
@@ -678,14 +695,14 @@ def main(rank, args, init_method):
         test_sums = evaluate(translation_loss, model, test_batches, args)
         dist.all_reduce(test_sums)
         gathered = [None] * world_size
-        dist.all_gather_object(gathered, translate(model, test_batches, tokenizers[1], args))
+        dist.all_gather_object(gathered, translate(model, test_batches, tokenizers["target"], args))
     if rank == 0 and not stop:
         translations = []
         for number in range(len(texts)):  # each process has translated every world_size-th text
             translations.append(gathered[number % world_size][number // world_size])
         for number in len(texts) // 4, len(texts) // 2, len(texts) * 3 // 4:
             print(*texts[number].values(), translations[number], sep="\n    ")
-        bleu = bleu_score(texts, translations, args)
+        bleu = bleu_score(texts, translations)
         print(f"test_loss {test_sums[0] / test_sums[1]:.4f}, BLEU {bleu:.2f}")
     dist.barrier(patient)
     dist.destroy_process_group()

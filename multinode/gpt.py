@@ -41,18 +41,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
 SAME_ON_RESUME = (
-    "dataset",
-    "vocab_size",
-    "d_model",
-    "n_heads",
-    "num_layers",
-    "seq_len",
-    "batch_size",
-    "learning_rate",
-    "dropout",
-    "precision",
-    "seed",
-)
+    "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
+    "precision seed"
+).split()
 
 COMM_HOOKS = {
     "none": default_hooks.allreduce_hook,
@@ -366,7 +357,11 @@ def matmul_speed(device, dtype):
 
 
 def model_speed(row, matmul_speed):
-    """Returns the model's tokens/s, its TFLOP/s a device, and its share of a plain matmul's."""
+    """Returns the model's tokens/s, its TFLOP/s a device, and their share of a plain matmul's.
+
+    The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
+    the data sheet of the card, which a plain matmul does not reach: the share here is larger.
+    """
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     tokens_per_second = row["samples/s"] * row["seq_len"]
     speed = flops * tokens_per_second / row["processes"]
@@ -507,8 +502,9 @@ def main(args):
     if len(set(starts)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
     watch = CommTimer(device, COMM_HOOKS[args.comm_hook])
-    watch.matmul_speed = matmul_speed(device, DTYPES[args.precision])
+    watch.matmul_speed = speed
     ddp_model.register_comm_hook(None, watch.hook)
     if args.compile:
         ddp_model.compile()

@@ -5,8 +5,8 @@
     sbatch slurm/quantize_gpt.slurm --snapshot gpt.pt   # trains a little without --snapshot
 
 The weights of linear layers become int8 once, with a scale for each row. Their inputs become int8
-in each call (dynamic), or never (weight-only). One text at a time is limited by
-memory bandwidth: each token reads all weights. Prompts and many texts are limited by arithmetic.
+in each call (dynamic), or never (weight-only). One text at a time is limited by memory bandwidth:
+each token reads all weights. Prompts and many texts are limited by arithmetic.
 torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
 torch.compile. Its dynamic kernels need more than 16 tokens at once.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
@@ -70,17 +70,19 @@ class CachedBlock(nn.Module):
 
     def __init__(self, args):
         super().__init__()
-        d_model, self.n_heads = args.d_model, args.n_heads
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        d_model = args.d_model
+        self.n_heads = args.n_heads
+        self.norm1 = nn.LayerNorm(d_model)
+        self.norm2 = nn.LayerNorm(d_model)
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.projection = nn.Linear(d_model, d_model, bias=False)
         self.up = nn.Linear(d_model, 4 * d_model, bias=False)
         self.down = nn.Linear(4 * d_model, d_model, bias=False)
 
     def forward(self, x, cache, start):
+        end = start + x.shape[1]
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
         qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D / H)
-        end = start + x.shape[1]
         cache[:, :, :, start:end] = qkv[1:]
         k, v = cache[:, :, :, :end]
         causal = True if start == 0 else False  # torch.compile needs a plain bool
@@ -90,7 +92,7 @@ class CachedBlock(nn.Module):
 
 
 class CachedGPT(nn.Module):
-    """Token ids (B, T) that follow `start` others to logits (B, num_logits, V) of the last ones."""
+    """A GPT that reads token ids (B, T). The cache has the keys of the `start` tokens before."""
 
     def __init__(self, args):
         super().__init__()
@@ -103,11 +105,13 @@ class CachedGPT(nn.Module):
 
     def new_cache(self, num_texts, length):
         """Returns room for keys and values (L, 2, B, H, T, D / H)."""
-        n_heads, weight = self.blocks[0].n_heads, self.positions.weight
-        size = len(self.blocks), 2, num_texts, n_heads, length, weight.shape[1] // n_heads
-        return weight.new_empty(size)
+        n_heads = self.blocks[0].n_heads
+        weight = self.positions.weight
+        head_size = weight.shape[1] // n_heads
+        return weight.new_empty(len(self.blocks), 2, num_texts, n_heads, length, head_size)
 
     def forward(self, tokens, cache, start, num_logits):
+        """Returns the logits (B, num_logits, V) of the tokens that follow the last ones."""
         x = self.embedding(tokens) + self.positions.weight[start : start + tokens.shape[1]]
         for block, block_cache in zip(self.blocks, cache):
             x = block(x, block_cache, start)  # (B, T, D)
@@ -195,9 +199,11 @@ def perplexity(model, batches):
     """Returns exp of the mean loss in nats over batches of sequences (B, T + 1)."""
     losses = []
     for batch in batches:
-        tokens, targets = batch[:, :-1], batch[:, 1:]
+        tokens = batch[:, :-1]
+        targets = batch[:, 1:]
         logits = model(tokens, model.new_cache(*tokens.shape), 0, tokens.shape[1])
-        losses.append(F.cross_entropy(logits.mT.float(), targets, reduction="none").flatten())
+        loss = F.cross_entropy(logits.mT.float(), targets, reduction="none")  # (B, T)
+        losses.append(loss.flatten())
     return torch.cat(losses).mean().exp().item()
 
 
@@ -210,23 +216,26 @@ def generate(model, prompts, num_new):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    length = prompts.shape[1]
-    cache, begin = model.new_cache(len(prompts), length + num_new), now()
+    num_texts, length = prompts.shape
+    cache = model.new_cache(num_texts, length + num_new)
+    begin = now()
     tokens = [model(prompts, cache, 0, 1).argmax(2)]
     first = now()
     for start in range(length, length + num_new - 1):
         tokens.append(model(tokens[-1], cache, start, 1).argmax(2))
-    return torch.cat(tokens, 1), first - begin, now() - first
+    end = now()
+    return torch.cat(tokens, 1), first - begin, end - first
 
 
 def tokens_per_second(model, kernels, prompts, num_new):
     """Returns the speeds of one text at a time, of reading prompts, and of many texts at once."""
     num_texts, length = prompts.shape
-    alone = math.nan
-    if kernels != "torchao dynamic":
-        alone = (num_new - 1) / generate(model, prompts[:1], num_new)[2]
+    one_text = math.nan
+    if kernels != "torchao dynamic":  # needs more than 16 tokens at once
+        _, _, rest = generate(model, prompts[:1], num_new)
+        one_text = (num_new - 1) / rest
     _, first, rest = generate(model, prompts, num_new)
-    return alone, num_texts * length / first, num_texts * (num_new - 1) / rest
+    return one_text, num_texts * length / first, num_texts * (num_new - 1) / rest
 
 
 def main(args):
@@ -235,7 +244,8 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
-    tokens = torch.from_numpy(read_tokens(args)[1].astype(np.int64)).to(device)
+    _, val_tokens = read_tokens(args)
+    tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
     batches = tokens.unfold(0, args.seq_len + 1, args.seq_len).split(args.batch_size)
     prompts = tokens[: args.seq_len // 2].expand(args.batch_size, -1)  # (B, P)
     num_new = args.seq_len - prompts.shape[1]
@@ -251,14 +261,16 @@ def main(args):
     )
 
     names = "one text", f"{len(prompts)} prompts", f"{len(prompts)} texts"
-    variants, rows = create_variants(model, args.backend), []
+    variants = create_variants(model, args.backend)
+    rows = []
     for precision, kernels, model in variants:
-        rows.append({"precision": precision, "kernels": kernels, "MB": megabytes(model)})
+        row = {"precision": precision, "kernels": kernels, "MB": megabytes(model)}
         if args.backend == "torchao":
             model.compile()
-        rows[-1]["val_ppl"] = f"{perplexity(model, batches):.4f}"
+        row["val_ppl"] = f"{perplexity(model, batches):.4f}"
         tokens_per_second(model, kernels, prompts, num_new)  # warms up, and compiles
-        rows[-1] |= {name: [] for name in names}
+        row |= {name: [] for name in names}
+        rows.append(row)
     for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
         for row, (_, kernels, model) in zip(rows, variants):
             speeds = tokens_per_second(model, kernels, prompts, num_new)

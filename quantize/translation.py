@@ -31,8 +31,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import nn
 
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
-SPLITS = ["train", "validation", "test"]
 PAD, UNKNOWN, START, END = range(4)  # token ids
+SIDES = ["source", "target"]
 DIGITS = "zero one two three four five six seven eight nine".split()
 KERNELS = {"torch.ao": ["torch.ao"], "torchao": ["torchao dynamic", "torchao weight-only"]}
 
@@ -56,75 +56,88 @@ def parse_args():
     return args
 
 
-def synthetic_pairs(args):
+def synthetic_pairs():
     """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
-    numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
-    pairs = datasets.Dataset.from_dict(
-        {
-            args.source: [" ".join(map(str, number)) for number in numbers],
-            args.target: [" ".join(DIGITS[digit] for digit in number) for number in numbers],
-        }
-    )
+    sources = []
+    targets = []
+    for row in range(22_000):
+        digits = generator.integers(10, size=1 + row % 12)
+        sources.append(" ".join(str(digit) for digit in digits))
+        targets.append(" ".join(DIGITS[digit] for digit in digits))
+    pairs = datasets.Dataset.from_dict({"source": sources, "target": targets})
     return [pairs.skip(2000), pairs.take(1000), pairs.skip(1000).take(1000)]
 
 
-def read_pairs(args):
-    """Returns three dicts of arrays (longest sources first), the test texts and two tokenizers."""
-    columns = [args.source, args.target]
-    folder = os.path.join(args.data_dir, args.dataset)
-    place = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+def read_splits(args):
+    """Returns the training, validation and test pairs: tables with columns source and target."""
     datasets.disable_progress_bars()
+    if args.dataset == "synthetic":
+        return synthetic_pairs()
+    folder = os.path.join(args.data_dir, args.dataset)
+    path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+    names = {args.source: "source", args.target: "target"}
     try:
-        if args.dataset == "synthetic":
-            splits = synthetic_pairs(args)
-        else:
-            splits = datasets.load_dataset(place, split=SPLITS)
-        splits = [split.select_columns(columns) for split in splits]
+        splits = datasets.load_dataset(path, split=["train", "validation", "test"])
+        return [split.select_columns([*names]).rename_columns(names) for split in splits]
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
-        sys.exit(f"cannot read {place}: {error}")
-    tokenizers = []
-    for column in columns:
-        tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.Lowercase()
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-        trainer = trainers.WordLevelTrainer(
-            vocab_size=30_000,
-            min_frequency=2,
-            show_progress=False,
-            special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
-        )
-        tokenizer.train_from_iterator((text or "" for text in splits[0][column]), trainer)
-        tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
-        tokenizer.enable_truncation(args.seq_len)
-        tokenizer.enable_padding(length=args.seq_len, pad_id=PAD)
-        tokenizers.append(tokenizer)
+        sys.exit(f"cannot read {path}: {error}")
 
-    def encode(batch):
-        encoded = {}
-        for side, column, tokenizer in zip(("source", "target"), columns, tokenizers):
-            encodings = tokenizer.encode_batch_fast([text or "" for text in batch[column]])
-            ids = np.array([encoding.ids for encoding in encodings], np.int16)
-            encoded |= {f"{side}s": ids, f"{side}_length": np.count_nonzero(ids, axis=1)}
-        return encoded
 
-    encode.__module__ = "__main__"  # so that spawned processes share the cache of `map`
-    for index, texts in enumerate(splits):
-        arrays = texts.map(encode, batched=True, remove_columns=columns).with_format("numpy")[:]
-        order = np.argsort(-arrays["source_length"], kind="stable")
-        splits[index] = {name: array[order] for name, array in arrays.items()}
-    return *splits, texts.select(order), tokenizers
+def train_tokenizer(texts, seq_len):
+    """Returns a tokenizer for the frequent words of these texts. It pads to seq_len tokens."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=30_000,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
+    )
+    tokenizer.train_from_iterator((text for text in texts if text), trainer)
+    tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
+    tokenizer.enable_truncation(seq_len)
+    tokenizer.enable_padding(length=seq_len, pad_id=PAD)
+    return tokenizer
+
+
+def encode_pairs(batch, tokenizers):
+    """Returns sources and targets (N, seq_len), source_length and target_length (N,)."""
+    encoded = {}
+    for side, tokenizer in tokenizers.items():
+        texts = [text or "" for text in batch[side]]  # a missing text is None
+        encodings = tokenizer.encode_batch_fast(texts)
+        ids = np.array([encoding.ids for encoding in encodings], np.int16)
+        encoded[f"{side}s"] = ids
+        encoded[f"{side}_length"] = np.count_nonzero(ids != PAD, axis=1)
+    return encoded
+
+
+def encode_split(texts, tokenizers):
+    """Returns the arrays of encode_pairs and the texts, both with the longest sources first."""
+    # The cache of `map` names a function by its module. A spawned process has another name for
+    # this module, and would encode the pairs again.
+    encode_pairs.__module__ = "__main__"
+    encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
+    arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
+    order = np.argsort(-arrays["source_length"], stable=True)
+    arrays = {name: array[order] for name, array in arrays.items()}
+    return arrays, texts.select(order)
 
 
 def select_pairs(split, rows, device):
     """Returns sources (B, S), targets (B, T + 1) and, on the CPU, the sources' lengths (B,)."""
     lengths = split["source_length"][rows]
-    sources = split["sources"][rows, : lengths.max()]
-    targets = split["targets"][rows, : split["target_length"][rows].max()]
-    tensors = [torch.from_numpy(ids).long() for ids in (sources, targets)]
+    longest_target = split["target_length"][rows].max()
+    sources = torch.from_numpy(split["sources"][rows, : lengths.max()]).long()
+    targets = torch.from_numpy(split["targets"][rows, :longest_target]).long()
     if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
-        tensors = [ids.pin_memory() for ids in tensors]
-    return *(ids.to(device, non_blocking=True) for ids in tensors), torch.from_numpy(lengths)
+        sources = sources.pin_memory()
+        targets = targets.pin_memory()
+    sources = sources.to(device, non_blocking=True)
+    targets = targets.to(device, non_blocking=True)
+    return sources, targets, torch.from_numpy(lengths)
 
 
 class StepwiseLSTM(nn.Module):
@@ -132,17 +145,20 @@ class StepwiseLSTM(nn.Module):
 
     def __init__(self, source_size, target_size):
         super().__init__()
-        self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
+        self.source = nn.Embedding(source_size, 256)
+        self.target = nn.Embedding(target_size, 256)
         self.encoder = nn.LSTM(256, 512, num_layers=2, batch_first=True)
         self.decoder = nn.LSTM(256, 512, num_layers=2, batch_first=True)
         self.head = nn.Linear(512, target_size)
 
     def encode(self, source, lengths):
         x = self.source(source)
-        return self.encoder(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        _, state = self.encoder(packed)
+        return state
 
     def step(self, state, token, position):
-        """Tokens (B, 1) to logits of the next ones (B, 1, V), and the next state."""
+        """Returns the logits (B, 1, V) of the tokens after these (B, 1), and the next state."""
         x, state = self.decoder(self.target(token), state)
         return self.head(x), state
 
@@ -152,11 +168,12 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.q, self.kv = nn.Linear(256, 256, bias=False), nn.Linear(256, 512, bias=False)
+        self.q = nn.Linear(256, 256, bias=False)
+        self.kv = nn.Linear(256, 512, bias=False)
         self.out_proj = nn.Linear(256, 256, bias=False)
 
     def keys_values(self, x):
-        """(B, S, D) to (2, B, H, S, D / H)."""
+        """Returns the keys and values (2, B, H, S, D / H) of tokens (B, S, D)."""
         return self.kv(x).unflatten(2, (2, 8, 32)).permute(2, 0, 3, 1, 4)
 
     def forward(self, x, keys_values, mask=None):
@@ -171,8 +188,10 @@ class EncoderLayer(nn.Module):
     def __init__(self):
         super().__init__()
         self.self_attn = Attention()
-        self.linear1, self.linear2 = nn.Linear(256, 512, False), nn.Linear(512, 256, False)
-        self.norm1, self.norm2 = nn.LayerNorm(256, bias=False), nn.LayerNorm(256, bias=False)
+        self.linear1 = nn.Linear(256, 512, bias=False)
+        self.linear2 = nn.Linear(512, 256, bias=False)
+        self.norm1 = nn.LayerNorm(256, bias=False)
+        self.norm2 = nn.LayerNorm(256, bias=False)
 
     def forward(self, x, real):
         y = self.norm1(x)
@@ -185,14 +204,16 @@ class DecoderLayer(EncoderLayer):
 
     def __init__(self):
         super().__init__()
-        self.multihead_attn, self.norm3 = Attention(), nn.LayerNorm(256, bias=False)
+        self.multihead_attn = Attention()
+        self.norm3 = nn.LayerNorm(256, bias=False)
 
     def forward(self, x, past, memory, real):
         y = self.norm1(x)
         past = torch.cat((past, self.self_attn.keys_values(y)), 3)
         x = x + self.self_attn(y, past)
         x = x + self.multihead_attn(self.norm2(x), memory, real)
-        return x + self.linear2(F.gelu(self.linear1(self.norm3(x)))), past
+        x = x + self.linear2(F.gelu(self.linear1(self.norm3(x))))
+        return x, past
 
 
 class StepwiseTransformer(nn.Module):
@@ -200,12 +221,13 @@ class StepwiseTransformer(nn.Module):
 
     def __init__(self, source_size, target_size, seq_len):
         super().__init__()
-        self.source, self.target = nn.Embedding(source_size, 256), nn.Embedding(target_size, 256)
+        self.source = nn.Embedding(source_size, 256)
+        self.target = nn.Embedding(target_size, 256)
         self.positions = nn.Embedding(seq_len, 256)
-        encoder = nn.ModuleList([EncoderLayer() for _ in range(3)])
-        decoder = nn.ModuleList([DecoderLayer() for _ in range(3)])
-        self.encoder = nn.ModuleDict({"layers": encoder, "norm": nn.LayerNorm(256)})
-        self.decoder = nn.ModuleDict({"layers": decoder, "norm": nn.LayerNorm(256)})
+        encoder_layers = nn.ModuleList([EncoderLayer() for _ in range(3)])
+        decoder_layers = nn.ModuleList([DecoderLayer() for _ in range(3)])
+        self.encoder = nn.ModuleDict({"layers": encoder_layers, "norm": nn.LayerNorm(256)})
+        self.decoder = nn.ModuleDict({"layers": decoder_layers, "norm": nn.LayerNorm(256)})
         self.head = nn.Linear(256, target_size, bias=False)
         self.head.weight = self.target.weight
 
@@ -215,14 +237,16 @@ class StepwiseTransformer(nn.Module):
         x = self.source(source) * 256**0.5 + self.positions.weight[: source.shape[1]]
         for layer in self.encoder["layers"]:
             x = layer(x, real)
-        x, caches = self.encoder["norm"](x), []
+        x = self.encoder["norm"](x)
+        caches = []
         for layer in self.decoder["layers"]:
             memory = layer.multihead_attn.keys_values(x)
-            caches.append((memory[:, :, :, :0], memory))  # no past yet
+            no_past = memory[:, :, :, :0]
+            caches.append((no_past, memory))
         return real, caches
 
     def step(self, state, token, position):
-        """Tokens (B, 1) to logits of the next ones (B, 1, V), and the next state."""
+        """Returns the logits (B, 1, V) of the tokens after these (B, 1), and the next state."""
         real, caches = state
         x = self.target(token) * 256**0.5 + self.positions.weight[position]
         next_caches = []
@@ -234,17 +258,22 @@ class StepwiseTransformer(nn.Module):
 
 def create_model(args, tensors):
     """Returns a translator for inference with the weights of the trained one, renamed."""
-    sizes = len(tensors["source.weight"]), len(tensors["target.weight"])
+    source_size = len(tensors["source.weight"])
+    target_size = len(tensors["target.weight"])
     if args.model == "lstm":
-        model = StepwiseLSTM(*sizes)
-    else:
-        model = StepwiseTransformer(*sizes, args.seq_len)
-        tensors["head.weight"] = tensors["target.weight"]
-        for name in [name for name in tensors if name.endswith("in_proj_weight")]:
-            q, kv = tensors.pop(name).split((256, 512))
-            name = name.removesuffix("in_proj_weight")
-            tensors |= {f"{name}q.weight": q, f"{name}kv.weight": kv}
-    model.load_state_dict(tensors)
+        model = StepwiseLSTM(source_size, target_size)
+        model.load_state_dict(tensors)
+        return model
+    model = StepwiseTransformer(source_size, target_size, args.seq_len)
+    renamed = {"head.weight": tensors["target.weight"]}
+    for name, tensor in tensors.items():
+        if name.endswith("in_proj_weight"):  # queries, keys and values
+            prefix = name.removesuffix("in_proj_weight")
+            renamed[f"{prefix}q.weight"] = tensor[:256]
+            renamed[f"{prefix}kv.weight"] = tensor[256:]
+        else:
+            renamed[name] = tensor
+    model.load_state_dict(renamed)
     return model
 
 
@@ -318,18 +347,30 @@ def print_table(rows):
         print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
 
 
+def bleu_score(texts, translations):
+    """Returns the BLEU of the translations, without regard to case."""
+    references = [text or "" for text in texts["target"]]
+    bleu = sacrebleu.corpus_bleu(  # force: no warning that the texts look tokenized
+        translations, [references], lowercase=True, tokenize="intl", force=True
+    )
+    return bleu.score
+
+
 @torch.no_grad()
 def translate_stepwise(model, batches, tokenizer, args):
-    """Returns the translations by greedy decoding: the likeliest words. Also sentences/s."""
-    texts, start = [], time.perf_counter()
+    """Returns translations by greedy decoding, the likeliest token each time, and sentences/s."""
+    translations = []
+    start = time.perf_counter()
     for source, _, lengths in batches:
-        state, target = model.encode(source, lengths), torch.full_like(source[:, :1], START)
+        target = torch.full_like(source[:, :1], START)  # (B, T)
+        state = model.encode(source, lengths)
         while target.shape[1] < args.seq_len and not (target == END).any(1).all():
             logits, state = model.step(state, target[:, -1:], target.shape[1] - 1)
-            target = torch.cat((target, logits.argmax(2)), 1)  # (B, T)
+            target = torch.cat((target, logits.argmax(2)), 1)
         for ids in target[:, 1:].tolist():
-            texts.append(tokenizer.decode(ids, skip_special_tokens=False).partition("[END]")[0])
-    return texts, len(texts) / (time.perf_counter() - start)
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            translations.append(text.partition("[END]")[0])
+    return translations, len(translations) / (time.perf_counter() - start)
 
 
 def main(args):
@@ -338,12 +379,16 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
-    *_, test_split, texts, tokenizers = read_pairs(args)
-    sizes = [tokenizer.get_vocab_size() for tokenizer in tokenizers]
+    train_texts, _, test_texts = read_splits(args)
+    tokenizers = {side: train_tokenizer(train_texts[side], args.seq_len) for side in SIDES}
+    sizes = [tokenizer.get_vocab_size() for tokenizer in tokenizers.values()]
     if sizes != [len(model.source.weight), len(model.target.weight)]:
         sys.exit(f"{args.dataset} in {args.data_dir} is not the data of the training")
-    parts = np.array_split(np.arange(len(texts)), max(1, len(texts) // args.batch_size))
-    batches = [select_pairs(test_split, part, device) for part in parts]  # longest first
+    test_split, texts = encode_split(test_texts, tokenizers)
+    num_batches = max(1, len(texts) // args.batch_size)
+    batches = []
+    for rows in np.array_split(np.arange(len(texts)), num_batches):  # longest sources first
+        batches.append(select_pairs(test_split, rows, device))
     timed = batches[:: max(1, len(batches) // 3)]  # a few, from the longest to the shortest
     print(
         f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
@@ -351,24 +396,25 @@ def main(args):
     )
     device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
     print(
-        f"{device_name}, threads {torch.get_num_threads()}; batches of {len(parts[0])}; "
+        f"{device_name}, threads {torch.get_num_threads()}; batches of {len(batches[0][0])}; "
         f"torch {torch.__version__}"
     )
 
-    references = [text or "" for text in texts[args.target]]
-    variants, rows = create_variants(model, args.backend), []
+    variants = create_variants(model, args.backend)
+    rows = []
     for precision, kernels, model in variants:
-        rows.append({"precision": precision, "kernels": kernels, "MB": megabytes(model)})
+        row = {"precision": precision, "kernels": kernels, "MB": megabytes(model)}
         if args.backend == "torchao":
-            model.encode, model.step = torch.compile(model.encode), torch.compile(model.step)
-        translations, _ = translate_stepwise(model, batches, tokenizers[1], args)  # warms up, too
-        bleu = sacrebleu.corpus_bleu(
-            translations, [references], lowercase=True, tokenize="intl", force=True
-        )  # as the training scripts call it
-        rows[-1] |= {"BLEU": f"{bleu.score:.2f}", "sentences/s": []}
+            model.encode = torch.compile(model.encode)
+            model.step = torch.compile(model.step)
+        # This warms up the model, too.
+        translations, _ = translate_stepwise(model, batches, tokenizers["target"], args)
+        row["BLEU"] = f"{bleu_score(texts, translations):.2f}"
+        row["sentences/s"] = []
+        rows.append(row)
     for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
         for row, (_, _, model) in zip(rows, variants):
-            _, speed = translate_stepwise(model, timed, tokenizers[1], args)
+            _, speed = translate_stepwise(model, timed, tokenizers["target"], args)
             row["sentences/s"].append(speed)
     print_table(rows)
 

@@ -37,18 +37,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
 SAME_ON_RESUME = (
-    "dataset",
-    "vocab_size",
-    "d_model",
-    "n_heads",
-    "num_layers",
-    "seq_len",
-    "batch_size",
-    "learning_rate",
-    "dropout",
-    "precision",
-    "seed",
-)
+    "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
+    "precision seed"
+).split()
 
 
 class GPT(nn.Module):
@@ -276,7 +267,11 @@ def matmul_speed(device, dtype):
 
 
 def model_speed(row, matmul_speed):
-    """Returns the model's tokens/s, its TFLOP/s a device, and its share of a plain matmul's."""
+    """Returns the model's tokens/s, its TFLOP/s a device, and their share of a plain matmul's.
+
+    The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
+    the data sheet of the card, which a plain matmul does not reach: the share here is larger.
+    """
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     tokens_per_second = row["samples/s"] * row["seq_len"]
     speed = flops * tokens_per_second / row["processes"]
@@ -379,8 +374,9 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
+    speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
     watch = Stopwatch(device)
-    watch.matmul_speed = matmul_speed(device, DTYPES[args.precision])
+    watch.matmul_speed = speed
     if args.compile:
         model.compile()
 

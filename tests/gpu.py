@@ -46,7 +46,7 @@ LAUNCH = {
     "multigpu": "--num_gpus {count}",
     "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --",
 }
-NUMBERS = ("train_loss", "val_loss", "samples/s", "tokens/s", "MFU")  # that it reads from logs
+NUMBERS = ("train_loss", "val_loss", "samples/s", "tokens/s", "TFLOP/s", "of_matmul")  # of logs
 found, failures = [], []  # lines of the report; names of the checks that did not hold
 options = None  # of the command line
 
@@ -300,8 +300,8 @@ def check_gpt2():
         raise DryRun
     plain = plain_gpt(size, steps)
     tell(
-        f"- gpt.py {size}: {float(row['tokens/s']):,.0f} tokens/s, MFU {float(row['MFU']):.3f}; "
-        f"a plain loop {plain:,.0f} tokens/s"
+        f"- gpt.py {size}: {row['tokens/s']:,.0f} tokens/s, {row['TFLOP/s']:.1f} TFLOP/s, "
+        f"{row['of_matmul']:.0%} of a plain matmul; a plain loop {plain:,.0f} tokens/s"
     )
 
 
