@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-SHOWN = ("epoch", "train_loss", "train_acc", "val_loss", "val_acc", "seconds", "samples/s")
+SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 SAME_ON_RESUME = (
     "model",
     "size",
@@ -304,11 +304,11 @@ def print_row(rows, metric):
         print("|", " | ".join(line), "|")
 
 
-# ============================================ The run. ===========================================
+# ============================================= The run. ===========================================
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between the steps after which the loss is looked at
+CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
 BAR = {"leave": False}  # on a terminal
 if not sys.stderr.isatty():  # in a file, a line a minute
     BAR = {"delay": 60, "mininterval": 60, "miniters": 1}

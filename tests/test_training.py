@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def arguments_of(task, data):
 @pytest.mark.parametrize("task", TASKS)
 def test_one_loss_curve(run, data, tmp_path, task):
     """The losses fall, and are the same on 1, 2 and 2 x 2 processes; the logs fit together."""
-    curves, heads = [], set()
+    curves = []
     for folder, processes, parts in LAUNCHES:
         script, log = f"{folder}/{TASKS[task][0]}", tmp_path / f"{folder}.jsonl"
         more = ("--epochs", 2, "--grad_accum_steps", parts, "--log", log)
@@ -47,13 +48,13 @@ def test_one_loss_curve(run, data, tmp_path, task):
         for row in logged:
             assert (row["script"], row["processes"], row["batch_size"]) == (script, count, 24)
             assert row["nodes"] == 1 + (folder == "multinode")
+            assert row["host"] == os.uname().nodename and 50 < row["peak_MB"] < 5000
             phases = {name: row[name] for name in PHASES if name in row}
             assert sum(phases.values()) == pytest.approx(row["seconds"], rel=0.01)
             assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
             assert (row["comm"] > 0) == (row["comm_total"] > 0) == (count > 1)
         curves.append(curve(log, next(name for name in METRICS if name in logged[0])))
-        heads.add(log.read_text().splitlines()[0])
-    assert curves[0][1, 0] < curves[0][0, 0] and len(heads) == 1, heads
+    assert curves[0][1, 0] < curves[0][0, 0]
     for each in curves[1:]:
         np.testing.assert_allclose(each, curves[0], rtol=1e-5)
     if task in ("mlp", "cnn"):  # each of the 401 validation images counts once
