@@ -35,19 +35,10 @@ from tqdm import tqdm
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 SAME_ON_RESUME = (
-    "model",
-    "size",
-    "dataset",
-    "seq_len",
-    "batch_size",
-    "learning_rate",
-    "dropout",
-    "precision",
-    "seed",
-)
+    "model size dataset seq_len batch_size learning_rate dropout precision seed"
+).split()
 
 COMM_HOOKS = {
     "none": default_hooks.allreduce_hook,
@@ -56,9 +47,7 @@ COMM_HOOKS = {
 }
 
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
-
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-
 VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
 
 
@@ -96,7 +85,8 @@ def synthetic_texts():
     """Yields texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
     generator = np.random.default_rng(0)
     for label in generator.integers(4, size=12_000).tolist():
-        words = generator.integers(1000, size=generator.integers(5, 101))
+        num_words = generator.integers(5, 101)
+        words = generator.integers(1000, size=num_words)
         words[::10] = 50 * label + words[::10] % 50
         yield {"text": " ".join(map(str, words)), "label": label}
 
@@ -128,47 +118,66 @@ def encode(batch, tokenizer, labels):
     }
 
 
-def read_texts(args, device):
-    """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
-    for function in (synthetic_texts, learn_vocabulary, encode):
-        function.__module__ = "__main__"  # so that spawned processes share the cache of `map`
-    disable_progress_bars()
+def read_splits(args):
+    """Returns the training texts, the test texts (columns text and label), and the K labels."""
+    if args.dataset == "synthetic":
+        splits = Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
+        return splits["train"], splits["test"], [0, 1, 2, 3]
     folder = os.path.join(args.data_dir, args.dataset)
-    source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+    path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        splits = (
-            load_dataset(source, split=["train", "test"])
-            if args.dataset != "synthetic"
-            else Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values()
-        )
-        splits = [split.select_columns(["text", "label"]) for split in splits]
-        labels = sorted({label for split in splits for label in split.unique("label")})
+        train_texts, test_texts = load_dataset(path, split=["train", "test"])
+        train_texts = train_texts.select_columns(["text", "label"])
+        test_texts = test_texts.select_columns(["text", "label"])
+        labels = {*train_texts.unique("label"), *test_texts.unique("label")}
+        return train_texts, test_texts, sorted(labels)
     except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
-        sys.exit(f"cannot read {source}: {error}")
+        sys.exit(f"cannot read {path}: {error}")
+
+
+def read_texts(args, device):
+    """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
+    # The cache of `map` names a function by its module. A spawned process has another name for
+    # this module, and would encode the texts again.
+    for function in (synthetic_texts, learn_vocabulary, encode):
+        function.__module__ = "__main__"
+    disable_progress_bars()
+    train_texts, test_texts, labels = read_splits(args)
     options = {"batched": True, "remove_columns": ["text", "label"]}
-    vocabulary = splits[0].map(learn_vocabulary, batch_size=None, **options)
+    vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
     options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
-    splits = [split.map(encode, **options) for split in splits]
-    splits = [split.select(np.argsort(split["length"][:], stable=True)) for split in splits]
-    return *([*part.with_format("torch", device=device)[:].values()] for part in splits), labels
+    splits = []
+    for texts in (train_texts, test_texts):
+        encoded = texts.map(encode, **options)
+        order = np.argsort(encoded["length"][:], stable=True)
+        tensors = encoded.select(order).with_format("torch", device=device)[:]
+        splits.append((tensors["tokens"], tensors["length"], tensors["class"]))
+    train_split, test_split = splits
+    return train_split, test_split, labels
 
 
 def batches(split, args, epoch, steps):
     """Yields a list of micro-batches for each step: tokens (B, T), classes (B,)."""
     tokens, lengths, classes = split
-    size, generator = args.batch_size, np.random.default_rng((args.seed, epoch))
-    order = generator.permutation(len(lengths))[: len(lengths) // size * size]
-    for pool in np.split(order, range(100 * size, len(order), 100 * size)):
-        pool.sort()  # the split is sorted by length: batches need little padding
-    order = torch.from_numpy(generator.permutation(order.reshape(-1, size))).to(lengths.device)
-    longest = lengths[order[:, -1]].tolist()
+    num_texts = len(lengths) // args.batch_size * args.batch_size  # the rest fills no batch
+    generator = np.random.default_rng((args.seed, epoch))
+    shuffled = generator.permutation(len(lengths))[:num_texts]
+    # 100 random batches at a time are sorted as the split, by length: they need little padding.
+    pools = []
+    for start in range(0, num_texts, 100 * args.batch_size):
+        pools.append(np.sort(shuffled[start : start + 100 * args.batch_size]))
+    order = generator.permutation(np.concatenate(pools).reshape(-1, args.batch_size))
+    order = torch.from_numpy(order).to(lengths.device)  # (steps, B)
+    longest = lengths[order].amax(1).tolist()
     for step in steps:
-        rows = order[step, dist.get_rank() :: dist.get_world_size()]
-        texts = tokens[rows, : longest[step]], classes[rows]
-        yield list(zip(*(tensor.chunk(args.grad_accum_steps) for tensor in texts)))
+        texts = order[step, dist.get_rank() :: dist.get_world_size()]  # this process's share
+        micro_batches = []
+        for numbers in texts.chunk(args.grad_accum_steps):
+            micro_batches.append((tokens[numbers, : longest[step]], classes[numbers]))
+        yield micro_batches
 
 
 def validation_batches(split):
@@ -202,7 +211,8 @@ class TextEncoder(nn.Module):
             )
             self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
         self.positions = nn.Embedding(args.seq_len, d_model)
-        self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(args.dropout)
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, tokens):
         real = tokens > 0  # (B, T)
@@ -218,14 +228,14 @@ class TextEncoder(nn.Module):
 def create_model(args, num_classes):
     """Returns a network from token ids (B, T) to logits (B, K)."""
     d_model = SIZES[args.size][0]
-    encoder = (
-        TextEncoder(args)
-        if args.model == "transformer"
-        else nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
-    )
+    if args.model == "transformer":
+        encoder = TextEncoder(args)
+    else:
+        encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
     model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, num_classes))
-    for matrix in (parameter for parameter in model.parameters() if parameter.dim() == 2):
-        nn.init.normal_(matrix, std=0.02)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
     return model
 
 
@@ -235,7 +245,8 @@ def text_loss(model, tokens, classes, args):
         logits = model(tokens)  # (B, K)
         loss = nn.functional.cross_entropy(logits, classes)
     count = torch.full_like(loss, len(classes))
-    sums = torch.stack((loss.detach() * count, (logits.argmax(1) == classes).sum(), count))
+    right = (logits.argmax(1) == classes).sum()
+    sums = torch.stack((loss.detach() * count, right, count))
     return loss, sums.double()
 
 

@@ -57,7 +57,8 @@ def synthetic_texts():
     """Yields texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
     generator = np.random.default_rng(0)
     for label in generator.integers(4, size=12_000).tolist():
-        words = generator.integers(1000, size=generator.integers(5, 101))
+        num_words = generator.integers(5, 101)
+        words = generator.integers(1000, size=num_words)
         words[::10] = 50 * label + words[::10] % 50
         yield {"text": " ".join(map(str, words)), "label": label}
 
@@ -89,32 +90,45 @@ def encode(batch, tokenizer, labels):
     }
 
 
-def read_texts(args, device):
-    """Returns tokens, lengths and classes of both splits, sorted by length, and the K labels."""
-    for function in (synthetic_texts, learn_vocabulary, encode):
-        function.__module__ = "__main__"  # so that spawned processes share the cache of `map`
-    disable_progress_bars()
+def read_splits(args):
+    """Returns the training texts, the test texts (columns text and label), and the K labels."""
+    if args.dataset == "synthetic":
+        splits = Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
+        return splits["train"], splits["test"], [0, 1, 2, 3]
     folder = os.path.join(args.data_dir, args.dataset)
-    source = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+    path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        splits = (
-            load_dataset(source, split=["train", "test"])
-            if args.dataset != "synthetic"
-            else Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0).values()
-        )
-        splits = [split.select_columns(["text", "label"]) for split in splits]
-        labels = sorted({label for split in splits for label in split.unique("label")})
+        train_texts, test_texts = load_dataset(path, split=["train", "test"])
+        train_texts = train_texts.select_columns(["text", "label"])
+        test_texts = test_texts.select_columns(["text", "label"])
+        labels = {*train_texts.unique("label"), *test_texts.unique("label")}
+        return train_texts, test_texts, sorted(labels)
     except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
-        sys.exit(f"cannot read {source}: {error}")
+        sys.exit(f"cannot read {path}: {error}")
+
+
+def read_texts(args, device):
+    """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
+    # The cache of `map` names a function by its module. A spawned process has another name for
+    # this module, and would encode the texts again.
+    for function in (synthetic_texts, learn_vocabulary, encode):
+        function.__module__ = "__main__"
+    disable_progress_bars()
+    train_texts, test_texts, labels = read_splits(args)
     options = {"batched": True, "remove_columns": ["text", "label"]}
-    vocabulary = splits[0].map(learn_vocabulary, batch_size=None, **options)
+    vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
     options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
-    splits = [split.map(encode, **options) for split in splits]
-    splits = [split.select(np.argsort(split["length"][:], stable=True)) for split in splits]
-    return *([*part.with_format("torch", device=device)[:].values()] for part in splits), labels
+    splits = []
+    for texts in (train_texts, test_texts):
+        encoded = texts.map(encode, **options)
+        order = np.argsort(encoded["length"][:], stable=True)
+        tensors = encoded.select(order).with_format("torch", device=device)[:]
+        splits.append((tensors["tokens"], tensors["length"], tensors["class"]))
+    train_split, test_split = splits
+    return train_split, test_split, labels
 
 
 class TextEncoder(nn.Module):
@@ -136,7 +150,8 @@ class TextEncoder(nn.Module):
             )
             self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
         self.positions = nn.Embedding(args.seq_len, d_model)
-        self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(args.dropout)
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, tokens):
         real = tokens > 0  # (B, T)
