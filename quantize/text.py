@@ -90,7 +90,7 @@ def encode(batch, tokenizer, labels):
     }
 
 
-def read_splits(args):
+def load_texts(args):
     """Returns the training texts, the test texts (columns text and label), and the K labels."""
     if args.dataset == "synthetic":
         splits = Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
@@ -114,7 +114,7 @@ def read_texts(args, device):
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     disable_progress_bars()
-    train_texts, test_texts, labels = read_splits(args)
+    train_texts, test_texts, labels = load_texts(args)
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
@@ -167,11 +167,10 @@ class TextEncoder(nn.Module):
 def create_model(args, tensors):
     """Returns a network from token ids (B, T) to logits (B, K), with these weights."""
     d_model = SIZES[args.size][0]
-    encoder = (
-        TextEncoder(args)
-        if args.model == "transformer"
-        else nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
-    )
+    if args.model == "transformer":
+        encoder = TextEncoder(args)
+    else:
+        encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
     classifier = nn.Linear(d_model, len(tensors["2.weight"]))
     model = nn.Sequential(encoder, nn.Dropout(args.dropout), classifier)
     model.load_state_dict(tensors)
@@ -182,7 +181,9 @@ def load_model(args):
     """Returns the trained model. Adds the settings of the training to args."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        vars(args).update(snapshot["settings"] | vars(args))
+        for name, value in snapshot["settings"].items():
+            if not hasattr(args, name):  # else it is a flag of this script
+                setattr(args, name, value)
         return create_model(args, snapshot["model"]).eval()
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot load {args.snapshot}: {error!r}")
@@ -212,7 +213,8 @@ def quantize(model, kernels):
 
 def create_variants(model, backend):
     """Returns [(precision, kernels, model)]. On a GPU the rest of an int8 model is bf16."""
-    on_gpu, cpu = next(model.parameters()).is_cuda, torch.cpu.get_capabilities()
+    on_gpu = next(model.parameters()).is_cuda
+    cpu = torch.cpu.get_capabilities()
     kernels = "eager" if backend == "torch.ao" else "compiled"
     variants = [("fp32", kernels, model)]
     if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # x86, Arm
@@ -236,13 +238,15 @@ def print_table(rows):
     """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
     lines = [list(rows[0])]
     for row in rows:
-        lines.append([])
-        for name, cell in row.items():
-            if isinstance(cell, list):
-                speed, fp32 = statistics.median(cell), statistics.median(rows[0][name])
-                cell = "-" if math.isnan(speed) else f"{speed:.0f} {speed / fp32:.2f}x"
-            lines[-1].append(cell)
-    widths = [max(map(len, column)) for column in zip(*lines)]
+        cells = []
+        for name, value in row.items():
+            if isinstance(value, list):
+                speed = statistics.median(value)
+                ratio = speed / statistics.median(rows[0][name])
+                value = "-" if math.isnan(speed) else f"{speed:.0f} {ratio:.2f}x"
+            cells.append(value)
+        lines.append(cells)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
     for line in lines:
         print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
@@ -267,14 +271,17 @@ def texts_per_second(model, batches):
 
 def share_outside_linear(model, batches):
     """Returns the share of the model's time on the CPU that is not spent in linear layers."""
-    model, times = copy.deepcopy(model), []
+    model = copy.deepcopy(model)
+    starts = []
+    ends = []
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(lambda *_: times.append(-time.perf_counter()))
-            layer.register_forward_hook(lambda *_: times.append(time.perf_counter()))
+            layer.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()))
+            layer.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
     start = time.perf_counter()
     texts_per_second(model, batches)
-    return 1 - sum(times) / (time.perf_counter() - start)
+    total = time.perf_counter() - start
+    return 1 - (sum(ends) - sum(starts)) / total
 
 
 def main(args):
@@ -283,7 +290,8 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
-    _, (tokens, lengths, classes), _ = read_texts(args, device)
+    _, test_split, _ = read_texts(args, device)
+    tokens, lengths, classes = test_split
     batches = []
     num_batches = max(1, len(tokens) // args.batch_size)
     for numbers in torch.arange(len(tokens)).tensor_split(num_batches):  # shortest texts first
@@ -301,12 +309,15 @@ def main(args):
     if not on_gpu:
         print(f"{share_outside_linear(model, timed):.0%} of fp32's time is not in linear layers")
 
-    variants, rows = create_variants(model, args.backend), []
+    variants = create_variants(model, args.backend)
+    rows = []
     for precision, kernels, model in variants:
-        rows.append({"precision": precision, "kernels": kernels, "MB": megabytes(model)})
+        row = {"precision": precision, "kernels": kernels, "MB": megabytes(model)}
         if args.backend == "torchao":
             model.compile()
-        rows[-1] |= {"val_acc": f"{accuracy(model, batches):.4f}", "texts/s": []}
+        row["val_acc"] = f"{accuracy(model, batches):.4f}"
+        row["texts/s"] = []
+        rows.append(row)
     for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
         for row, (_, _, model) in zip(rows, variants):
             row["texts/s"].append(texts_per_second(model, timed))

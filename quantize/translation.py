@@ -281,7 +281,9 @@ def load_model(args):
     """Returns the trained model. Adds the settings of the training to args."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        vars(args).update(snapshot["settings"] | vars(args))
+        for name, value in snapshot["settings"].items():
+            if not hasattr(args, name):  # else it is a flag of this script
+                setattr(args, name, value)
         return create_model(args, snapshot["model"]).eval()
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot load {args.snapshot}: {error!r}")
@@ -311,7 +313,8 @@ def quantize(model, kernels):
 
 def create_variants(model, backend):
     """Returns [(precision, kernels, model)]. On a GPU the rest of an int8 model is bf16."""
-    on_gpu, cpu = next(model.parameters()).is_cuda, torch.cpu.get_capabilities()
+    on_gpu = next(model.parameters()).is_cuda
+    cpu = torch.cpu.get_capabilities()
     kernels = "eager" if backend == "torch.ao" else "compiled"
     variants = [("fp32", kernels, model)]
     if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # x86, Arm
@@ -335,13 +338,15 @@ def print_table(rows):
     """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
     lines = [list(rows[0])]
     for row in rows:
-        lines.append([])
-        for name, cell in row.items():
-            if isinstance(cell, list):
-                speed, fp32 = statistics.median(cell), statistics.median(rows[0][name])
-                cell = "-" if math.isnan(speed) else f"{speed:.0f} {speed / fp32:.2f}x"
-            lines[-1].append(cell)
-    widths = [max(map(len, column)) for column in zip(*lines)]
+        cells = []
+        for name, value in row.items():
+            if isinstance(value, list):
+                speed = statistics.median(value)
+                ratio = speed / statistics.median(rows[0][name])
+                value = "-" if math.isnan(speed) else f"{speed:.0f} {ratio:.2f}x"
+            cells.append(value)
+        lines.append(cells)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
     for line in lines:
         print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")

@@ -102,7 +102,7 @@ def encode(batch, tokenizer, labels):
     }
 
 
-def read_splits(args):
+def load_texts(args):
     """Returns the training texts, the test texts (columns text and label), and the K labels."""
     if args.dataset == "synthetic":
         splits = Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
@@ -126,7 +126,7 @@ def read_texts(args, device):
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     disable_progress_bars()
-    train_texts, test_texts, labels = read_splits(args)
+    train_texts, test_texts, labels = load_texts(args)
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
