@@ -11,9 +11,13 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width, K clas
 import argparse
 import itertools
 import json
+import math
 import os
+import re
 import signal
+import statistics
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -27,19 +31,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import datasets, models
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
-LOGGED = (*SAME_ON_RESUME, "grad_accum_steps", "compile", "epochs", "max_steps")
 COMM_HOOKS = {
     "none": default_hooks.allreduce_hook,
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
-BLOCK = 4096  # images that lie next to each other in the file, and are read together
-WINDOW = 16 * BLOCK  # images that are shuffled together, on the device
+SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
+SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
+BLOCK_SIZE = 4096  # images that lie next to each other in the file, and are read together
+WINDOW_SIZE = 16 * BLOCK_SIZE  # images that are shuffled together, on the device
 
 
 def parse_args():
@@ -78,13 +81,14 @@ def parse_args():
 
 
 def synthetic_images(num_images):
-    """Ten smooth random patterns, one for each class, under noise."""
+    """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
     patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
     patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
     generator = torch.Generator().manual_seed(num_images)
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return ((80 * patterns[labels]).byte() + noise).numpy(), labels.numpy()
+    images = (80 * patterns[labels]).byte() + noise
+    return images.numpy(), labels.numpy()
 
 
 def read_images(args, split):
@@ -92,16 +96,18 @@ def read_images(args, split):
     if args.dataset == "synthetic":
         return synthetic_images(60_000 if split == "train" else 10_000)
     try:
-        if args.dataset == "bigmnist":  # mapped, not read: it may be larger than memory
-            path = os.path.join(args.data_dir, "bigmnist", split)
-            images, labels = (np.load(f"{path}_{name}.npy", "r") for name in ("images", "labels"))
-        else:
-            dataset = datasets.MNIST if args.dataset == "mnist" else datasets.CIFAR10
-            source = dataset(args.data_dir, train=split == "train", download=True)
-            images, labels = np.asarray(source.data), np.asarray(source.targets)
+        if args.dataset == "mnist":
+            source = datasets.MNIST(args.data_dir, train=split == "train", download=True)
+            return source.data.numpy().reshape(-1, 1, 28, 28), source.targets.numpy()
+        if args.dataset == "cifar10":
+            source = datasets.CIFAR10(args.data_dir, train=split == "train", download=True)
+            return source.data.transpose(0, 3, 1, 2), np.asarray(source.targets)
+        path = os.path.join(args.data_dir, "bigmnist", split)
+        images = np.load(f"{path}_images.npy", mmap_mode="r")  # mapped: it may exceed the memory
+        labels = np.load(f"{path}_labels.npy", mmap_mode="r")
+        return images.reshape(-1, 1, 28, 28), labels
     except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
-    return np.moveaxis(images, 3, 1) if images.ndim > 3 else images.reshape(-1, 1, 28, 28), labels
 
 
 def batches(split, args, epoch, steps, device):
@@ -110,27 +116,29 @@ def batches(split, args, epoch, steps, device):
     Blocks of neighbouring images come in random order. A thread reads a window of up to 16 blocks,
     copies it to the device and shuffles it there, while the model trains on the one before.
     """
-    num_images, size = len(split[1]), args.batch_size
-    window_size = max(1, WINDOW // size) * size
-    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK)
-    blocks = np.append(blocks, num_images // BLOCK)  # the last, short block stays the last
+    num_images = len(split[1])
+    window_size = max(1, WINDOW_SIZE // args.batch_size) * args.batch_size
+    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK_SIZE)
+    blocks = np.append(blocks, num_images // BLOCK_SIZE)  # the last, short block stays the last
 
-    def read(window):
-        places = np.arange(window * window_size, min((window + 1) * window_size, num_images))
-        rows = blocks[places // BLOCK] * BLOCK + places % BLOCK  # of the files
-        order = np.random.default_rng((args.seed, epoch, window)).permutation(len(rows))
-        return [torch.from_numpy(array[rows]).to(device)[order] for array in split]
+    def read_window(number):
+        """Returns the images and labels of a window, on the device and shuffled."""
+        end = min((number + 1) * window_size, num_images)
+        positions = np.arange(number * window_size, end)  # in the order of the blocks
+        indices = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE  # in files
+        order = np.random.default_rng((args.seed, epoch, number)).permutation(len(indices))
+        return [torch.from_numpy(array[indices]).to(device)[order] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
-        next_window = thread.submit(read, steps.start * size // window_size)
+        reading = thread.submit(read_window, steps.start * args.batch_size // window_size)
         for step in steps:
-            window, start = divmod(step * size, window_size)
+            window, start = divmod(step * args.batch_size, window_size)
             if start == 0 or step == steps.start:
-                tensors = next_window.result()
-                next_window = thread.submit(read, window + 1)
-            share = slice(start + dist.get_rank(), start + size, dist.get_world_size())
-            batch = [tensor[share].chunk(args.grad_accum_steps) for tensor in tensors]
-            yield list(zip(*batch))
+                images, labels = reading.result()
+                reading = thread.submit(read_window, window + 1)
+            share = slice(start + dist.get_rank(), start + args.batch_size, dist.get_world_size())
+            parts = args.grad_accum_steps
+            yield list(zip(images[share].chunk(parts), labels[share].chunk(parts)))
 
 
 def create_model(args, channels, size):
@@ -171,15 +179,19 @@ def split_model(model, devices):
     if isinstance(model[-1], models.VGG):  # its layers in the order of its forward()
         *layers, vgg = model
         layers += [*vgg.features, vgg.avgpool, nn.Flatten(), *vgg.classifier]
-    sizes = np.array([sum(weight.numel() for weight in layer.parameters()) for layer in layers])
-    starts = np.flatnonzero(sizes)[1:]  # a stage starts with weights, which DDP needs
-    if len(devices) > len(starts) + 1:
-        sys.exit(f"--num_stages must be at most {len(starts) + 1}, the layers that have weights")
-    cuts = min(
-        itertools.combinations(starts, len(devices) - 1),
-        key=lambda cuts: sorted(map(np.sum, np.split(sizes, cuts)), reverse=True),
-    )
-    for device, (start, end) in zip(devices, itertools.pairwise((0, *cuts, len(layers)))):
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    with_weights = [number for number, size in enumerate(sizes) if size > 0]
+    if len(devices) > len(with_weights):
+        sys.exit(f"--num_stages must be at most {len(with_weights)}, the layers that have weights")
+    smallest = None  # sizes of the stages of the best split so far, the largest first
+    for cuts in itertools.combinations(with_weights[1:], len(devices) - 1):  # DDP needs weights
+        bounds = [0, *cuts, len(layers)]
+        stage_sizes = [sum(sizes[start:end]) for start, end in itertools.pairwise(bounds)]
+        stage_sizes.sort(reverse=True)
+        if smallest is None or stage_sizes < smallest:
+            smallest = stage_sizes
+            best_bounds = bounds
+    for device, (start, end) in zip(devices, itertools.pairwise(best_bounds)):
         yield nn.Sequential(*layers[start:end]).to(device)
 
 
@@ -189,8 +201,25 @@ class Chain(nn.Sequential):
     def forward(self, images):
         activations = images
         for stage in self:
-            activations = stage(activations.to(next(stage.parameters()).device))
+            stage_device = next(stage.parameters()).device
+            activations = stage(activations.to(stage_device))
         return activations.to(images.device)
+
+
+def image_loss(model, images, labels, args):
+    """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
+    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        logits = model(images.float() / 255)  # (B, K)
+        loss = nn.functional.cross_entropy(logits, labels.long())
+    count = torch.full_like(loss, len(labels))
+    right = (logits.argmax(1) == labels).sum()
+    sums = torch.stack((loss.detach() * count, right, count))
+    return loss, sums.double()
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
@@ -210,18 +239,36 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
+
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
 class CommTimer(Stopwatch):
@@ -229,55 +276,151 @@ class CommTimer(Stopwatch):
 
     def __init__(self, device, comm_hook):
         super().__init__(device)
-        self.comm_hook, self.spans, self.ready, self.buckets = comm_hook, [], [], []
+        self.comm_hook = comm_hook
+        self.spans = []  # (start, end) of each all-reduce since the last flush
+        self.ready = []  # (bytes, moment) of each bucket of this step
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     def hook(self, group, bucket):
-        start = self.backward_end = self.now()  # the last bucket: the backward pass is done
-        self.ready = self.ready[: bucket.index()] + [(bucket.buffer().nbytes, start)]  # this step's
+        if bucket.index() == 0:
+            self.ready = []
+        start = self.now()
+        self.ready.append((bucket.buffer().nbytes, start))
 
-        def sent(future):
+        def note_end(future):
             self.spans.append((start, self.now()))
             return future.value()
 
         if self.cuda:  # on a separate stream, so that the backward pass does not wait
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            return self.comm_hook(group, bucket).then(sent)
+            return self.comm_hook(group, bucket).then(note_end)
 
-    def read(self, phase):
+    def mark_backward(self, is_last):
+        """Marks a backward pass. The last one of a step ends when its last bucket is ready."""
+        if is_last:
+            self.marks.append(("backward", self.ready[-1][1]))
+            self.mark("comm")
+        else:
+            self.mark("backward")
+
+    def flush(self):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin, covered = self.last, 0.0
-        super().read(phase)
-        spans = [[self.between(origin, at) for at in span] for span in self.spans]
+        origin = self.last
+        super().flush()
+        spans = [
+            (self.between(origin, start), self.between(origin, end)) for start, end in self.spans
+        ]
+        covered = 0.0  # seconds after the origin up to which all spans are counted
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, covered))
             covered = max(covered, end)
         self.spans.clear()
-        self.buckets[:] = [[size, self.between(at, self.backward_end)] for size, at in self.ready]
+
+    def take(self, num_samples):
+        """Also returns the buckets: bytes, and the seconds from its being ready to the last one."""
+        row = super().take(num_samples)
+        row["buckets"] = []
+        for size, moment in self.ready:
+            row["buckets"].append([size, self.between(moment, self.ready[-1][1])])
+        return row
 
 
 class StageTimer(CommTimer):
-    """Times a stage by the clock of the first GPU: CUDA cannot compare events of two GPUs."""
+    """Times a stage by the clock of the first GPU: CUDA cannot compare events of two GPUs.
+
+    The timer of the first stage, whose backward pass ends last, is the stopwatch of the run.
+    """
 
     def __init__(self, device, comm_hook, devices):
         self.devices = devices
-        if device.type == "cuda":  # [0] for the ends of all-reduces, [1] for all other marks
-            self.clocks = [torch.cuda.Stream(devices[0], priority=-1) for _ in range(2)]
+        if device.type == "cuda":
+            self.clock = torch.cuda.Stream(devices[0], priority=-1)
+            self.comm_clock = torch.cuda.Stream(devices[0], priority=-1)
         with torch.accelerator.device_index(device.index):  # CommTimer's stream is of this GPU
             super().__init__(device, comm_hook)
+
+    def of_stage(self, device):
+        """Returns the timer of a stage. All note their all-reduces in one list: these overlap."""
+        if device == self.devices[0]:
+            return self
+        timer = StageTimer(device, self.comm_hook, self.devices)
+        timer.spans = self.spans
+        return timer
 
     def now(self):
         if not self.cuda:
             return super().now()
-        clock = self.clocks[torch.cuda.current_stream() == torch.cuda.default_stream()]
+        clock = self.clock
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            clock = self.comm_clock  # an all-reduce ends, beside the passes
         for device in self.devices:
             clock.wait_stream(torch.cuda.current_stream(device))
         return clock.record_event(torch.cuda.Event(enable_timing=True))
 
 
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_communication(rows):
+    """Prints what part of the communication is sending, and what is waiting for a late process."""
+    totals = []  # of each process, in seconds of an epoch
+    for rank in range(rows[0]["processes"]):
+        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
+    sending = min(totals)  # the process that comes last does not wait
+    if sending == 0:  # it is alone
+        return
+    late = rows[totals.index(sending)]
+    waiting = mean(rows, "comm_total") - sending
+    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
+    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    print(
+        f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
+        f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
+        f"R = compute / sending = {compute / sending:.1f}: above 3, more processes pay off"
+    )
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+# ============================================= The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+
+
 def setup_stages(args, rank, world_size):
     """Joins the process group. Returns the device and the process group of each stage."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     timeout = timedelta(seconds=args.timeout)
     # An NCCL group is bound to one GPU, so each stage has its own. The gloo group is bound to none.
     dist.init_process_group("gloo", "env://", timeout, world_size, rank)
@@ -313,14 +456,14 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def image_loss(model, images, labels, args):
-    """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
-    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(images.float() / 255)  # (B, K)
-        loss = nn.functional.cross_entropy(logits, labels.long())
-    count = torch.full_like(loss, len(labels))
-    sums = torch.stack((loss.detach() * count, (logits.argmax(1) == labels).sum(), count))
-    return loss, sums.double()
+def add_up(sums, since):
+    """Returns over all processes: sums (S,), whether to stop, and the mean seconds since then."""
+    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
+    seconds = time.perf_counter() - since
+    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
+    dist.all_reduce(totals)
+    *sums, stop_requests, seconds = totals.tolist()
+    return sums, stop_requests > 0, seconds / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -330,177 +473,171 @@ def evaluate(batch_loss, model, loader, args):
     return sum(batch_loss(model, *batch, args)[1] for batch in loader)
 
 
-def epoch_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
+def epoch_row(settings, progress, val_sums):
+    """Returns settings, losses and accuracies of an epoch, for the log."""
+    train_loss, train_right, train_count = progress["sums"]
+    val_loss, val_right, val_count = val_sums.tolist()
     row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, right, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row |= {f"{split}_loss": loss / count, f"{split}_acc": right / count}
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
+    row |= {"train_loss": train_loss / train_count, "train_acc": train_right / train_count}
+    row |= {"val_loss": val_loss / val_count, "val_acc": val_right / val_count}
     return row
 
 
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     devices, groups = setup_stages(args, rank, world_size)
     device = devices[0]
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for waits on rank 0
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
-    if rank > 0:
-        dist.barrier()  # rank 0 comes first and downloads what is missing
+    turn = int(rank > 0) + int(os.environ["LOCAL_RANK"] != "0")
+    for _ in range(turn):  # rank 0 prepares the data first, then one process of each other node
+        dist.barrier(patient)
     train_split = read_images(args, "train")
-    val_split = [torch.tensor(array).to(device) for array in read_images(args, "test")]
-    val_batches = list(zip(*(tensor[rank::world_size].split(128) for tensor in val_split)))
-    if rank == 0:
-        dist.barrier()
-    num_steps = min(len(train_split[1]) // args.batch_size, args.max_steps or sys.maxsize)
+    val_images, val_labels = read_images(args, "test")
+    for _ in range(turn, 2):
+        dist.barrier(patient)
+    val_images = torch.tensor(val_images[rank::world_size]).to(device)
+    val_labels = torch.tensor(val_labels[rank::world_size]).to(device)
+    val_batches = list(zip(val_images.split(128), val_labels.split(128)))
+    num_steps = len(train_split[1]) // args.batch_size
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
     model = create_model(args, *train_split[0].shape[1:3])
     stages = list(split_model(model, devices))
-    sizes = [sum(weight.numel() for weight in stage.parameters()) for stage in stages]
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     progress = load_snapshot(args, parts)
-    places = [None] * world_size
-    dist.all_gather_object(places, (progress["epoch"], progress["step"]))
-    if len(set(places)) > 1:
+    starts = [None] * world_size
+    dist.all_gather_object(starts, (progress["epoch"], progress["step"]))
+    if len(set(starts)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
-    timers = [StageTimer(device, COMM_HOOKS[args.comm_hook], devices) for device in devices]
-    watch, ddp_model = timers[0], Chain()  # the first stage is the last in the backward pass
-    for stage, group, timer in zip(stages, groups, timers):
-        ddp = DistributedDataParallel(stage, process_group=group, gradient_as_bucket_view=True)
-        ddp.register_comm_hook(group, timer.hook)
-        timer.spans = watch.spans  # one list, as all-reduces of two stages run at the same time
+    watch = StageTimer(device, COMM_HOOKS[args.comm_hook], devices)
+    ddp_model = Chain()
+    for stage, stage_device, group in zip(stages, devices, groups):
+        ddp_stage = DistributedDataParallel(
+            stage, process_group=group, gradient_as_bucket_view=True
+        )
+        ddp_stage.register_comm_hook(group, watch.of_stage(stage_device).hook)
         if args.compile:
-            ddp.compile()
-        ddp_model.append(ddp)
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+            ddp_stage.compile()
+        ddp_model.append(ddp_stage)
+
+    settings = vars(args) | {
         "script": "hybrid/images.py",
         "processes": world_size,
         "nodes": nodes,
         "rank": rank,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "comm_hook": args.comm_hook,
-        "parameters": sum(sizes),
-        "num_stages": args.num_stages,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "stages": [sum(p.numel() for p in stage.parameters()) for stage in stages],
     }
     if rank == 0:
-        print(
-            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-            + f"{len(train_split[1]):,} + {len(val_split[1]):,} images"
-        )
-        print(
-            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-            "{batch_size}; {precision}; torch {torch}".format_map(settings)
-        )
-        print("stages", sizes, "starting at epoch {epoch}, step {step}:".format_map(progress))
-        print("epoch  train_loss  train_acc  val_loss  val_acc  seconds  samples/s")
-    rows, stop = [], 0
+        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(textwrap.fill(facts, 100))
+        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+        print(*(f"{name:>10}" for name in SHOWN))
+    rows = []  # rank 0 collects those of all epochs and processes
+    stop = False
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
-        loader = batches(train_split, args, epoch, range(first_step, num_steps), device)
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        last_check = first_step
+        next_check = first_step + 1
+        since = time.perf_counter()
+        loader = batches(train_split, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
-        for micro_batches in tqdm(
-            loader,
-            f"epoch {epoch}",
-            num_steps,
-            initial=first_step,
-            leave=False,
-            disable=True if rank else None,
-        ):
+        for micro_batches in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             for number, (images, labels) in enumerate(micro_batches, start=1):
-                last = number == args.grad_accum_steps
-                for ddp in ddp_model:
-                    ddp.require_backward_grad_sync = last  # as no_sync() does
+                is_last = number == args.grad_accum_steps
+                for ddp_stage in ddp_model:
+                    ddp_stage.require_backward_grad_sync = is_last  # as no_sync() does
                 loss, loss_sums = image_loss(ddp_model, images, labels, args)
                 sums = sums + loss_sums
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
-                watch.mark("backward", at=watch.backward_end if last else None)
-            watch.mark("comm")  # communication that the backward pass did not hide
+                watch.mark_backward(is_last)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
-                totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals, group=groups[0])
-                *progress["sums"], stop = totals.tolist()
-                watch.read("comm")
-                if not totals.isfinite().all():
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            if save or progress["step"] == next_check:
+                start = watch.now()
+                progress["sums"], stop, seconds = add_up(sums, since)
+                watch.spans.append((start, watch.now()))
+                watch.mark("comm")
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if rank == 0 and (save or stop):
-                    save_snapshot(args, parts, progress)
+                if save or stop:
+                    if rank == 0:
+                        save_snapshot(args, parts, progress)
+                    dist.barrier(patient)
                     watch.mark("save")
                 if stop:
                     break
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                seconds_a_step = seconds / (progress["step"] - last_check)
+                last_check = progress["step"]
+                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
+                since = time.perf_counter()
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
         if stop:
             break
 
         val_sums = evaluate(image_loss, Chain(*stages), val_batches, args)
         dist.all_reduce(val_sums, group=groups[0])
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = epoch_row(settings, progress, val_sums, watch.seconds, num_samples)
+        watch.mark("eval")
+        watch.flush()
+        row = epoch_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
-        rows += epoch_rows
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        for process_row in epoch_rows:
+            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print(
-                "{epoch:5}  {train_loss:10.4f}  {train_acc:9.4f}  {val_loss:8.4f}  {val_acc:7.4f}"
-                "  {seconds:7.2f}  {samples/s:9.0f}".format_map(row)
-            )
+            rows += epoch_rows
+            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
             if args.log:
                 with open(args.log, "a") as file:
-                    file.writelines(json.dumps(each) + "\n" for each in epoch_rows)
-            save_snapshot(args, parts, progress)
-        watch.mark("save")
-    if rows and rank == 0:
-        means = print_summary(rows[world_size:] or rows, "val_acc")
-        print(
-            f"{means['hidden']:.0%} of the communication is hidden behind the backward pass\n"
-            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
-        )
-    dist.barrier()  # rank 0 may still be saving
+                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
+    if rank == 0 and not stop:  # complete
+        save_snapshot(args, parts, progress)
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_communication(rows)
+        print_row(rows, "val_acc")
+    dist.barrier(patient)
     dist.destroy_process_group()
 
 
