@@ -116,18 +116,18 @@ def signal_of_the_limit(site, job):
     wait_for(lambda: site.show(job)["Restarts"] != restarts or site.show(job)["JobState"] in ENDED)
 
 
-STOPPED = {  # job: arguments, options
-    "multinode_images": ("--model mlp --dropout 0.5 --max_steps 500", ["--gpus-per-node=1"]),
-    "hybrid_gpt_fsdp": ("--max_steps 60", ["--gpus-per-node=1"]),
+STOPPED = {  # job: arguments
+    "multinode_images": "--model mlp --dropout 0.5 --max_steps 500 --epochs 2",
+    "hybrid_gpt_fsdp": "--dataset {text} --max_steps 60",
 }
 
 
 @pytest.mark.parametrize("name", STOPPED)
 def test_stopped_at_the_time_limit(site, run, tmp_path, name):
     """Two nodes save their work and go on in a new job: the weights of one undisturbed run."""
-    words, options = STOPPED[name]
-    words = [*words.split(), "--epochs", 2]
-    job = site.submit(name, *words, options=[*options, "--cpus-per-task=1"])
+    (text := tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 40)
+    words = STOPPED[name].format(text=text).split()
+    job = site.submit(name, *words, options=["--gpus-per-node=1", "--cpus-per-task=1"])
     wait_for(lambda: "starting at" in site.output(job) or site.show(job)["JobState"] in ENDED)
     time.sleep(4)
     signal_of_the_limit(site, job)
@@ -145,6 +145,7 @@ def test_a_job_that_saves_nothing_ends(site):
     job = site.submit("multinode_gpt", options=["--gpus-per-node=1", "--cpus-per-task=1"])
     for start in (1, 2):
         wait_for(lambda start=start: f"job {job}, start {start}" in site.output(job), pause=0.1)
+        time.sleep(2)
         signal_of_the_limit(site, job)
     assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "1", site.output(job)
 
