@@ -2,28 +2,38 @@
 
     python report.py runs/                            # logs in a folder, written with --log
     python report.py runs/ --out report               # also writes report.md, CSVs and pictures
-    python report.py one.jsonl --predict link.json      # link.json is from allreduce.py --out
+    python report.py one.jsonl --predict link.json    # link.json is from allreduce.py --out
     python report.py one.jsonl --predict inside.json between.json --gpus_per_node 8
 
-Runs with the same settings and different numbers of processes are compared. Strong scaling keeps
-the global batch, weak scaling keeps the batch of a process. Figures are means over the processes
-and over the epochs after the first. s is the time of an epoch in seconds. Speedup is the ratio of
-samples/s to the run with the fewest processes, efficiency is speedup / ratio of processes. comm %
-is the part of s that communication adds, hidden % the part of all communication that the backward
-pass hides. R = compute / communication. Skew is the compute time of the slowest process minus that
-of the fastest, in seconds. The serial fraction f of Amdahl's law, 1 / speedup = f + (1 - f) / N, is
-fitted by least squares (after Karp and Flatt 1990).
+The report compares runs that have the same settings and different numbers of processes N. Strong
+scaling keeps the global batch, weak scaling keeps the batch of a process. Numbers are means over
+the processes and over the epochs after the first. What is not known is printed as -.
 
-The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process.
-Data, forward and backward pass shrink with the batch: in proportion or, with logs of several
-batches, by linear interpolation (the slowest of runs with one batch). The optimizer's time stays.
-The log of multigpu with one process tells the bytes of each bucket of gradients and when it is
-ready. For singlegpu, buckets of 1 MiB and then 25 MiB are ready in proportion to their bytes. A
-bucket waits for the one before. An all-reduce of n bytes takes N - 1 hops, each with the latency of
-its link, and n x 2 (N - 1) / N / bandwidth, the smaller one over nodes. While it runs, the backward
-pass is as slow as allreduce.py (--min_bytes 1048576) measured it. More processes pay if twice as
-many are 1.5 times as fast. Not predicted: that processes of a node share its memory, and wait for
-one that is late.
+    seconds       wall time of an epoch, with its evaluation and its snapshots
+    samples/s     speed of the training alone
+    speedup       samples/s divided by the samples/s of the run with the fewest processes
+    efficiency    speedup divided by how many times as many processes there are
+    device-hours  of an epoch: processes x seconds / 3600
+    comm %        exposed communication as a share of the training time
+    hidden %      share of the communication that goes on during the backward pass
+    sending       seconds of communication in the process that comes last: it waits for no other
+    waiting       mean seconds of communication over all processes, minus sending
+    late rank     the process that comes last, on the node late host
+    R             compute / sending, where compute is forward, backward and optimizer
+    skew          seconds of compute in the slowest process, minus those in the fastest
+    peak_MB       memory of the process that has held the most
+
+More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times. Amdahl's
+serial fraction f, 1 / speedup = f + (1 - f) / N, is a least-squares fit (Karp and Flatt 1990).
+
+The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process. The
+time of data, forward and backward pass is proportional to the batch; with logs of several batches
+it is interpolated. The time of the optimizer is constant. The log of multigpu with one process
+tells the bytes of each bucket of gradients and when it is ready. For singlegpu, buckets of 1 MiB
+and then 25 MiB are ready in proportion to their bytes. A bucket waits for the one before. An
+all-reduce of n bytes takes N - 1 hops, each with the latency of its link, and n x 2 (N - 1) / N /
+bandwidth of the slowest link. While it runs, the backward pass is as slow as allreduce.py
+(--min_bytes 1048576) has measured. Shared memory and late processes are not predicted.
 """
 
 import argparse
@@ -40,123 +50,120 @@ from matplotlib import pyplot as plt
 
 # The settings that compared runs have in common. Seed and epochs may differ.
 SAME = (
-    "script",
-    "model",
-    "dataset",
-    "precision",
-    "size",
-    "parameters",
-    "source",
-    "target",
-    "vocab_size",
-    "d_model",
-    "n_heads",
-    "num_layers",
-    "seq_len",
-    "learning_rate",
-    "dropout",
-    "grad_accum_steps",
-    "compile",
-    "max_steps",
-    "num_stages",
-    "num_microbatches",
-    "schedule",
-)
-WORDS = ["run", *SAME[:4], "comm_hook", "device", "threads"]
-COUNTS = ["processes", "nodes", "batch_size", "parameters"]
+    "script model dataset precision size parameters source target vocab_size d_model n_heads "
+    "num_layers seq_len learning_rate dropout grad_accum_steps compile max_steps num_stages "
+    "num_microbatches schedule"
+).split()
+TITLE = SAME[:4]
+RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
 COMPUTE = ["forward", "backward", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save"]
-NUMBERS = [*COUNTS, "epoch", "rank", "seconds", "samples/s", *PHASES, "comm_total"]
-METRICS = ["val_acc", "val_ppl", "val_loss"]  # quality is the first that a script logs
-SCALING = ["speedup", "efficiency", "comm %", "hidden %", "R"]
-MEASURED = ["processes", "nodes", "batch", "s", "samples/s", *SCALING, "skew"]
-PREDICTED = ["processes", "batch each", "ms a step", *SCALING]
-LINK = {
+MEANS = ["seconds", "samples/s", *PHASES, "comm_total"]
+QUALITY = ["val_acc", "val_ppl", "val_loss"]  # the first one that a script logs is shown
+
+# What a row must hold, and what stands for what older logs and most scripts lack.
+WORDS = ["run", *TITLE, "comm_hook", "device", "host"]
+COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads"]
+NUMBERS = [*COUNTS, *MEANS, "epoch", "rank"]
+DEFAULTS = {"bubble": 0.0, "host": "-", "peak_MB": math.nan}
+
+RATIOS = ["speedup", "efficiency"]
+SPEED = ["processes", "nodes", "batch_size", "seconds", "samples/s", *RATIOS, "device-hours"]
+LATE = ["sending", "waiting", "late rank", "late host", "skew", "peak_MB"]
+COMMUNICATION = ["processes", "comm %", "hidden %", "R", *LATE]
+PREDICTED = ["processes", "local batch", "ms a step", *RATIOS, "comm %", "hidden %", "R"]
+APPLICATION = ["nodes", "processes", "seconds", *RATIOS, "device-hours", "peak_MB"]
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
+LINK = {  # what allreduce.py writes: (lowest, highest)
     "processes": (2, 1e9),
     "latency_s": (0, 1e9),
     "bandwidth_bytes_per_s": (1, 1e30),
     "compute_rate": (0.01, 1),
-}  # lowest and highest
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
+}
 
 
-def parse_row(line):
-    """Returns the row of this line. A torn line may stand before it. {} if it is none."""
+def read_row(line):
+    """Returns the row in this line, or None if it is damaged. A torn row may stand before it."""
     try:
-        row = json.loads(line[line.rfind('{"') :])
-    except (ValueError, RecursionError):
-        return {}
-    return {"bubble": 0.0} | row if isinstance(row, dict) else {}
-
-
-def is_whole(row):
-    """Tells whether the row has all words and numbers that a report needs."""
-    numbers = [row.get(name) for name in NUMBERS]
-    if not all(isinstance(number, int | float) and 0 <= number < 1e12 for number in numbers):
-        return False
-    if not all(isinstance(row.get(name), str | int) for name in WORDS):
-        return False
-    if not all(isinstance(row.get(name, math.nan), int | float) for name in METRICS):
-        return False
+        row = DEFAULTS | json.loads(line[line.rfind('{"') :])
+    except (TypeError, ValueError, RecursionError):
+        return None
+    for name in WORDS:
+        if not isinstance(row.get(name), str):
+            return None
+    for name in NUMBERS:
+        if not isinstance(row.get(name), int | float) or not 0 <= row[name] < 1e12:
+            return None
+    for name in (*QUALITY, "peak_MB"):
+        if not isinstance(row.get(name, math.nan), int | float):
+            return None
     training = row["seconds"] - row["eval"] - row["save"]
-    return min(row[name] for name in COUNTS) >= 1 and min(training, row["samples/s"]) > 1e-9
+    has_trained = min(training, row["samples/s"]) > 1e-9
+    return row if has_trained and min(row[name] for name in COUNTS) >= 1 else None
 
 
 def read_logs(paths):
-    """Returns the whole rows of all logs, and notes on what was left out."""
-    rows, notes, files = [], [], []
+    """Returns the complete rows of all logs, and notes on what was left out."""
+    files = []
     for path in paths:
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    rows = []
+    notes = []
     for file in files:
         try:
             lines = file.read_text(errors="replace").splitlines()
         except OSError as error:
             notes.append(f"{file}: {error}")
             continue
-        found = list(filter(is_whole, map(parse_row, lines)))
+        found = list(filter(None, map(read_row, lines)))
         if len(found) < len(lines):
             notes.append(f"{file}: {len(lines) - len(found)} damaged row(s) left out")
         elif not lines:
             notes.append(f"{file}: no rows")
         rows += found
+    if not rows:
+        sys.exit("no rows to report: " + "; ".join(notes))
     frame = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
-    if rows:
-        frame[NUMBERS] = frame[NUMBERS].astype(float)
+    frame[NUMBERS] = frame[NUMBERS].astype(float)
     return frame, notes
 
 
 def runs_of(rows, warmup, notes):
-    """Returns a dict for each run: its settings, and means over processes and later epochs."""
-    runs, names = [], ["run", "script", "processes", "nodes"]
-    rows = rows.drop_duplicates([*names, "epoch", "rank"], keep="last")
-    whole = rows.groupby([*names, "epoch"])["rank"].transform("count") == rows["processes"]
-    if not whole.all():
-        notes.append(f"{(~whole).sum()} row(s) left out: not all processes logged their epoch")
-    for _, run in rows[whole].groupby(names, sort=False):
-        later = run[run["epoch"] >= min(run["epoch"].min() + warmup, run["epoch"].max())]
-        means = later[["seconds", "samples/s", *PHASES, "comm_total"]].mean().to_dict()
-        comm_total = means["comm_total"] or math.nan  # 0 if there is one process
-        compute = later[COMPUTE].sum(axis=1).groupby(later["epoch"])
-        last = run.iloc[-1].dropna().to_dict()
-        metric = next((metric for metric in METRICS if metric in last), "val_loss")
-        runs.append(
-            last
-            | means
-            | {name: int(last[name]) for name in COUNTS}
-            | {
-                "script": last["script"].split("/")[-1],
-                "batch": int(last["batch_size"]),
-                "s": means["seconds"],
-                "comm %": 100 * means["comm"] / means["seconds"],
-                "hidden %": max(100 - 100 * means["comm"] / comm_total, 0.0),
-                "R": sum(means[phase] for phase in COMPUTE) / comm_total,
-                "skew": (compute.max() - compute.min()).mean(),
-                "metric": metric,
-                metric: last.get(metric, math.nan),
-                "epoch_times": run.groupby("epoch")["seconds"].mean(),
-            }
-        )
-    return runs
+    """Returns a summary of each run."""
+    rows = rows.drop_duplicates([*RUN, "epoch", "rank"], keep="last")  # of epochs done twice
+    logged = rows.groupby([*RUN, "epoch"])["rank"].transform("count")
+    complete = logged == rows["processes"]
+    if not complete.all():
+        notes.append(f"{(~complete).sum()} row(s) left out: not all processes logged their epoch")
+    return [summary_of(run, warmup) for _, run in rows[complete].groupby(RUN, sort=False)]
+
+
+def summary_of(run, warmup):
+    """Returns a dict of the run's settings and of means over processes and later epochs."""
+    first_epoch = min(run["epoch"].min() + warmup, run["epoch"].max())
+    later = run[run["epoch"] >= first_epoch]
+    summary = run.iloc[-1].dropna().to_dict()  # the settings
+    summary["script"] = summary["script"].split("/")[-1]
+    for name in COUNTS:
+        summary[name] = int(summary[name])
+    summary |= later[MEANS].mean().to_dict()
+    summary["training"] = summary["seconds"] - summary["eval"] - summary["save"]
+    summary["device-hours"] = summary["processes"] * summary["seconds"] / 3600
+    summary["comm %"] = 100 * summary["comm"] / summary["training"]
+    summary["peak_MB"] = run["peak_MB"].max()
+    summary["epoch_times"] = run.groupby("epoch")["seconds"].mean()
+    totals = later.groupby("rank")["comm_total"].mean()
+    if summary["processes"] > 1 and totals.min() > 0:
+        summary["sending"] = totals.min()
+        summary["waiting"] = totals.mean() - totals.min()
+        summary["late rank"] = f"{totals.idxmin():.0f}"
+        summary["late host"] = run[run["rank"] == totals.idxmin()]["host"].iloc[-1]
+        summary["hidden %"] = max(0.0, 100 - 100 * summary["comm"] / summary["comm_total"])
+        compute = later[COMPUTE].sum(axis=1)
+        summary["R"] = compute.mean() / summary["sending"]
+        compute_in_epochs = compute.groupby(later["epoch"])
+        summary["skew"] = (compute_in_epochs.max() - compute_in_epochs.min()).mean()
+    return summary
 
 
 def settings_of(run):
@@ -166,86 +173,97 @@ def settings_of(run):
 
 def groups_of(runs):
     """Returns tables of the runs that differ in the number of processes alone, with speedups."""
-    groups, found = {}, []
+    alike = {}
     for run in runs:
-        same = tuple(settings_of(run).values())
-        groups.setdefault(("strong", run["batch"], same), []).append(run)
-        groups.setdefault(("weak", run["batch"] / run["processes"], same), []).append(run)
-    for (scaling, batch, same), alike in sorted(groups.items(), key=lambda item: item[0]):
-        for hook in sorted({run["comm_hook"] for run in alike if run["processes"] > 1}):
-            group = pd.DataFrame(
-                run for run in alike if run["processes"] == 1 or run["comm_hook"] == hook
-            )
-            group = group.sort_values(["processes", "nodes"], kind="stable", ignore_index=True)
-            ratio = group["processes"] / group["processes"].min()
-            if ratio.max() == 1:
-                continue
-            group["speedup"] = group["samples/s"] / group["samples/s"][ratio == 1].mean()
-            group["efficiency"] = group["speedup"] / ratio
-            x, y = 1 - 1 / ratio, 1 / group["speedup"] - 1 / ratio  # Amdahl: y = serial * x
-            group["serial"] = (x * y).sum() / (x * x).sum()
-            kept = "global batch" if scaling == "strong" else "batch of a process"
-            group["group"] = f"{scaling} scaling, {', '.join(same[:4])}, {kept} {batch:g}"
-            found.append(group)
-    return found
+        settings = tuple(settings_of(run).values())
+        local_batch = run["batch_size"] / run["processes"]
+        alike.setdefault(("strong", run["batch_size"], settings), []).append(run)
+        alike.setdefault(("weak", local_batch, settings), []).append(run)
+    groups = []
+    for scaling, batch, settings in sorted(alike):
+        kept = "global batch" if scaling == "strong" else "batch of a process"
+        title = f"{scaling} scaling, {', '.join(settings[: len(TITLE)])}, {kept} {batch:g}"
+        members = pd.DataFrame(alike[scaling, batch, settings])
+        for hook in sorted(members["comm_hook"][members["processes"] > 1].unique()):
+            group = members[(members["processes"] == 1) | (members["comm_hook"] == hook)]
+            if group["processes"].nunique() > 1:
+                group = with_speedups(group.sort_values(["processes", "nodes"], kind="stable"))
+                groups.append(group.assign(group=title, serial=serial_fraction(group)))
+    return groups
+
+
+def with_speedups(runs):
+    """Returns the table of runs with their speedups."""
+    ratio = runs["processes"] / runs["processes"].min()
+    speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].mean()
+    return runs.assign(ratio=ratio, speedup=speedup, efficiency=speedup / ratio)
+
+
+def serial_fraction(group):
+    """Returns the serial fraction of Amdahl's law that fits the speedups best."""
+    x = 1 - 1 / group["ratio"]
+    y = 1 / group["speedup"] - 1 / group["ratio"]  # the law is y = serial * x
+    return (x * y).sum() / (x * x).sum()
+
+
+def pays_up_to(runs):
+    """Returns a sentence on up to how many processes it pays."""
+    speedups = runs.groupby("processes")["speedup"].max()  # the fastest run with a number counts
+    for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
+        gain = fast / slow
+        needed = 1.5 ** math.log2(many / few)
+        if gain < needed:
+            limit = "1 process" if few == 1 else f"{few} processes"
+            return f"It pays up to {limit}: {many} are {gain:.2f} times as fast, not {needed:.2f}."
+    return f"It pays up to {speedups.index.max()} processes, and there are no numbers on more."
 
 
 def cell(value):
-    """Returns words as they are, and a number with three digits or more."""
-    if isinstance(value, (int, str)):
+    """Returns words and whole numbers as they are, other numbers with at least three digits."""
+    if isinstance(value, int | str):
         return str(value)
-    decimals = sum(abs(value) < limit for limit in (1, 10, 100))
-    return f"{value:.{decimals}f}" if math.isfinite(value) else "-"
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:#.3g}" if abs(value) < 99.9 else f"{value:.0f}"
 
 
 def table(columns, rows):
-    """Returns these columns of the rows as a Markdown table."""
-    lines = [[cell(row[name]) for name in columns] for row in rows]
-    widths = [max(2, *map(len, column)) for column in zip(columns, *lines)]
-    lines = [columns, ["-" * (width - 1) + ":" for width in widths], *lines]
-    return "\n".join("| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in lines)
+    """Returns these columns of the rows as a Markdown table. What a row lacks is printed as -."""
+    cells = pd.DataFrame(rows).reindex(columns=columns).map(cell)
+    lines = [columns, *cells.to_numpy().tolist()]
+    widths = [max(2, *map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
-def compare(group):
+def comparison(group):
     """Returns the lines on a group."""
-    first = group.iloc[0]
-    facts = [
-        f"{name} {value}"
-        for name, value in settings_of(first).items()
-        if name not in SAME[:4] and value not in ("", "0", "0.0", "False")
-    ]
+    first = group.iloc[0].dropna()
+    facts = []
+    for name, value in settings_of(first).items():
+        if name not in TITLE and value not in ("", "0", "0.0", "False"):
+            facts.append(f"{name} {value}")
     for name in ("comm_hook", "device", "threads"):
         facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
+    quality = next((name for name in QUALITY if name in first), "val_loss")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
-    lines += [table([*MEASURED, first["metric"]], group.to_dict("records")), ""]
+    lines += [table([*SPEED, quality], group), "", table(COMMUNICATION, group), ""]
     if first["group"].startswith("strong"):
         bound = f"at most {1 / first['serial']:.3g}" if first["serial"] > 0 else "any number of"
-        lines += [
-            f"Serial fraction {first['serial']:.3f}: {bound} times as fast, however many "
-            "processes.",
-            "",
-        ]
+        lines += [f"Serial fraction {first['serial']:.3f}: {bound} times as fast for any N.", ""]
+    return [*lines, pays_up_to(group), ""]
+
+
+def application(groups):
+    """Returns the lines to paste into an application for computing time."""
+    lines = ["## For an application for computing time", ""]
+    lines += ["An epoch takes these seconds and device-hours. A process has a device of its own."]
+    lines += ["peak_MB is the memory of the process that has held the most.", ""]
+    for group in groups:
+        devices = " / ".join(group["device"].unique())
+        lines += [f"**{group['group'].iloc[0]}, device {devices}**", ""]
+        lines += [table(APPLICATION, group), "", pays_up_to(group), ""]
     return lines
-
-
-def draw_group(group, path):
-    """Draws the speedup, where the time goes, and the epoch times. `path` begins their names."""
-    group = group.set_index("processes")
-    title, serial = group["group"].iloc[0], max(0.0, group["serial"].iloc[0])
-    speedup = pd.DataFrame({"ideal": group["speedup"] / group["efficiency"]})
-    if title.startswith("strong"):
-        speedup["Amdahl's law"] = 1 / (serial + (1 - serial) / speedup["ideal"])
-    speedup["measured"] = group["speedup"]
-    phases = group[PHASES].loc[:, group[PHASES].any()]
-    times = pd.DataFrame(list(group["epoch_times"]), group.index).T
-    styles = {"ideal": "--", "Amdahl's law": "-", "measured": "o"}
-    axes = speedup.plot(title=title, ylabel="speedup", style=styles, xticks=group.index, ylim=0)
-    axes.figure.savefig(f"{path}_speedup.png")
-    axes = phases.plot.bar(title=title, ylabel="s an epoch", stacked=True, rot=0)
-    axes.figure.savefig(f"{path}_phases.png")
-    axes = times.plot(title=title, xlabel="epoch", ylabel="s an epoch", marker="o", ylim=0)
-    axes.figure.savefig(f"{path}_epoch_times.png")
-    plt.close("all")
 
 
 def read_links(paths):
@@ -254,32 +272,35 @@ def read_links(paths):
     for path in paths:
         try:
             written = json.loads(Path(path).read_text())
-            links.append({name: float(written[name]) for name in LINK})
+            link = {name: float(written[name]) for name in LINK}
             for name, (lowest, highest) in LINK.items():
-                if not lowest <= links[-1][name] <= highest:
-                    raise ValueError(f"{name} is {links[-1][name]}")
+                if not lowest <= link[name] <= highest:
+                    raise ValueError(f"{name} is {link[name]}")
         except Exception as error:  # a damaged or foreign file can fail anywhere
             sys.exit(f"cannot read the link {path}: {error!r}")
+        links.append(link)
     return links
 
 
 def step_of(run, runs):
     """Returns what a prediction needs of a run of one process, and of those like it in `runs`."""
-    phases = {0: dict.fromkeys(("data", *COMPUTE), 0.0)}  # seconds of a step for each batch
-    for other in [*sorted(runs, key=lambda other: -other["samples/s"]), run]:  # the last one counts
+    seconds = {0: dict.fromkeys(PHASES, 0.0)}  # of the phases of a step, for each batch
+    fastest_first = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
+    for other in [*fastest_first, run]:  # what comes later replaces a run with the same batch
         if settings_of(other) == settings_of(run) and other["device"] == run["device"]:
-            steps = other["samples/s"] / other["batch"]  # in a second
-            steps *= other["seconds"] - other["eval"] - other["save"]
-            phases[other["batch"]] = {name: other[name] / steps for name in ("data", *COMPUTE)}
-    phases = pd.DataFrame(phases).T.sort_index()
-    try:  # [bytes, seconds before the end of the backward pass] of each bucket
-        sizes, leads = np.array(run["buckets"], float).T
-        ready = 1 - leads / phases["backward"][run["batch"]]
-    except (KeyError, TypeError, ValueError):  # a run of singlegpu, which has no buckets
+            steps = other["samples/s"] * other["training"] / other["batch_size"]
+            seconds[other["batch_size"]] = {name: other[name] / steps for name in PHASES}
+    phases = pd.DataFrame.from_dict(seconds, orient="index").sort_index()
+    try:
+        sizes, leads = np.array(run["buckets"], float).T  # bytes, seconds before the last is ready
+        ready = 1 - leads / phases["backward"][run["batch_size"]]
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # singlegpu has no buckets
         total = 4 * run["parameters"]
         ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
-        sizes, ready = np.diff(ends), ends[1:] / total
-    return {"batch": run["batch"], "phases": phases, "bytes": sizes, "ready": ready.clip(0, 1)}
+        sizes = np.diff(ends)
+        ready = ends[1:] / total
+    shares = np.diff(ready.clip(0, 1), prepend=0)  # of the backward pass, ahead of each bucket
+    return {"batch_size": run["batch_size"], "phases": phases, "bytes": sizes, "shares": shares}
 
 
 def all_reduce_seconds(size, processes, links, gpus_per_node):
@@ -293,59 +314,69 @@ def all_reduce_seconds(size, processes, links, gpus_per_node):
 
 def predict_step(step, processes, scaling, links, gpus_per_node):
     """Returns the row of the prediction for so many processes, without the speedup."""
-    batch = step["batch"] / (processes if scaling == "strong" else 1)
-    data, forward, backward = (
-        np.interp(batch, step["phases"].index, step["phases"][name])
-        for name in ("data", "forward", "backward")
-    )
-    optimizer = step["phases"]["optimizer"][step["batch"]]
+    local_batch = step["batch_size"] / (processes if scaling == "strong" else 1)
+    phases = step["phases"]
+    seconds = {name: np.interp(local_batch, phases.index, phases[name]) for name in phases}
+    optimizer = phases["optimizer"][step["batch_size"]]
     all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
-    used = links if processes > gpus_per_node else links[:1]  # inside a node, its own link alone
-    rate = min(link["compute_rate"] for link in used)
-    now = sent = 0.0  # seconds after the backward pass began: computed, and sent, so far
-    for work, seconds in zip(np.diff(step["ready"], prepend=0) * backward, all_reduces):
-        beside = min(max(0.0, sent - now), work / rate)  # seconds beside an all-reduce
-        now += beside + work - beside * rate
-        sent = max(sent, now) + seconds
-    comm, comm_total = sent - now, sum(all_reduces) or math.nan
-    compute = forward + now + optimizer
-    seconds = data + compute + comm
-    return {
-        "processes": processes,
-        "batch each": batch,
-        "ms a step": 1000 * seconds,
-        "samples/s": processes * batch / seconds,
-        "comm %": 100 * comm / seconds,
-        "hidden %": 100 * (1 - comm / comm_total),
-        "R": compute / comm_total,
-    }
+    used_links = links if processes > gpus_per_node else links[:1]
+    rate = min(link["compute_rate"] for link in used_links)
+    bucket_ready = 0.0  # in seconds from the beginning of the backward pass
+    link_free = 0.0  # likewise: when the all-reduces so far have ended
+    for work, all_reduce in zip(step["shares"] * seconds["backward"], all_reduces):
+        busy = max(0.0, link_free - bucket_ready)
+        slowed = min(busy, work / rate)  # seconds of slow work, beside an all-reduce
+        bucket_ready += slowed + work - slowed * rate
+        link_free = max(link_free, bucket_ready) + all_reduce
+    comm = link_free - bucket_ready
+    compute = seconds["forward"] + bucket_ready + optimizer
+    training = seconds["data"] + compute + comm
+    row = {"processes": processes, "local batch": local_batch, "ms a step": 1000 * training}
+    row["samples/s"] = processes * local_batch / training
+    row["comm %"] = 100 * comm / training
+    comm_total = all_reduces.sum()
+    if comm_total > 0:
+        row["hidden %"] = 100 - 100 * comm / comm_total
+        row["R"] = compute / comm_total
+    return row
 
 
 def predict(step, scaling, links, gpus_per_node):
-    """Returns the rows of the prediction, and one sentence on how far it pays."""
-    first, *rows = (
-        predict_step(step, 2**power, scaling, links, gpus_per_node)
-        for power in range(11)
-        if scaling == "weak" or 2**power <= step["batch"]
-    )
-    half, verdict = 1.0, ""
-    for row in rows:
-        processes, row["speedup"] = row["processes"], row["samples/s"] / first["samples/s"]
-        row["efficiency"] = row["speedup"] / processes
-        if row["speedup"] < 1.5 * half and not verdict:
-            verdict = (
-                f"From {processes} processes on it stops paying: they are only "
-                f"{row['speedup'] / half:.2f} times as fast as {processes // 2}."
-            )
-        half = row["speedup"]
-    return rows, verdict or "It pays to the end of the table: twice as many are 1.5 times as fast."
+    """Returns the rows of the prediction, and a sentence on up to how many processes it pays."""
+    rows = []
+    for processes in 2 ** np.arange(11):
+        if scaling == "weak" or processes <= step["batch_size"]:
+            rows.append(predict_step(step, processes, scaling, links, gpus_per_node))
+    found = with_speedups(pd.DataFrame(rows))
+    return found[1:].to_dict("records"), pays_up_to(found)
+
+
+def draw_group(group, path):
+    """Draws the speedup, where the time goes, and the epoch times. `path` begins their names."""
+    group = group.set_index("processes")
+    title = group["group"].iloc[0]
+    speedup = pd.DataFrame({"ideal": group["ratio"]})
+    if title.startswith("strong"):
+        serial = max(0.0, group["serial"].iloc[0])
+        speedup["Amdahl's law"] = 1 / (serial + (1 - serial) / group["ratio"])
+    speedup["measured"] = group["speedup"]
+    phases = group[PHASES].loc[:, group[PHASES].any()]
+    times = pd.DataFrame(list(group["epoch_times"]), group.index).T
+    styles = {"ideal": "--", "Amdahl's law": "-", "measured": "o"}
+    axes = speedup.plot(title=title, ylabel="speedup", style=styles, xticks=group.index, ylim=0)
+    axes.figure.savefig(f"{path}_speedup.png")
+    axes = phases.plot.bar(title=title, ylabel="s an epoch", stacked=True, rot=0)
+    axes.figure.savefig(f"{path}_phases.png")
+    axes = times.plot(title=title, xlabel="epoch", ylabel="s an epoch", marker="o", ylim=0)
+    axes.figure.savefig(f"{path}_epoch_times.png")
+    plt.close("all")
 
 
 def write_all(groups, predictions, lines, out):
     """Writes the lines, the tables as CSV, and the pictures."""
     (out / "tables").mkdir(parents=True, exist_ok=True)
     (out / "report.md").write_text("\n".join(lines) + "\n")
-    columns = ["group", *MEASURED, *METRICS, "serial", *PHASES]
+    columns = ["group", *SPEED, *COMMUNICATION[1:], *QUALITY, "serial", *PHASES]
     measured = pd.concat([pd.DataFrame(), *groups]).reindex(columns=columns)
     predicted = pd.DataFrame(predictions, columns=["group", *PREDICTED])
     measured.to_csv(out / "tables/measured.csv", index=False)
@@ -353,13 +384,14 @@ def write_all(groups, predictions, lines, out):
     for number, group in enumerate(groups, start=1):
         draw_group(group, out / f"group{number}")
     figure, axes = plt.subplots()
-    line = np.geomspace(0.1, 100)
-    for count in sorted({2, *measured["processes"]} - {1}):  # T / N + T / N / R for T seconds
-        axes.loglog(line, count * line / (1 + line), label=f"{count} processes, nothing hidden")
+    r = np.geomspace(0.1, 100)
+    for processes in sorted({2, *measured["processes"]} - {1}):
+        speedup = processes * r / (1 + r)  # T seconds become T / N + T / N / R
+        axes.loglog(r, speedup, label=f"{processes} processes, nothing hidden")
     for frame, style in (measured, "o"), (predicted, "x:"):
         for title, rows in frame.groupby("group", sort=False):
             axes.plot(rows["R"], rows["speedup"], style, label=title)
-    axes.set(xlabel="R = compute / communication", ylabel="speedup")
+    axes.set(xlabel="R = compute / sending", ylabel="speedup")
     axes.legend(fontsize="x-small")
     figure.savefig(out / "speedup_over_r.png")
 
@@ -375,38 +407,42 @@ def main():
         nargs="+",
         default=[],
         metavar="LINK.json",
-        help="files of allreduce.py: one for all processes, or inside and between nodes",
+        help="files that allreduce.py writes",
     )
     add("--gpus_per_node", type=int, default=0, help="processes of a node, for two link files")
     args = parser.parse_args()
     if len(args.predict) > 2 or len(args.predict) == 2 and args.gpus_per_node < 1:
         parser.error("--predict takes one link file, or two of them with --gpus_per_node")
     rows, notes = read_logs(args.paths)
-    if rows.empty:
-        sys.exit("no rows to report: " + "; ".join(notes))
     runs = runs_of(rows, args.warmup, notes)
-    groups, links = groups_of(runs), read_links(args.predict)
+    links = read_links(args.predict)
     singles = [run for run in runs if run["processes"] == 1]
     if links and not singles:
         sys.exit("--predict needs the log of a run of one process")
-    lines, predictions = [line for group in groups for line in compare(group)], []
-    names = ["run", "script", "processes", "nodes"]
-    compared = {tuple(row) for group in groups for row in group[names].to_numpy()}
-    alone = [run for run in runs if tuple(run[name] for name in names) not in compared]
+
+    groups = groups_of(runs)
+    lines = []
+    compared = set()
+    for group in groups:
+        lines += comparison(group)
+        compared.update(group[RUN].itertuples(index=False, name=None))
+    alone = [run for run in runs if tuple(run[name] for name in RUN) not in compared]
     if alone and not links:
-        columns = [*SAME[:4], "processes", "batch", "s", "samples/s", "comm %", "R"]
-        lines += ["## not compared, because no other run differs in the processes alone", ""]
-        lines += [table(columns, alone), ""]
+        columns = [*TITLE, "processes", "batch_size", "seconds", "samples/s", "device-hours"]
+        lines += ["## not compared: no other run differs in the number of processes alone", ""]
+        lines += [table(columns, alone), "", table(COMMUNICATION, alone), ""]
+    predictions = []
     for run, scaling in itertools.product(singles if links else [], ("strong", "weak")):
-        name = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
-        name += f"batch {run['batch']}, run {run['run']}"
-        found, verdict = predict(step_of(run, singles), scaling, links, args.gpus_per_node)
-        predictions += [row | {"group": name} for row in found]
-        lines += [f"## {name}", "", table(PREDICTED, found), "", verdict, ""]
-    lines += [f"note: {note}" for note in notes]
-    print("\n".join(lines))
+        title = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
+        title += f"batch {run['batch_size']}, run {run['run']}"
+        found, sentence = predict(step_of(run, singles), scaling, links, args.gpus_per_node)
+        predictions += [row | {"group": title} for row in found]
+        lines += [f"## {title}", "", table(PREDICTED, found), "", sentence, ""]
+    notes = [f"note: {note}" for note in notes]
+    print("\n".join(lines + notes))
     if args.out:
-        write_all(groups, predictions, lines, args.out)
+        lines += application(groups) if groups else []
+        write_all(groups, predictions, lines + notes, args.out)
         rows.to_csv(args.out / "epochs.csv", index=False)
 
 

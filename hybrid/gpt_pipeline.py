@@ -5,23 +5,28 @@ r"""Train a GPT whose blocks are split over a pipeline of processes, in one or m
         hybrid/gpt_pipeline.py --num_stages 4 --num_microbatches 16    # on each of two nodes
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_pipeline.slurm --num_microbatches 16
 
-For a model that does not fit on one GPU: each process holds an equal part of the blocks. A batch
-passes in micro-batches, so that all stages work at the same time. Stages wait until the first
-micro-batch arrives and after the last one has left. This is the bubble: (p - 1) / (m + p - 1) of
-the time with p stages and m micro-batches (Huang et al. 2019, "GPipe"). Each pipeline has its share
-of the batch, and all-reduces add up their gradients. The head is the embedding: the first and the
-last stage hold a copy each. A process first builds or loads the whole model on the CPU. Snapshots
-are those of multinode/gpt.py.
-Shapes: B sequences of a micro-batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
+This is for a model that does not fit on one GPU. A process holds a stage: an equal part of the
+blocks. A batch passes through the stages in micro-batches, so that all stages work at the same
+time. A stage waits until its first micro-batch arrives, and again when its last one has left. This
+is the bubble: (p - 1) / (m + p - 1) of the time with p stages and m micro-batches (Huang et al.
+2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add up their gradients.
+The head is the embedding: the first and the last stage hold a copy each. A process first builds or
+loads the full model on its CPU, and rank 0 keeps it there, to save it. Snapshots are those of
+multinode/gpt.py.
+Shapes: B sequences of a micro-batch, m micro-batches of a batch in a pipeline, T tokens of a
+sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import signal
+import statistics
 import sys
 import sysconfig
+import textwrap
 import time
 from datetime import timedelta
 from glob import glob
@@ -35,34 +40,46 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from tqdm import tqdm
 
+# ============================ Yours: flags, data, model, loss. Replace. ===========================
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-PHASES += ("bubble",)  # waiting for other stages and for what they send
-SAME_ON_RESUME = (
-    "dataset",
-    "vocab_size",
-    "d_model",
-    "n_heads",
-    "num_layers",
-    "seq_len",
-    "batch_size",
-    "learning_rate",
-    "dropout",
-    "precision",
-    "seed",
-)
-LOGGED = (*SAME_ON_RESUME, "num_stages", "num_microbatches", "schedule", "epochs", "max_steps")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-ARRIVED = []  # the signals that this process has received
-PEAK_TFLOPS = {"A100": 312, "NVL": 835, "H100 80GB": 989, "H200": 989, "GB200": 2500, "B200": 2250}
+IGNORED = -100  # a target that the loss does not count
+
+SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
+SAME_ON_RESUME = (
+    "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
+    "precision seed"
+).split()
+
+
+class GPT(nn.Module):
+    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
+        self.positions = nn.Embedding(args.seq_len, args.d_model)
+        self.dropout = nn.Dropout(args.dropout)
+        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
+        self.norm = nn.LayerNorm(args.d_model)
+        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
+            if parameter.dim() == 2:
+                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
+
+    def forward(self, tokens, targets=None):
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
+        x = self.norm(self.blocks(self.dropout(x)))
+        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
+        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--num_stages", type=int, default=2, help="processes of a pipeline")
-    add("--num_microbatches", type=int, default=4, help="micro-batches of a pipeline")
+    add("--num_microbatches", type=int, default=4, help="micro-batches of a batch in a pipeline")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
     add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
     add("--vocab_size", type=int, default=0, help="token ids; 0: 256 for text, 50304 for a folder")
@@ -88,8 +105,10 @@ def parse_args():
     world_size = int(os.environ["WORLD_SIZE"])
     if args.num_stages < 2 or world_size % args.num_stages or args.num_layers % args.num_stages:
         parser.error("--num_stages must be 2 or more, and divide the processes and --num_layers")
-    if args.num_microbatches < (args.num_stages if args.schedule == "1f1b" else 1):
-        parser.error("--num_microbatches must be at least --num_stages, with gpipe at least 1")
+    if args.num_microbatches < 1:
+        parser.error("--num_microbatches must be at least 1")
+    if args.schedule == "1f1b" and args.num_microbatches < args.num_stages:
+        parser.error("--num_microbatches must be at least --num_stages, or --schedule gpipe")
     shares = args.num_microbatches * (world_size // args.num_stages)
     if args.batch_size < 1 or args.batch_size % shares:
         parser.error(f"--batch_size must be a multiple of {shares}: micro-batches x pipelines")
@@ -114,20 +133,36 @@ def read_tokens(args):
 
 
 def batches(tokens, args, epoch, steps, device):
-    """Yields a pipeline's batch for each step: token ids (m B, T) and the next ids (m B, T)."""
+    """Yields this pipeline's batch for each step: token ids (m B, T) and the next ids (m B, T)."""
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
-    pipeline, num_pipelines = (
-        each // args.num_stages for each in (dist.get_rank(), dist.get_world_size())
-    )
+    pipeline = dist.get_rank() // args.num_stages
+    num_pipelines = dist.get_world_size() // args.num_stages
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
-        batch = torch.from_numpy(sequences[numbers[pipeline::num_pipelines]].astype(np.int64))
+        numbers = numbers[pipeline::num_pipelines]
+        batch = torch.from_numpy(sequences[numbers].astype(np.int64))
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
         yield batch[:, :-1], batch[:, 1:]
+
+
+def validation_batches(tokens, args, device):
+    """Returns this pipeline's batches: token ids (m B, T) and the next ids (m B, T) of each.
+
+    A pipeline takes batches of one size only, so the last one is filled up with IGNORED targets.
+    """
+    pipeline = dist.get_rank() // args.num_stages
+    num_pipelines = dist.get_world_size() // args.num_stages
+    tokens = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    sequences = tokens.unfold(0, args.seq_len + 1, args.seq_len)[pipeline::num_pipelines]
+    size = args.batch_size // num_pipelines
+    missing = -len(sequences) % size  # up to a multiple of size
+    inputs = F.pad(sequences[:, :-1], (0, 0, 0, missing))  # adds rows at the end
+    targets = F.pad(sequences[:, 1:], (0, 0, 0, missing), value=IGNORED)
+    return list(zip(inputs.split(size), targets.split(size)))
 
 
 class GPTBlock(nn.Module):
@@ -151,64 +186,87 @@ class GPTBlock(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class GPT(nn.Module):
-    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
-        self.positions = nn.Embedding(args.seq_len, args.d_model)
-        self.dropout = nn.Dropout(args.dropout)
-        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
-        self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
-                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
-                nn.init.normal_(parameter, std=0.02 / depth**0.5)
-
-    def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
-        x = self.norm(self.blocks(self.dropout(x)))
-        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
-        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
-
-
 class Stage(nn.Module):
-    """Some blocks of a GPT, (B, T, D) to (B, T, D), with the names that they have there.
+    """Some blocks of a GPT, (B, T, D) to (B, T, D). Parameters have the names that GPT gives them.
 
     The first stage takes token ids (B, T). The last one has the head and gives logits (B, T, V).
     """
 
-    def __init__(self, model, args, number):
+    def __init__(self, args, number):
         super().__init__()
-        size, self.precision = args.num_layers // args.num_stages, args.precision
-        self.is_first, self.is_last = number == 0, number == args.num_stages - 1
-        self.blocks = model.blocks[number * size : (number + 1) * size]
+        self.dtype = DTYPES[args.precision]
+        self.batch_tokens = args.batch_size * args.seq_len  # of all pipelines
+        self.is_first = number == 0
+        self.is_last = number == args.num_stages - 1
+        size = args.num_layers // args.num_stages
+        self.blocks = nn.Sequential()
+        for block_number in range(number * size, (number + 1) * size):
+            self.blocks.add_module(str(block_number), GPTBlock(args))
         if self.is_first:
-            self.positions, self.dropout = model.positions, model.dropout
+            self.positions = nn.Embedding(args.seq_len, args.d_model)
+            self.dropout = nn.Dropout(args.dropout)
         if self.is_first or self.is_last:
-            self.embedding = model.embedding
+            self.embedding = nn.Embedding(args.vocab_size, args.d_model)
         if self.is_last:
-            self.norm = model.norm
+            self.norm = nn.LayerNorm(args.d_model)
 
     def forward(self, x):
-        with torch.autocast(x.device.type, DTYPES[self.precision], self.precision != "fp32"):
+        with torch.autocast(x.device.type, self.dtype, self.dtype != torch.float32):
             if self.is_first:
                 x = self.dropout(self.embedding(x) + self.positions.weight)
+            elif torch.is_grad_enabled():
+                x.requires_grad_()  # torch 2.11 forgets it if a run begins with a validation
             x = self.blocks(x)
-            return F.linear(self.norm(x), self.embedding.weight) if self.is_last else x
+            if self.is_last:
+                x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
+            return x
+
+    def loss(self, logits, targets):
+        """Returns a micro-batch's part of the mean loss of a batch. The gradients just add up."""
+        logits = logits.float().flatten(0, 1)
+        targets = targets.flatten()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        return loss / self.batch_tokens
+
+
+def run_batch(run, stage, tokens, targets):
+    """Passes a batch through the pipeline with `run`, the step or eval of its schedule.
+
+    Returns the sums (2,) of losses and tokens. Only the last stage knows them, others return zeros.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=targets.device)
+    if stage.is_first:
+        run(tokens.contiguous(), return_outputs=False)  # torch 2.11 refuses a view
+    elif stage.is_last:
+        losses = []  # run() appends those of the micro-batches
+        run(target=targets, losses=losses, return_outputs=False)
+        mean_loss = sum(losses).detach()  # stage.loss() returns parts of it
+        sums[0] = mean_loss * stage.batch_tokens
+        sums[1] = (targets != IGNORED).sum()
+    else:
+        run(return_outputs=False)
+    return sums
 
 
 def create_optimizer(model, args):
+    """Returns AdamW. The weights of matrices decay, those of vectors do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]  # not decayed
-    return torch.optim.AdamW(
-        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-        args.learning_rate,
-        (0.9, 0.99),
-        weight_decay=0.1,
-        fused=True,
-    )
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
+
+
+def schedule(done):
+    """Returns the factor of the learning rate when this share of all steps is done."""
+    if done < 0.05:
+        return 20 * done  # rises to 1
+    return 1.05 - done  # falls to 0.05
+
+
+# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+PHASES += ("bubble",)  # waiting for other stages, and for what they send
 
 
 class Stopwatch:
@@ -228,93 +286,209 @@ class Stopwatch:
     def between(self, start, end):
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
-    def mark(self, phase, at=None):
-        self.marks.append((phase, at or self.now()))
+    def mark(self, phase):
+        self.marks.append((phase, self.now()))
 
-    def read(self, phase):
-        """Marks the phase, and adds all marks to self.seconds. Waits for the GPU."""
-        self.mark(phase)
+    def flush(self):
+        """Adds the marked phases to self.seconds. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, at in self.marks:
-            self.seconds[phase] += self.between(self.last, at)
-            self.last = at
+        for phase, moment in self.marks:
+            self.seconds[phase] += self.between(self.last, moment)
+            self.last = moment
         self.marks.clear()
 
+    def take(self, num_samples):
+        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
+        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["peak_MB"] = peak_bytes() / 1e6
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        return row
 
-class ReduceTimer(Stopwatch):
-    """Also times all-reduces that run while a process waits for other stages."""
 
-    spans = ()
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if not os.path.exists("/proc/self/status"):  # only Linux tells
+        return math.nan
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
-    def all_reduce(self, tensor, group):
-        """Starts to sum the tensor over the group. Returns a future to wait for."""
+
+class PipelineTimer(Stopwatch):
+    """Also times the passes of micro-batches, the bubble between them, and the all-reduces."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.spans = []  # (start, end) of each all-reduce since the last flush
+        self.zero = torch.zeros(1, device=device)
+        self.stream = torch.cuda.Stream() if self.cuda else None
+
+    def follow(self, stage, pipeline_stage):
+        """Marks the passes of the stage from now on."""
+        forward = pipeline_stage.forward_one_chunk
+        backward = pipeline_stage.backward_one_chunk
+        pipeline_stage.forward_one_chunk = self.timed(forward, "forward")
+        pipeline_stage.backward_one_chunk = self.timed(backward, "backward")
+        stage.loss = self.timed(stage.loss, "forward")
+
+    def timed(self, function, phase):
+        """Returns a function that also marks: its time is the phase, the time before is bubble."""
+
+        def marked_function(*args, **kwargs):
+            if not torch.is_grad_enabled():  # a validation is one phase
+                return function(*args, **kwargs)
+            self.mark("bubble")
+            output = function(*args, **kwargs)
+            self.mark(phase)
+            return output
+
+        return marked_function
+
+    def mark_bubble(self, pipeline_group):
+        """Waits until all stages have done the batch. Else the next all-reduce would wait for them.
+
+        An all-reduce does so without making the CPU wait for its GPU, which a barrier would.
+        """
+        dist.all_reduce(self.zero, group=pipeline_group)
+        self.mark("bubble")
+
+    def note_all_reduce(self, work):
+        """Notes the time from now to the end of an all-reduce that has just been started."""
         start = self.now()
 
-        def sent(future):
-            self.spans += ((start, self.now()),)
-            return future.value()  # without it, wait() would not wait for a GPU
+        def note_end(future):
+            self.spans.append((start, self.now()))
 
-        return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(sent)
+        with torch.cuda.stream(self.stream):  # get_future() can make the stream wait for the end
+            work.get_future().then(note_end)
 
-    def read(self, phase):
-        """Also adds the time of the all-reduces."""
-        super().read(phase)
-        for start, end in self.spans:
-            self.seconds["comm_total"] += self.between(start, end)
-        self.spans = ()
-
-
-class TimedStage(PipelineStage):
-    """Counts the time between the passes of micro-batches as bubble."""
-
-    def mark(self, phase):
-        if self.has_backward:  # it has none during validation
-            self.watch.mark(phase)
-
-    def forward_one_chunk(self, *args, **kwargs):
-        self.mark("bubble")
-        output = super().forward_one_chunk(*args, **kwargs)
-        self.mark("forward")
-        return output
-
-    def loss(self, logits, targets):
-        """Returns a micro-batch's part of the global mean loss, so that gradients just add up."""
-        logits, targets = logits.float().flatten(0, 1), targets.flatten()
-        loss = F.cross_entropy(logits, targets, reduction="sum") / self.num_tokens
-        self.mark("forward")
-        return loss
-
-    def backward_one_chunk(self, *args, **kwargs):
-        self.mark("bubble")
-        super().backward_one_chunk(*args, **kwargs)
-        self.mark("backward")
+    def flush(self):
+        """Also adds the time in which any all-reduce ran. Overlaps count once."""
+        origin = self.last
+        super().flush()
+        spans = [
+            (self.between(origin, start), self.between(origin, end)) for start, end in self.spans
+        ]
+        covered = 0.0  # seconds after the origin up to which all spans are counted
+        for start, end in sorted(spans):
+            self.seconds["comm_total"] += max(0.0, end - max(start, covered))
+            covered = max(covered, end)
+        self.spans.clear()
 
 
-def create_schedule(args, watch, stage, group, device):
-    """Returns the stage, which passes activations on to its neighbours, and the order of passes."""
-    size = args.batch_size * args.num_stages // dist.get_world_size() // args.num_microbatches  # B
-    with torch.device("meta"):  # only types and shapes
-        tokens = torch.empty(size, args.seq_len, dtype=torch.int64)
-        x = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
-        logits = torch.empty(size, args.seq_len, args.vocab_size, dtype=DTYPES[args.precision])
-    timed_stage = TimedStage(
-        stage,
-        dist.get_rank(group),
-        args.num_stages,
-        device,
-        group=group,
-        input_args=tokens if stage.is_first else x,
-        output_args=logits if stage.is_last else x,
+def mean(rows, name):
+    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
+    return statistics.mean(later or [row[name] for row in rows])
+
+
+def print_breakdown(rows):
+    """Prints where an epoch's time goes."""
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+
+
+def print_pipelines(rows):
+    """Prints sending, the waiting for a late pipeline, and the bubble of each stage.
+
+    The stages of a pipeline wait for the slowest of them, so that one has the smallest bubble.
+    """
+    num_stages = rows[0]["num_stages"]
+    bubbles = []  # of each process, in seconds of an epoch
+    for rank in range(rows[0]["processes"]):
+        bubbles.append(mean([row for row in rows if row["rank"] == rank], "bubble"))
+    totals = []  # of each pipeline
+    for first in range(0, rows[0]["processes"], num_stages):
+        ranks = range(first, first + num_stages)
+        totals.append(mean([row for row in rows if row["rank"] in ranks], "comm_total"))
+    sending = min(totals)  # the pipeline that comes last does not wait
+    if sending == 0:  # it has resumed with no step left
+        return
+    first = num_stages * totals.index(sending)
+    late_bubbles = bubbles[first : first + num_stages]
+    slowest = first + late_bubbles.index(min(late_bubbles))
+    waiting = mean(rows, "comm_total") - sending
+    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
+    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    print(
+        f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
+        f"waiting {waiting:.3f} s for rank {slowest} on {rows[slowest]['host']}\n"
+        f"R = compute / sending = {compute / sending:.1f}: above 3, more pipelines pay off"
     )
-    timed_stage.watch, timed_stage.num_tokens = watch, args.batch_size * args.seq_len
-    return timed_stage, SCHEDULES[args.schedule](
-        timed_stage, args.num_microbatches, timed_stage.loss, scale_grads=False
-    )
+    theory = (num_stages - 1) / (rows[0]["num_microbatches"] + num_stages - 1)
+    for number in range(num_stages):
+        stage_rows = [row for row in rows if row["rank"] % num_stages == number]
+        bubble = mean(stage_rows, "bubble")
+        total = bubble + mean(stage_rows, "forward") + mean(stage_rows, "backward")
+        print(f"stage {number}: bubble {bubble / total:.1%} of its time, in theory {theory:.1%}")
+
+
+def print_row(rows, metric):
+    """Prints the peak memory of a process, and a row for results.md."""
+    peak = max(row["peak_MB"] for row in rows)
+    print(f"peak memory {peak:,.0f} MB\n")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1][name]) for name in names}
+    cells[metric] = cell(rows[-1][metric])
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = cell(mean(rows, name))
+    cells["peak_MB"] = cell(peak)
+    for line in cells, ["---"] * len(cells), cells.values():
+        print("|", " | ".join(line), "|")
+
+
+def matmul_speed(device, dtype):
+    """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.rand(size, size, device=device).to(dtype)
+    matrix @ matrix  # warm-up
+    count = 0
+    start = time.perf_counter()
+    while count == 0 or time.perf_counter() < start + 0.2:
+        for _ in range(5):
+            product = matrix @ matrix
+        product[0, 0].item()  # waits for the GPU
+        count += 5
+    return 2 * size**3 * count / (time.perf_counter() - start)
+
+
+def model_speed(row, matmul_speed):
+    """Returns the model's tokens/s, its TFLOP/s a device, and their share of a plain matmul's.
+
+    The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
+    the data sheet of the card, which a plain matmul does not reach: the share here is larger.
+    """
+    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
+    tokens_per_second = row["samples/s"] * row["seq_len"]
+    speed = flops * tokens_per_second / row["processes"]
+    return {
+        "tokens/s": tokens_per_second,
+        "TFLOP/s": speed / 1e12,
+        "of_matmul": speed / matmul_speed,
+    }
+
+
+# ============================================= The run. ===========================================
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
+BAR = {"leave": False}  # on a terminal
+if not sys.stderr.isatty():  # in a file, a line a minute
+    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
+    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
 def setup(args, rank, world_size, init_method):
     """Joins the process group. Returns the device of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
@@ -322,12 +496,68 @@ def setup(args, rank, world_size, init_method):
     dist.init_process_group(
         backend,
         init_method,
-        timedelta(seconds=args.timeout),
-        world_size,
-        rank,
+        timeout=timedelta(seconds=args.timeout),
+        world_size=world_size,
+        rank=rank,
         device_id=device if backend == "nccl" else None,
     )
     return device
+
+
+def create_groups(args):
+    """Returns the groups of this pipeline, of this stage in all pipelines, and of the embedding.
+
+    The third one is None for a process that holds neither the first stage nor the last one.
+    """
+    timeout = timedelta(seconds=args.timeout)
+    ranks = torch.arange(dist.get_world_size()).view(-1, args.num_stages)  # (pipelines, stages)
+    pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    replica_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    embedding_group, _ = dist.new_subgroups_by_enumeration(ranks[:, [0, -1]].tolist(), timeout)
+    return pipeline_group, replica_group, embedding_group
+
+
+def create_pipeline_stage(args, stage, pipeline_group, device):
+    """Returns a wrapper of the stage that receives its inputs and sends its outputs."""
+    num_pipelines = dist.get_world_size() // args.num_stages
+    size = args.batch_size // num_pipelines // args.num_microbatches  # B
+    with torch.device("meta"):  # only types and shapes
+        inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
+        outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
+        if stage.is_first:
+            inputs = torch.empty(size, args.seq_len, dtype=torch.int64)
+        if stage.is_last:
+            outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=stage.dtype)
+    return PipelineStage(
+        stage,
+        dist.get_rank(pipeline_group),
+        args.num_stages,
+        device,
+        input_args=inputs,
+        output_args=outputs,
+        group=pipeline_group,
+    )
+
+
+def join_gradients(stage, device):
+    """Returns one tensor with all gradients of the stage, so that one all-reduce adds them up.
+
+    The gradients are views of it. optimizer.zero_grad() would drop them: zero the tensor instead.
+    """
+    sizes = [parameter.numel() for parameter in stage.parameters()]
+    gradients = torch.zeros(sum(sizes), device=device)
+    for parameter, gradient in zip(stage.parameters(), gradients.split(sizes)):
+        parameter.grad = gradient.view_as(parameter)
+    return gradients
+
+
+def squared_norm(stage):
+    """Returns the squared norm of the gradients. The embedding counts in the first stage only."""
+    gradients = []
+    for name, parameter in stage.named_parameters():
+        if stage.is_first or name != "embedding.weight":
+            gradients.append(parameter.grad)
+    return nn.utils.get_total_norm(gradients) ** 2
 
 
 def save_snapshot(args, parts, progress):
@@ -354,241 +584,237 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def save_stages(args, stage, optimizer, progress, group):
-    """Gathers the stages of the group's pipeline on rank 0, which saves them as one model."""
-    if not args.snapshot or dist.get_rank() >= args.num_stages:
+def load_parts(args):
+    """Returns the full model, its optimizer and scaler, and the progress of the run."""
+    torch.manual_seed(args.seed)
+    model = GPT(args)
+    optimizer = create_optimizer(model, args)
+    scaler = torch.amp.GradScaler(enabled=False)
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    return parts, load_snapshot(args, parts)
+
+
+def get_state(module, optimizer):
+    """Returns the weight and the optimizer's state of each parameter: {name: (tensor, dict)}."""
+    state = {}
+    for name, parameter in module.named_parameters():
+        moments = optimizer.state[parameter].items()  # none before the first step
+        state[name] = (parameter.detach().cpu(), {key: tensor.cpu() for key, tensor in moments})
+    return state
+
+
+@torch.no_grad()
+def set_state(module, optimizer, state):
+    """Copies what get_state() has returned into the parameters of the same names."""
+    for name, parameter in module.named_parameters():
+        if name in state:
+            weight, moments = state[name]
+            parameter.copy_(weight)
+            for key, tensor in moments.items():
+                optimizer.state[parameter][key] = tensor.to(parameter.device, copy=True)
+
+
+def gather_stages(args, parts, stage, optimizer, patient):
+    """Brings the stages of the first pipeline together in `parts` of rank 0, to save them."""
+    rank = dist.get_rank()
+    if not args.snapshot or rank >= args.num_stages:
         return
-    own = {}
-    for name, weight in stage.named_parameters():
-        moments = {key: value.cpu() for key, value in optimizer.state[weight].items()}
-        own[name] = weight.detach().cpu(), moments
-    stages = [None] * args.num_stages if stage.is_first else None
-    dist.gather_object(own, stages, group=group)
-    if stage.is_first:
-        model = GPT(args)
-        optimizer = create_optimizer(model, args)
-        whole = {name: kept for part in stages for name, kept in part.items()}
-        for name, weight in model.named_parameters():
-            weight.data, optimizer.state[weight] = whole[name]
-        scaler = torch.amp.GradScaler(enabled=False)
-        save_snapshot(args, {"model": model, "optimizer": optimizer, "scaler": scaler}, progress)
+    state = get_state(stage, optimizer)
+    if rank > 0:
+        dist.send_object_list([state], dst=0, group=patient)
+        return
+    set_state(parts["model"], parts["optimizer"], state)
+    for sender in range(1, args.num_stages):
+        received = [None]
+        dist.recv_object_list(received, src=sender, group=patient)
+        set_state(parts["model"], parts["optimizer"], received[0])
 
 
-def pass_through(run, stage, tokens, targets):
-    """Runs a batch. Returns the sums (2,) of losses and tokens, which the last stage alone has."""
-    losses = []
-    inputs = [tokens] if stage.is_first else []
-    more = {"target": targets, "losses": losses} if stage.is_last else {}
-    run(*inputs, return_outputs=False, **more)  # the schedule's step or eval
-    loss = sum(losses, torch.zeros((), device=targets.device)).detach() * stage.num_tokens
-    return torch.stack((loss, stage.is_last * (targets >= 0).sum())).double()
+def add_up(sums, since):
+    """Returns over all processes: sums (S,), whether to stop, and the mean seconds since then."""
+    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
+    seconds = time.perf_counter() - since
+    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
+    dist.all_reduce(totals)
+    *sums, stop_requests, seconds = totals.tolist()
+    return sums, stop_requests > 0, seconds / dist.get_world_size()
 
 
-def clip_gradients(stage, group):
-    """Clips the gradients to a norm of 1 over all stages of the pipeline."""
-    gradients = [
-        weight.grad
-        for name, weight in stage.named_parameters()
-        if stage.is_first or name != "embedding.weight"
-    ]  # the last stage has a copy
-    square = nn.utils.get_total_norm(gradients) ** 2
-    dist.all_reduce(square, group=group)
-    nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, square.sqrt())
-
-
-def gpt_row(settings, progress, val_sums, seconds, num_samples):
-    """Returns the row of the log for one epoch and process. Times are in seconds."""
+def gpt_row(settings, progress, val_sums):
+    """Returns settings and losses of an epoch, for the log."""
+    train_loss, train_count = progress["sums"]
+    val_loss, val_count = val_sums.tolist()
     row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    for split, (loss, count) in ("train", progress["sums"]), ("val", val_sums.tolist()):
-        row[f"{split}_loss"] = loss / count
-    bits = math.nan if os.path.isdir(row["dataset"]) else row["val_loss"] / math.log(2)
-    row |= {"val_bpb": bits, "val_ppl": math.exp(row["val_loss"])}  # bits per byte, perplexity
-    row |= seconds | {"seconds": sum(seconds[phase] for phase in PHASES)}
-    row["samples/s"] = num_samples / max(1e-9, row["seconds"] - row["eval"] - row["save"])
-    row["tokens/s"] = row["samples/s"] * row["seq_len"]
-    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
-    peaks = [peak for name, peak in PEAK_TFLOPS.items() if name in row["device"]] or [math.nan]
-    row["MFU"] = row["tokens/s"] * flops / (peaks[0] * 1e12 * row["processes"])  # of the bf16 peak
+    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
+    row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
+    if os.path.isdir(row["dataset"]):  # its tokens are not bytes
+        row["val_bpb"] = math.nan
+    row["val_ppl"] = math.exp(row["val_loss"])
     return row
 
 
-def print_summary(rows, metric):
-    """Prints where an epoch's time goes, and a row for results.md. Returns the row's numbers."""
-    means = {metric: rows[-1][metric]}
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        means[name] = sum(row[name] for row in rows) / len(rows)
-    comm_total = means["comm_total"] or float("nan")  # nan: nothing was sent
-    means["hidden"] = max(1 - means["comm"] / comm_total, 0.0)
-    means["R"] = (means["forward"] + means["backward"] + means["optimizer"]) / comm_total
-    print(f"\nwhere an epoch's {means['seconds']:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = means[phase] / means["seconds"]
-        print(f"{phase:9} {means[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = [str(rows[-1][name]) for name in names] + [f"{mean:.4f}" for mean in means.values()]
-    for line in ((*names, *means), ["---"] * len(cells), cells):
-        print("|", " | ".join(line), "|")
-    return means
+def cell(value):
+    """Returns the number with five digits, or without decimals if it is whole or large."""
+    has_decimals = isinstance(value, float) and abs(value) < 1000
+    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: ARRIVED.append(number))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    timeout = timedelta(seconds=args.timeout)
-    ranks = torch.arange(world_size).view(-1, args.num_stages)  # a pipeline in each row
-    replicas, pipeline, ends = (
-        dist.new_subgroups_by_enumeration(lists.tolist(), timeout)[0]
-        for lists in (ranks.T, ranks, ranks[:, [0, -1]])
-    )
-    saving = dist.new_group(ranks[0].tolist(), timeout, "gloo")
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for waits on rank 0
+    pipeline_group, replica_group, embedding_group = create_groups(args)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    num_steps = min(num_steps, args.max_steps or sys.maxsize)
-    val_tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
-    val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    val_split = val_split[rank // args.num_stages :: len(ranks)]
-    size = args.batch_size // len(ranks)
-    val_split = F.pad(val_split, (0, 0, 0, -len(val_split) % size), value=-100)  # not counted
-    val_batches = [(part[:, :-1].clamp(0), part[:, 1:]) for part in val_split.split(size)]
+    if args.max_steps:
+        num_steps = min(num_steps, args.max_steps)
+    val_batches = validation_batches(val_tokens, args, device)
 
-    torch.manual_seed(args.seed)
-    model = GPT(args)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    stage = Stage(model, args, rank % args.num_stages).to(device)  # loading the model fills it
-    optimizer, whole_optimizer = create_optimizer(stage, args), create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(enabled=False)  # unused, but part of a snapshot
-    progress = load_snapshot(args, {"model": model, "optimizer": whole_optimizer, "scaler": scaler})
-    places = [None] * world_size
-    dist.all_gather_object(places, (progress["epoch"], progress["step"]))
-    if len(set(places)) > 1:
+    parts, progress = load_parts(args)
+    starts = [None] * world_size
+    dist.all_gather_object(starts, (progress["epoch"], progress["step"]))
+    if len(set(starts)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
-    for parameter in stage.parameters():
-        optimizer.state[parameter] = whole_optimizer.state[parameter]
-    del model, whole_optimizer  # frees the other stages
-    sizes = [parameter.numel() for parameter in stage.parameters()]
-    gradients = torch.zeros(sum(sizes), device=device)  # one tensor, to send them at once
-    for parameter, part in zip(stage.parameters(), gradients.split(sizes)):
-        parameter.grad = part.view_as(parameter)
-    watch = ReduceTimer(device)
-    timed_stage, schedule = create_schedule(args, watch, stage, pipeline, device)
+    stage = Stage(args, rank % args.num_stages).to(device)
+    optimizer = create_optimizer(stage, args)
+    set_state(stage, optimizer, get_state(parts["model"], parts["optimizer"]))
+    num_parameters = sum(p.numel() for p in parts["model"].parameters())
+    if rank > 0:
+        parts = None  # only rank 0 needs the full model again, to save it
+    gradients = join_gradients(stage, device)
+    pipeline_stage = create_pipeline_stage(args, stage, pipeline_group, device)
+    speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
+    watch = PipelineTimer(device)
+    watch.matmul_speed = speed
+    watch.follow(stage, pipeline_stage)  # before the schedule takes stage.loss
+    pipeline_schedule = SCHEDULES[args.schedule](
+        pipeline_stage, args.num_microbatches, stage.loss, scale_grads=False
+    )
 
-    settings = {name: getattr(args, name) for name in LOGGED} | {
+    settings = vars(args) | {
+        "model": f"gpt-{args.num_layers}x{args.d_model}",
         "script": "hybrid/gpt_pipeline.py",
         "processes": world_size,
         "nodes": nodes,
         "rank": rank,
+        "host": os.uname().nodename,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "comm_hook": "none",
-        "model": f"gpt-{args.num_layers}x{args.d_model}",
         "parameters": num_parameters,
     }
     if rank == 0:
-        print(
-            "{script}: {model}, {parameters:,} parameters; {dataset}, ".format_map(settings)
-            + f"{len(train_tokens):,} + {len(val_tokens):,} tokens; stages {args.num_stages}"
-        )
-        print(
-            "processes {processes}, nodes {nodes}, {device}, threads {threads}; global batch "
-            "{batch_size} x {seq_len}; {precision}; torch {torch}".format_map(settings)
-        )
-        print("starting at epoch {epoch}, step {step}:".format_map(progress))
-        print("epoch  train_loss  val_loss  val_bpb  val_ppl  seconds  tokens/s    MFU")
-    rows, stop = [], 0
+        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(textwrap.fill(facts, 100))
+        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
+        print(*(f"{name:>10}" for name in SHOWN))
+    rows = []  # rank 0 collects those of all epochs and processes
+    stop = False
     while progress["epoch"] < args.epochs:
-        epoch, first_step = progress["epoch"], progress["step"]
-        loader = batches(train_tokens, args, epoch, range(first_step, num_steps), device)
+        epoch = progress["epoch"]
+        first_step = progress["step"]
+        steps = range(first_step, num_steps)
+        last_check = first_step
+        next_check = first_step + 1
+        since = time.perf_counter()
+        loader = batches(train_tokens, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
+        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         stage.train()
-        for tokens, targets in tqdm(
-            loader,
-            f"epoch {epoch}",
-            num_steps,
-            initial=first_step,
-            leave=False,
-            disable=True if rank else None,
-        ):
+        for tokens, targets in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
-            sums = sums + pass_through(schedule.step, timed_stage, tokens, targets)
-            reduced = watch.all_reduce(gradients, replicas)
-            dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
-            watch.mark("bubble")  # until all stages have done the batch
-            reduced.wait()
-            if ends:
-                watch.all_reduce(stage.embedding.weight.grad, ends).wait()
+            sums = sums + run_batch(pipeline_schedule.step, stage, tokens, targets)
+            reducing = dist.all_reduce(gradients, group=replica_group, async_op=True)
+            watch.note_all_reduce(reducing)
+            watch.mark_bubble(pipeline_group)
+            reducing.wait()
+            if embedding_group:
+                start = watch.now()
+                dist.all_reduce(stage.embedding.weight.grad, group=embedding_group)
+                watch.spans.append((start, watch.now()))
             watch.mark("comm")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
-            factor = min(20 * done, 1.05 - done)  # rises for 5% of all steps, then falls linearly
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * factor
-            clip_gradients(stage, pipeline)
+                group["lr"] = args.learning_rate * schedule(done)
+            squares = squared_norm(stage)
+            watch.mark("optimizer")
+            start = watch.now()
+            dist.all_reduce(squares, group=pipeline_group)
+            watch.spans.append((start, watch.now()))
+            watch.mark("comm")
+            nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, squares.sqrt())
             optimizer.step()
             gradients.zero_()
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = args.snapshot_every and progress["step"] % args.snapshot_every == 0
-            if save or progress["step"] % 8 == 0 or progress["step"] == num_steps:
-                totals = torch.cat((sums, sums.new_full((1,), len(ARRIVED))))
-                dist.all_reduce(totals)  # adds up the shares of resumed sums, too
-                *progress["sums"], stop = totals.tolist()
-                watch.read("comm")
-                if not totals.isfinite().all():
+            save = progress["step"] == num_steps  # before the validation, which may be long
+            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
+                save = True
+            if save or progress["step"] == next_check:
+                start = watch.now()
+                progress["sums"], stop, seconds = add_up(sums, since)
+                watch.spans.append((start, watch.now()))
+                watch.mark("comm")
+                watch.flush()
+                if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or stop:
-                    save_stages(args, stage, optimizer, progress, saving)
+                    gather_stages(args, parts, stage, optimizer, patient)
+                    if rank == 0:
+                        save_snapshot(args, parts, progress)
+                    dist.barrier(patient)
                     watch.mark("save")
                 if stop:
                     break
+                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                seconds_a_step = seconds / (progress["step"] - last_check)
+                last_check = progress["step"]
+                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
+                since = time.perf_counter()
+                train_loss = progress["sums"][0] / progress["sums"][-1]
+                bar.set_postfix(train_loss=train_loss, refresh=False)
         if stop:
             break
 
         stage.eval()
         with torch.no_grad():
-            val_sums = sum(pass_through(schedule.eval, timed_stage, *each) for each in val_batches)
+            val_sums = sum(
+                run_batch(pipeline_schedule.eval, stage, *batch) for batch in val_batches
+            )
         dist.all_reduce(val_sums)
-        watch.read("eval")
-        num_samples = max(0, num_steps - first_step) * args.batch_size
-        row = gpt_row(settings, progress, val_sums, watch.seconds, num_samples)
+        watch.mark("eval")
+        watch.flush()
+        row = gpt_row(settings, progress, val_sums)
+        row |= watch.take(len(steps) * args.batch_size)
+        row |= model_speed(row, watch.matmul_speed)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        epoch_rows = [each | {"run": epoch_rows[0]["run"]} for each in epoch_rows]
-        rows += epoch_rows
-        watch.seconds = dict.fromkeys(watch.seconds, 0.0)
+        for process_row in epoch_rows:
+            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
-            print(
-                "{epoch:5}  {train_loss:10.4f}  {val_loss:8.4f}  {val_bpb:7.4f}  {val_ppl:7.2f}  "
-                "{seconds:7.2f}  {tokens/s:8.0f}  {MFU:5.3f}".format_map(row)
-            )
+            rows += epoch_rows
+            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
             if args.log:
                 with open(args.log, "a") as file:
-                    file.writelines(json.dumps(each) + "\n" for each in epoch_rows)
-        save_stages(args, stage, optimizer, progress, saving)
-        watch.mark("save")
-    if rows and rank == 0:
-        means = print_summary(rows[world_size:] or rows, "val_loss")
-        print(
-            f"{means['hidden']:.0%} of the communication is hidden behind other stages' work\n"
-            f"R = compute / communication = {means['R']:.1f}: above 3, more processes pay off"
-        )
-        theory = (args.num_stages - 1) / (args.num_microbatches + args.num_stages - 1)
-        for number in range(args.num_stages):
-            own = (rows[world_size:] or rows)[number :: args.num_stages]
-            total = sum(row["bubble"] + row["forward"] + row["backward"] for row in own)
-            bubble = sum(row["bubble"] for row in own) / total
-            print(f"stage {number}: bubble {bubble:.1%} of its time, in theory {theory:.1%}")
-    dist.barrier()  # rank 0 may still be saving
+                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
+    if rank == 0 and not stop:  # complete; `parts` are still those of the last save
+        save_snapshot(args, parts, progress)
+    if rows:  # the summary
+        print_breakdown(rows)
+        print_pipelines(rows)
+        print_row(rows, "val_loss")
+    dist.barrier(patient)
     dist.destroy_process_group()
 
 

@@ -173,37 +173,41 @@ def create_model(args, channels, size):
     return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
 
 
+def num_weights(module):
+    return sum(weight.numel() for weight in module.parameters())
+
+
 def split_model(model, devices):
-    """Yields the stages, made of the model's layers. The largest is as small as possible."""
-    layers = [*model]
-    if isinstance(model[-1], models.VGG):  # its layers in the order of its forward()
-        *layers, vgg = model
-        layers += [*vgg.features, vgg.avgpool, nn.Flatten(), *vgg.classifier]
-    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in layers]
+    """Yields the stages, each on its device. The largest stage is as small as possible."""
+    layers = list(model)
+    if isinstance(layers[-1], models.VGG):
+        vgg = layers.pop()
+        layers += [*vgg.features, vgg.avgpool, nn.Flatten(), *vgg.classifier]  # as its forward()
+    sizes = [num_weights(layer) for layer in layers]
     with_weights = [number for number, size in enumerate(sizes) if size > 0]
     if len(devices) > len(with_weights):
         sys.exit(f"--num_stages must be at most {len(with_weights)}, the layers that have weights")
-    smallest = None  # sizes of the stages of the best split so far, the largest first
-    for cuts in itertools.combinations(with_weights[1:], len(devices) - 1):  # DDP needs weights
-        bounds = [0, *cuts, len(layers)]
+    best_sizes = [math.inf]  # of the stages of the best split so far, the largest first
+    for cuts in itertools.combinations(with_weights[1:], len(devices) - 1):
+        bounds = [0, *cuts, len(layers)]  # a cut is before a layer with weights: DDP needs some
         stage_sizes = [sum(sizes[start:end]) for start, end in itertools.pairwise(bounds)]
         stage_sizes.sort(reverse=True)
-        if smallest is None or stage_sizes < smallest:
-            smallest = stage_sizes
+        if stage_sizes < best_sizes:
+            best_sizes = stage_sizes
             best_bounds = bounds
     for device, (start, end) in zip(devices, itertools.pairwise(best_bounds)):
         yield nn.Sequential(*layers[start:end]).to(device)
 
 
 class Chain(nn.Sequential):
-    """Runs stages one after the other, each on its device. Returns to the device of the images."""
+    """Runs the stages one after the other, each on its device."""
 
     def forward(self, images):
         activations = images
         for stage in self:
             stage_device = next(stage.parameters()).device
             activations = stage(activations.to(stage_device))
-        return activations.to(images.device)
+        return activations.to(images.device)  # where the labels are
 
 
 def image_loss(model, images, labels, args):
@@ -334,14 +338,14 @@ class StageTimer(CommTimer):
 
     def __init__(self, device, comm_hook, devices):
         self.devices = devices
-        if device.type == "cuda":
+        if device.type == "cuda":  # streams of the first GPU that hold nothing but events
             self.clock = torch.cuda.Stream(devices[0], priority=-1)
             self.comm_clock = torch.cuda.Stream(devices[0], priority=-1)
         with torch.accelerator.device_index(device.index):  # CommTimer's stream is of this GPU
             super().__init__(device, comm_hook)
 
     def of_stage(self, device):
-        """Returns the timer of a stage. All note their all-reduces in one list: these overlap."""
+        """Returns the timer of a stage. All share one list of all-reduces, since these overlap."""
         if device == self.devices[0]:
             return self
         timer = StageTimer(device, self.comm_hook, self.devices)
@@ -353,10 +357,18 @@ class StageTimer(CommTimer):
             return super().now()
         clock = self.clock
         if torch.cuda.current_stream() != torch.cuda.default_stream():
-            clock = self.comm_clock  # an all-reduce ends, beside the passes
+            clock = self.comm_clock  # an all-reduce has ended: self.clock must not wait for it
         for device in self.devices:
             clock.wait_stream(torch.cuda.current_stream(device))
         return clock.record_event(torch.cuda.Event(enable_timing=True))
+
+    def take(self, num_samples):
+        """Gives the peak memory of the fullest GPU of this process, not of its first one."""
+        row = super().take(num_samples)
+        if self.cuda:
+            peaks = [torch.cuda.max_memory_allocated(device) for device in self.devices]
+            row["peak_MB"] = max(peaks) / 1e6
+        return row
 
 
 def mean(rows, name):
@@ -419,16 +431,16 @@ if not sys.stderr.isatty():  # in a file, a line a minute
 
 
 def setup_stages(args, rank, world_size):
-    """Joins the process group. Returns the device and the process group of each stage."""
+    """Joins the process groups. Returns the devices of the stages, and their process groups."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     timeout = timedelta(seconds=args.timeout)
-    # An NCCL group is bound to one GPU, so each stage has its own. The gloo group is bound to none.
+    # An NCCL group is bound to one GPU, so each stage has its own. The default one is gloo.
     dist.init_process_group("gloo", "env://", timeout, world_size, rank)
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * args.num_stages, [dist.group.WORLD] * args.num_stages
-    first = int(os.environ["LOCAL_RANK"]) * args.num_stages
-    devices = [torch.device("cuda", first + stage) for stage in range(args.num_stages)]
-    torch.cuda.set_device(first)
+    first_gpu = int(os.environ["LOCAL_RANK"]) * args.num_stages
+    devices = [torch.device("cuda", first_gpu + stage) for stage in range(args.num_stages)]
+    torch.cuda.set_device(first_gpu)
     return devices, [dist.new_group(None, timeout, "nccl", device_id=device) for device in devices]
 
 
@@ -547,7 +559,7 @@ def main(args):
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "stages": [sum(p.numel() for p in stage.parameters()) for stage in stages],
+        "stages": [num_weights(stage) for stage in stages],
     }
     if rank == 0:
         facts = ", ".join(f"{name} {value}" for name, value in settings.items())

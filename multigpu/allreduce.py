@@ -2,7 +2,7 @@
 
     python multigpu/allreduce.py                            # from 4 KiB to 1 GiB
     python multigpu/allreduce.py --num_gpus 4 --min_bytes 1048576 --out link.json
-    python report.py one.csv --predict link.json            # what that link would do to a training
+    python report.py one.jsonl --predict link.json          # what that link would do to a training
     sbatch slurm/multigpu_allreduce.slurm
 
 The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md). Each of N
@@ -13,6 +13,7 @@ a ring, and can be compared between different N. For many nodes there is multino
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def parse_args():
 
 def setup(args, rank, world_size, init_method):
     """Joins the process group. Returns the device of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     backend, device = "gloo", torch.device("cpu")
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
@@ -51,9 +53,9 @@ def setup(args, rank, world_size, init_method):
     dist.init_process_group(
         backend,
         init_method,
-        timedelta(seconds=args.timeout),
-        world_size,
-        rank,
+        timeout=timedelta(seconds=args.timeout),
+        world_size=world_size,
+        rank=rank,
         device_id=device if backend == "nccl" else None,
     )
     return device
@@ -74,10 +76,12 @@ def time_all_reduce(buffer, repeats):
 
 def compute_rate(buffer):
     """Returns how fast a process computes beside an all-reduce, as a share of its usual speed."""
-    matrix, rates = torch.rand(256, 256, device=buffer.device), []
+    matrix = torch.rand(256, 256, device=buffer.device)
+    rates = []
     for _ in range(9):
         dist.barrier()
-        start, count = time.perf_counter(), 0
+        count = 0  # of matrix products
+        start = time.perf_counter()
         work = dist.all_reduce(buffer, async_op=True)
         while not work.is_completed() or count == 0:
             (matrix @ matrix).sum().item()
@@ -86,72 +90,71 @@ def compute_rate(buffer):
         work.wait()
         for _ in range(count):
             (matrix @ matrix).sum().item()
-        rates.append((time.perf_counter() - middle) / (middle - start))
+        end = time.perf_counter()
+        rates.append((end - middle) / (middle - start))
     return min(1.0, statistics.median(rates))
 
 
 def measure(args, device):
     """Returns sizes in bytes, each twice the one before, their seconds, and the compute rate."""
-    size, seconds = args.min_bytes // 4 * 4, {}
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = []
+    seconds = []
+    size = args.min_bytes // 4 * 4
     while size <= args.max_bytes:
-        buffer = torch.full((size // 4,), 1.0 + dist.get_rank(), device=device)
+        buffer = torch.full((size // 4,), 1.0 + rank, device=device)
         dist.all_reduce(buffer)  # warm-up
-        buffer -= sum(range(1, dist.get_world_size() + 1))
-        if buffer.any():
-            sys.exit(f"rank {dist.get_rank()}: an all-reduce of {size} bytes gave a wrong sum")
-        repeats = int(args.seconds / 5 / time_all_reduce(buffer, 1))
-        times = [time_all_reduce(buffer, max(1, repeats)) for _ in range(5)]
-        seconds[size] = statistics.median(times)
+        if (buffer != world_size * (world_size + 1) / 2).any():
+            sys.exit(f"rank {rank}: an all-reduce of {size} bytes gave a wrong sum")
+        buffer.zero_()  # sums of zeros cannot overflow
+        repeats = max(1, int(args.seconds / 5 / time_all_reduce(buffer, 1)))
+        times = [time_all_reduce(buffer, repeats) for _ in range(5)]
+        sizes.append(size)
+        seconds.append(statistics.median(times))
         size *= 2
-    return list(seconds), list(seconds.values()), compute_rate(buffer[: 1 << 22])  # 16 MiB
+    return sizes, seconds, compute_rate(buffer[: 1 << 22])  # 16 MiB
 
 
 def fit_line(sizes, seconds, world_size):
     """Fits time = latency + n x 2 (N - 1) / N / bandwidth by least squares of relative errors.
 
-    Returns the latency in s, the bandwidth in bytes/s, and the relative error at each size. Where
-    noise would make the latency negative, it is 0.
+    Returns the latency in s (0 where noise would make it negative), the bandwidth in bytes/s, and
+    the relative error at each size.
     """
-    carried, seconds = np.array(sizes) * 2 * (world_size - 1) / world_size, np.array(seconds)
+    seconds = np.array(seconds)
+    carried = np.array(sizes) * 2 * (world_size - 1) / world_size  # bytes on each link
     columns = np.stack((1 / seconds, carried / seconds), axis=1)
     latency, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
     if latency < 0 or per_byte <= 0:
-        latency, per_byte = 0.0, (carried / seconds).sum() / ((carried / seconds) ** 2).sum()
+        latency = 0.0
+        per_byte = columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
     return latency, 1 / per_byte, (latency + carried * per_byte) / seconds - 1
 
 
 def print_link(sizes, seconds, rate, world_size, nodes):
     """Prints the table and the fitted line. Returns what --out writes."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    latency, bandwidth, errors = fit_line(sizes, seconds, world_size)
-    print(f"processes {world_size}, nodes {nodes}, {device}, torch {torch.__version__}")
+    link = {"processes": world_size, "nodes": nodes, "device": device, "torch": torch.__version__}
+    print(", ".join(f"{name} {value}" for name, value in link.items()))
     print("|      bytes |    time_us | algbw_GB/s | busbw_GB/s |     fit_us |")
     print("| ---------: | ---------: | ---------: | ---------: | ---------: |")
+    latency, bandwidth, errors = fit_line(sizes, seconds, world_size)
     for size, took, error in zip(sizes, seconds, errors):
         algbw = size / took / 1e9
         busbw = algbw * 2 * (world_size - 1) / world_size
         fit = 1e6 * took * (1 + error)
         print(f"| {size:10} | {1e6 * took:10.1f} | {algbw:10.3f} | {busbw:10.3f} | {fit:10.1f} |")
-    print(
-        f"fit: {1e6 * latency:.1f} us + n x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s; "
-        f"errors: rms {np.sqrt((errors**2).mean()):.1%}, largest {abs(errors).max():.1%}"
-    )
+    print(f"fit: {1e6 * latency:.1f} us + n x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s")
+    print(f"errors: rms {np.sqrt((errors**2).mean()):.1%}, largest {abs(errors).max():.1%}")
     print(f"beside an all-reduce a process computes at {rate:.0%} of its speed")
-    return {
-        "processes": world_size,
-        "latency_s": latency,
-        "bandwidth_bytes_per_s": bandwidth,
-        "compute_rate": rate,
-        "nodes": nodes,
-        "device": device,
-        "torch": torch.__version__,
-        "sizes": sizes,
-        "seconds": seconds,
-    }
+    link |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth, "compute_rate": rate}
+    link |= {"sizes": sizes, "seconds": seconds}
+    return link
 
 
 def main(rank, args, init_method):
-    device, world_size = setup(args, rank, args.num_gpus, init_method), args.num_gpus
+    world_size = args.num_gpus
+    device = setup(args, rank, world_size, init_method)
     sizes, seconds, rate = measure(args, device)
     if rank == 0:
         link = print_link(sizes, seconds, rate, world_size, nodes=1)
@@ -165,7 +168,7 @@ def main(rank, args, init_method):
 def launch_all(args):
     """Starts the processes, and exits with their exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback alone
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus)

@@ -66,13 +66,14 @@ def parse_args():
 
 
 def synthetic_images(num_images):
-    """Ten smooth random patterns, one for each class, under noise."""
+    """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
     patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
     patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
     generator = torch.Generator().manual_seed(num_images)
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return ((80 * patterns[labels]).byte() + noise).numpy(), labels.numpy()
+    images = (80 * patterns[labels]).byte() + noise
+    return images.numpy(), labels.numpy()
 
 
 def read_pixels(args, split):

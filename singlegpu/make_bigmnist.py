@@ -43,13 +43,14 @@ def parse_args():
 
 
 def synthetic_images(num_images):
-    """Ten smooth random patterns, one for each class, under noise."""
+    """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
     patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
     patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
     generator = torch.Generator().manual_seed(num_images)
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return ((80 * patterns[labels]).byte() + noise).numpy(), labels.numpy()
+    images = (80 * patterns[labels]).byte() + noise
+    return images.numpy(), labels.numpy()
 
 
 def read_split(args, train):
@@ -71,11 +72,14 @@ def augment(images, seed, device):
     that of v2.ElasticTransform() (Simard, Steinkraus and Platt 2003). Both draw random numbers
     once for a batch; here each image has numbers of its own.
     """
-    rng, size = np.random.default_rng(seed), images.shape[-1]
-    strengths = torch.from_numpy(rng.uniform(-1, 1, (6, len(images))).astype(np.float32)).to(device)
-    noise = torch.from_numpy(rng.uniform(-1, 1, (len(images), 2, size, size)).astype(np.float32))
-    angle, shear = (15 * strengths[0]).deg2rad(), (10 * strengths[1]).deg2rad()
-    scale, flip = 1 + 0.1 * strengths[2], strengths[3].sign()
+    size = images.shape[-1]
+    generator = np.random.default_rng(seed)
+    strengths = torch.from_numpy(generator.uniform(-1, 1, (6, len(images)))).float().to(device)
+    noise = torch.from_numpy(generator.uniform(-1, 1, (len(images), 2, size, size))).float()
+    angle = (15 * strengths[0]).deg2rad()
+    shear = (10 * strengths[1]).deg2rad()
+    scale = 1 + 0.1 * strengths[2]
+    flip = strengths[3].sign()
     # The grid says where in the image each pixel of the result comes from, in [-1, 1].
     matrix = torch.zeros(len(images), 2, 3, device=device)
     matrix[:, 0, 0] = flip * (angle.cos() - angle.sin() * shear.tan()) / scale
@@ -99,10 +103,9 @@ def write_images(path, images, args):
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     total = args.copies * args.versions
+    facts = {"descr": "|u1", "fortran_order": False, "shape": (total * len(images), 28, 28)}
     buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        buffer, {"descr": "|u1", "fortran_order": False, "shape": (total * len(images), 28, 28)}
-    )
+    np.lib.format.write_array_header_1_0(buffer, facts)
     header = buffer.getvalue()
 
     def augment_block(version, start):
@@ -113,11 +116,12 @@ def write_images(path, images, args):
         begun = file.read(len(header))
         if begun != header[: len(begun)]:
             sys.exit(f"{path} was begun with other arguments: remove it or take these")
-        done = max(0, os.path.getsize(path) - len(header)) // images.nbytes
-        file.truncate(len(header) + done * images.nbytes if begun == header else 0)
         if begun != header:
+            file.truncate(0)
             file.write(header)
-        file.flush()
+            file.flush()
+        done = (os.path.getsize(path) - len(header)) // images.nbytes  # whole versions
+        file.truncate(len(header) + done * images.nbytes)
         for number in tqdm(range(done, total), "versions", total, initial=done, mininterval=1):
             if number < args.versions:
                 starts = range(0, len(images), BATCH)
@@ -125,7 +129,7 @@ def write_images(path, images, args):
                     file.write(block)
                 file.flush()
             else:
-                offset = len(header) + number % args.versions * images.nbytes
+                offset = len(header) + (number % args.versions) * images.nbytes
                 file.write(np.memmap(path, np.uint8, "r", offset, images.shape))
 
 
@@ -133,7 +137,9 @@ def main(args):
     if os.path.exists(args.out):
         sys.exit(f"{args.out} is there already: remove it or choose another --out")
     torch.set_num_threads(1)  # the blocks run side by side
-    images, labels = (array[: args.num_images] for array in read_split(args, train=True))
+    images, labels = read_split(args, train=True)
+    images = images[: args.num_images]
+    labels = labels[: args.num_images]
     test_images, test_labels = read_split(args, train=False)
     unfinished = args.out + ".tmp"
     os.makedirs(unfinished, exist_ok=True)

@@ -20,21 +20,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 LINES = {  # of singlegpu, and of multigpu and multinode
-    "images": (440, 560),
-    "autoencoder": (385, 500),
-    "text": (450, 570),
-    "gpt": (440, 560),
-    "translation": (510, 640),
+    "images": (440, 590),
+    "autoencoder": (385, 550),
+    "text": (480, 650),
+    "gpt": (475, 640),
+    "translation": (560, 740),
 }
 LINES |= {
     "singlegpu/make_bigmnist.py": 155,
     "report.py": 450,
-    "hybrid/images.py": 580,
-    "hybrid/gpt_pipeline.py": 650,
-    "hybrid/gpt_fsdp.py": 600,
-    "quantize/text.py": 300,
-    "quantize/gpt.py": 275,
-    "quantize/translation.py": 380,
+    "hybrid/images.py": 660,
+    "hybrid/gpt_pipeline.py": 825,
+    "hybrid/gpt_fsdp.py": 710,
+    "quantize/text.py": 330,
+    "quantize/gpt.py": 290,
+    "quantize/translation.py": 430,
     "multigpu/allreduce.py": 180,
     "multinode/allreduce.py": 180,
 }

@@ -19,8 +19,9 @@ def rows_of(run, processes, seconds, batch_size=64, samples=640, **changes):
         row = {"model": "cnn", "dataset": "mnist", "batch_size": batch_size, "precision": "fp32"}
         row |= {"max_steps": 0, "script": f"{'multi' if processes > 1 else 'single'}gpu/images.py"}
         row |= {"processes": processes, "nodes": 1, "rank": rank, "device": "CPU", "buckets": []}
-        row |= {"threads": 4 // processes, "comm_hook": "none", "parameters": 1_000_000}
-        row |= {"run": run, "epoch": epoch, "val_loss": 2 / (epoch + 1), "val_acc": 0.9}
+        row |= {"threads": max(1, 4 // processes), "comm_hook": "none", "parameters": 1_000_000}
+        row |= {"host": f"node{rank}", "peak_MB": 1000 + rank}
+        row |= {"run": str(run), "epoch": epoch, "val_loss": 2 / (epoch + 1), "val_acc": 0.9}
         shares = {"data": 0.1, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
         shares |= {"comm": 0.1 * (processes > 1), "comm_total": 0.2 * (processes > 1)}
         row |= {name: share * (time - 1) for name, share in shares.items()}
@@ -39,14 +40,17 @@ def run_report(*arguments):
 
 
 def tables(*arguments):
-    """What is printed, and each table's rows as {column: text}."""
+    """What is printed, and the rows {column: text} of each table; measured runs have two in one."""
     done, found = run_report(*arguments), []
     assert done.returncode == 0 and not done.stderr, done.stderr
     for part in done.stdout.split("\n\n"):
         if part.startswith("|"):
             head, _, *rows = [re.split(r" *\| *", line)[1:-1] for line in part.splitlines()]
             assert len(head) <= 12 and part.index("\n") <= 120
-            found.append([dict(zip(head, row)) for row in rows])
+            rows = [dict(zip(head, row)) for row in rows]
+            if "late rank" in head:
+                rows = [speed | communication for speed, communication in zip(found.pop(), rows)]
+            found.append(rows)
     return done.stdout, *found
 
 
@@ -60,11 +64,52 @@ def test_strong_and_weak(tmp_path):
     assert [row["efficiency"] for row in strong] == ["1.00", "0.833", "0.625"]
     assert "Serial fraction 0.200: at most 5 times as fast" in text
     assert strong[1]["hidden %"] == "50.0" and strong[1]["R"] == "4.00" and strong[0]["R"] == "-"
-    assert strong[1]["comm %"] == f"{100 * 0.6 / 7:.2f}" and "threads 4 / 2 / 1" in text
-    assert (out / "report.md").read_text() == text
+    assert [row["comm %"] for row in strong] == ["0.00", "10.0", "10.0"], "of 7 - 1 s, not of 7"
+    assert [row["device-hours"] for row in strong] == ["0.00306", "0.00389", "0.00556"]
+    assert strong[0]["hidden %"] == strong[0]["waiting"] == "-" and "threads 4 / 2 / 1" in text
+    whole, paste = (out / "report.md").read_text().split("## For an application")
+    assert whole.strip() == text.strip() and paste.count("It pays up to") == 2
+    columns = "nodes | processes | seconds | speedup | efficiency | device-hours | peak_MB"
+    values = "1 | 4 | 5.00 | 2.50 | 0.625 | 0.00556 | 1003"
+    for line in columns, values:
+        assert f"| {line} |" in re.sub(" +", " ", paste), paste
     found = csv.DictReader((out / "tables/measured.csv").read_text().splitlines())
     assert [row["speedup"][:6] for row in found] == ["1.0", "1.6666", "2.5", "1.0", "2.0"]
     assert len([path for path in out.glob("*.png") if path.read_bytes()[1:4] == b"PNG"]) == 7
+
+
+def test_how_far_it_pays(tmp_path):
+    """Of 2 and 6 processes log2(6 / 2) = 1.58 doublings must pay, 1.5**1.58 = 1.90."""
+    cases = {
+        (13, 8, 5): "It pays up to 2 processes: 6 are 1.75 times as fast, not 1.90.",
+        (13, 8, 4.5): "It pays up to 6 processes, and there are no numbers on more.",
+        (13, 11, 4): "It pays up to 1 process: 2 are 1.20 times as fast, not 1.50.",
+    }
+    for times, sentence in cases.items():
+        runs = [rows_of(n, n, [99, time], nodes=n) for n, time in zip((1, 2, 6), times)]
+        runs.append(rows_of("slow", 2, [99, 31]))  # on one node: the fastest run with 2 counts
+        text, group = tables(write(tmp_path / "a.jsonl", *runs))
+        assert sentence in text and len(group) == 4, text
+
+
+def test_a_late_process(tmp_path):
+    """It is named with its host, and R stays that of the link. Older logs have no host."""
+    three = list(rows_of("b", 3, [9, 7, 7]))
+    for row in three:
+        if row["rank"] != 1:
+            row["comm_total"] += 0.9  # instead of 0.2 x 6 s
+    older = [{**row, "run": "older"} for row in three]
+    for row in older:
+        del row["host"], row["peak_MB"]
+    runs = rows_of("a", 1, [11, 11]), rows_of("even", 3, [9, 7, 7], nodes=3), three, older
+    _, (one, *found) = tables(write(tmp_path / "a.jsonl", *runs))
+    late, before, even = found
+    assert [row["R"] for row in (one, *found)] == ["-", "4.00", "4.00", "4.00"]
+    assert even["waiting"] == "0.00"
+    assert [late["sending"], late["waiting"]] == ["1.20", "0.600"]
+    assert [late["late rank"], late["late host"], late["peak_MB"]] == ["1", "node1", "1002"]
+    assert [before["late rank"], before["late host"], before["peak_MB"]] == ["1", "-", "-"]
+    assert even["hidden %"] == "50.0" and late["hidden %"] == f"{100 - 100 * 0.6 / 1.8:.1f}"
 
 
 def test_what_is_compared(tmp_path):
@@ -129,7 +174,7 @@ def test_prediction_by_hand(tmp_path):
     first, rest = (size * 1.5 / 40e6 + 0.03 for size in (1 << 20, 4_000_000 - (1 << 20)))
     comm = max(0.4 * (1 << 20) / 4e6 + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup"]) == pytest.approx(4 * 0.9 / (0.9 + comm), rel=0.004)
-    assert "From 4 processes on it stops paying: they are only 1.32 times as fast as 2." in text
+    assert "It pays up to 2 processes: 4 are 1.32 times as fast, not 1.50." in text
 
 
 def test_prediction_with_buckets(run, data, tmp_path):
