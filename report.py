@@ -52,7 +52,7 @@ from matplotlib import pyplot as plt
 SAME = (
     "script model dataset precision size parameters source target vocab_size d_model n_heads "
     "num_layers seq_len learning_rate dropout grad_accum_steps compile max_steps num_stages "
-    "num_microbatches schedule"
+    "num_microbatches schedule checkpoint_activations"
 ).split()
 TITLE = SAME[:4]
 RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
@@ -158,7 +158,8 @@ def summary_of(run, warmup):
         summary["waiting"] = totals.mean() - totals.min()
         summary["late rank"] = f"{totals.idxmin():.0f}"
         summary["late host"] = run[run["rank"] == totals.idxmin()]["host"].iloc[-1]
-        summary["hidden %"] = max(0.0, 100 - 100 * summary["comm"] / summary["comm_total"])
+        if summary["device"] == "CPU" or "shard_size" not in summary:  # FSDP on GPUs cannot tell
+            summary["hidden %"] = max(0.0, 100 - 100 * summary["comm"] / summary["comm_total"])
         compute = later[COMPUTE].sum(axis=1)
         summary["R"] = compute.mean() / summary["sending"]
         compute_in_epochs = compute.groupby(later["epoch"])
@@ -402,13 +403,7 @@ def main():
     add("paths", nargs="+", type=Path, help="logs (.jsonl), or folders of them")
     add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
     add("--warmup", type=int, default=1, help="first epochs of a run that do not count")
-    add(
-        "--predict",
-        nargs="+",
-        default=[],
-        metavar="LINK.json",
-        help="files that allreduce.py writes",
-    )
+    add("--predict", nargs="+", default=[], metavar="LINK.json", help="files of allreduce.py")
     add("--gpus_per_node", type=int, default=0, help="processes of a node, for two link files")
     args = parser.parse_args()
     if len(args.predict) > 2 or len(args.predict) == 2 and args.gpus_per_node < 1:

@@ -7,9 +7,9 @@ r"""Train a GPT whose blocks are split over a pipeline of processes, in one or m
 
 This is for a model that does not fit on one GPU. A process holds a stage: an equal part of the
 blocks. A batch passes through the stages in micro-batches, so that all stages work at the same
-time. A stage waits until its first micro-batch arrives, and again when its last one has left. This
-is the bubble: (p - 1) / (m + p - 1) of the time with p stages and m micro-batches (Huang et al.
-2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add up their gradients.
+time. A stage waits while the first micro-batch is on its way to it, and while the last ones are in
+other stages. This is the bubble: (p - 1) / (m + p - 1) of the time with p stages and m micro-
+batches (Huang et al. 2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add up their gradients.
 The head is the embedding: the first and the last stage hold a copy each. A process first builds or
 loads the full model on its CPU, and rank 0 keeps it there, to save it. Snapshots are those of
 multinode/gpt.py.
@@ -54,7 +54,7 @@ SAME_ON_RESUME = (
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+    """Token ids (B, T) to logits (B x T, V) or, given the next ids (B, T), to their mean loss."""
 
     def __init__(self, args):
         super().__init__()
@@ -215,7 +215,7 @@ class Stage(nn.Module):
             if self.is_first:
                 x = self.dropout(self.embedding(x) + self.positions.weight)
             elif torch.is_grad_enabled():
-                x.requires_grad_()  # torch 2.11 forgets it if a run begins with a validation
+                x.requires_grad_()  # torch 2.11 does not, in a run that begins with a validation
             x = self.blocks(x)
             if self.is_last:
                 x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
@@ -256,14 +256,14 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
-def schedule(done):
+def learning_rate_factor(done):
     """Returns the factor of the learning rate when this share of all steps is done."""
     if done < 0.05:
         return 20 * done  # rises to 1
     return 1.05 - done  # falls to 0.05
 
 
-# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 PHASES += ("bubble",)  # waiting for other stages, and for what they send
@@ -631,7 +631,7 @@ def gather_stages(args, parts, stage, optimizer, patient):
 
 
 def add_up(sums, since):
-    """Returns over all processes: sums (S,), whether to stop, and the mean seconds since then."""
+    """Returns over all processes: the sums (S,), whether to stop, and the mean seconds passed."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -743,7 +743,7 @@ def main(args):
             watch.mark("comm")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * schedule(done)
+                group["lr"] = args.learning_rate * learning_rate_factor(done)
             squares = squared_norm(stage)
             watch.mark("optimizer")
             start = watch.now()

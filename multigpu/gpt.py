@@ -53,7 +53,7 @@ COMM_HOOKS = {
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+    """Token ids (B, T) to logits (B x T, V) or, given the next ids (B, T), to their mean loss."""
 
     def __init__(self, args):
         super().__init__()
@@ -176,14 +176,14 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
-def schedule(done):
+def learning_rate_factor(done):
     """Returns the factor of the learning rate when this share of all steps is done."""
     if done < 0.05:
         return 20 * done  # rises to 1
     return 1.05 - done  # falls to 0.05
 
 
-# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
@@ -425,7 +425,7 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Returns over all processes: sums (S,), whether to stop, and the mean seconds since then."""
+    """Returns over all processes: the sums (S,), whether to stop, and the mean seconds passed."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -544,7 +544,7 @@ def main(rank, args, init_method):
                 watch.mark_backward(is_last)
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * schedule(done)
+                group["lr"] = args.learning_rate * learning_rate_factor(done)
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)

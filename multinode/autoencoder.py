@@ -138,7 +138,7 @@ def reconstruction_loss(model, images, args):
     return loss, torch.stack((loss.detach() * count, count)).double()
 
 
-# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
@@ -349,7 +349,7 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Returns over all processes: sums (S,), whether to stop, and the mean seconds since then."""
+    """Returns over all processes: the sums (S,), whether to stop, and the mean seconds passed."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])

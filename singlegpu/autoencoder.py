@@ -123,7 +123,7 @@ def reconstruction_loss(model, images, args):
     return loss, torch.stack((loss.detach() * count, count)).double()
 
 
-# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 

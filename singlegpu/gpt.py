@@ -43,7 +43,7 @@ SAME_ON_RESUME = (
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) to logits (B T, V) or, given the next ids (B, T), to their mean loss."""
+    """Token ids (B, T) to logits (B x T, V) or, given the next ids (B, T), to their mean loss."""
 
     def __init__(self, args):
         super().__init__()
@@ -161,14 +161,14 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
-def schedule(done):
+def learning_rate_factor(done):
     """Returns the factor of the learning rate when this share of all steps is done."""
     if done < 0.05:
         return 20 * done  # rises to 1
     return 1.05 - done  # falls to 0.05
 
 
-# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
@@ -418,7 +418,7 @@ def main(args):
                 watch.mark("backward")
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * schedule(done)
+                group["lr"] = args.learning_rate * learning_rate_factor(done)
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)

@@ -232,7 +232,7 @@ def text_loss(model, tokens, classes, args):
     return loss, sums.double()
 
 
-# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 

@@ -276,7 +276,7 @@ def translation_loss(model, source, target, lengths, args):
     return loss, torch.stack((loss.detach(), (expected != PAD).sum())).double()
 
 
-# ============ Where the time goes. Without it, delete this part and each line with watch. =========
+# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 

@@ -40,7 +40,7 @@ LINES |= {
 }
 BANDS = (  # of a training script, in this order, each under a ruler
     "Yours: flags, data, model, loss. Replace.",
-    "Where the time goes. Without it, delete this part and each line with watch.",
+    "Where the time goes. Without it, delete this part, each line with watch and the summary.",
     "The run.",
 )
 MAY_DIFFER = {"main", "parse_args", "create_model", "batches", "validation_batches", "train"}

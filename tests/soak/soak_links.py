@@ -45,7 +45,7 @@ def test_fitted_bandwidth(run_on_link, tmp_path, mbit):
 
 
 @pytest.mark.parametrize("model, batch", [("mlp", 32), ("cnn", 128)])
-def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path, model, batch):
+def test_sending_is_bytes_over_bandwidth(run_on_link, tmp_path, model, batch):
     """Within 10% on a slow link, and half of it in bf16. The better of up to three runs counts.
 
     The first bucket of the cnn, nearly all of it, is under way when its second one starts and
@@ -59,8 +59,8 @@ def test_comm_total_is_bytes_over_bandwidth(run_on_link, tmp_path, model, batch)
         more = ("--comm_hook", hook, "--log", log)
         run_on_link("multinode/images.py", *words, *more, mbit=200)
         later = [row for row in rows(log) if row["epoch"] == 1]
-        seconds = np.mean([row["comm_total"] for row in later]) / 10
-        return seconds / (later[0]["parameters"] * 4 / (200e6 / 8))
+        sending = min(row["comm_total"] for row in later) / 10  # in the process that comes last
+        return sending / (later[0]["parameters"] * 4 / (200e6 / 8))
 
     for hook, expected in (("none", 1), ("bf16", 0.5)):
         found = []
