@@ -9,10 +9,10 @@ This is for a model that does not fit on one GPU. A process holds a stage: an eq
 blocks. A batch passes through the stages in micro-batches, so that all stages work at the same
 time. A stage waits while the first micro-batch is on its way to it, and while the last ones are in
 other stages. This is the bubble: (p - 1) / (m + p - 1) of the time with p stages and m micro-
-batches (Huang et al. 2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add up their gradients.
-The head is the embedding: the first and the last stage hold a copy each. A process first builds or
-loads the full model on its CPU, and rank 0 keeps it there, to save it. Snapshots are those of
-multinode/gpt.py.
+batches (Huang et al. 2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add
+up their gradients. The head is the embedding: the first and the last stage hold a copy each. A
+process first builds or loads the full model on its CPU, and rank 0 keeps it there, to save it.
+Snapshots are those of multinode/gpt.py.
 Shapes: B sequences of a micro-batch, m micro-batches of a batch in a pipeline, T tokens of a
 sequence, D = d_model, H heads, V vocabulary.
 """

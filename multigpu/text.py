@@ -4,7 +4,7 @@
     python multigpu/text.py --model transformer --dataset imdb --snapshot text.pt  # or resumes
     sbatch slurm/multigpu_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
-Your own texts: name a folder with splits train and test and columns text and label.
+To train on your own texts, name their folder: splits train and test, columns text and label.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 

@@ -193,7 +193,9 @@ def print_table(rows):
                 value = "-" if math.isnan(speed) else f"{speed:.0f} {ratio:.2f}x"
             cells.append(value)
         lines.append(cells)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    widths = []
+    for column in range(len(lines[0])):
+        widths.append(max(len(line[column]) for line in lines))
     lines.insert(1, ["-" * width for width in widths])
     for line in lines:
         print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
