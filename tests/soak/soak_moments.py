@@ -65,8 +65,9 @@ def wait_until(site, job, moment, steps):  # noqa: F811
 def test_the_limit_comes(site, data, tmp_path, name, moment):  # noqa: F811
     """At most the step under way is lost, and an epoch never: its validation is done again."""
     slow_file, steps = tmp_path / "slow", tmp_path / "steps"
-    site.environment |= {"SLOW_FILE": str(slow_file), "STEPS": str(steps)}
-    site.environment["PYTHONPATH"] = str(tmp_path / "slowed")
+    slowly = {"SLOW_FILE": str(slow_file), "STEPS": str(steps)}
+    slowly["PYTHONPATH"] = str(tmp_path / "slowed")
+    site.environment = site.environment | slowly
     (tmp_path / "slowed").mkdir()
     (tmp_path / "slowed/sitecustomize.py").write_text(SLOWED)
     if MOMENTS[moment]:
