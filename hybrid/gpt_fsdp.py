@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
 SAME_ON_RESUME = (
@@ -90,7 +90,7 @@ def parse_args():
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="type of the forward pass")
+    add("--precision", choices=DTYPES, default="fp32", help="type of the forward pass")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
@@ -238,16 +238,13 @@ def peak_bytes():
 
 
 class ShardTimer(Stopwatch):
-    """Also times the collectives of FSDP, and counts the bytes of the shards.
-
-    On a CPU, collectives interrupt the passes: they are comm. On a GPU, they run beside the passes.
-    """
+    """Also times the collectives of FSDP, and counts the bytes of the shards."""
 
     def __init__(self, device, model, optimizer):
         super().__init__(device)
         self.optimizer = optimizer
-        self.collectives = []  # (start, end) of each since the last mark
-        self.spans = []  # (start, end) of each in the training since the last flush
+        self.recent = []  # (start, end) of each collective since the last mark
+        self.spans = []  # (start, end) of those in training steps since the last flush
         for module in (*model.blocks, model):
             reduce_scatter = ReduceScatter(self)
             module.set_custom_all_gather(AllGather(self))
@@ -255,14 +252,17 @@ class ShardTimer(Stopwatch):
             module.set_all_reduce_hook(reduce_scatter.note_end)
 
     def mark(self, phase):
-        """Also counts the collectives since the last mark, unless they are of a validation."""
+        """Also takes the collectives of a forward or backward pass.
+
+        On a CPU a pass stops for each of them: they are comm. On a GPU the pass goes on meanwhile.
+        """
         if phase in ("forward", "backward"):
-            self.spans += self.collectives
+            self.spans += self.recent
             if not self.cuda:
-                for start, end in self.collectives:
-                    self.marks.append((phase, start))
-                    self.marks.append(("comm", end))
-        self.collectives.clear()
+                for start, end in self.recent:
+                    self.marks.append((phase, start))  # the pass goes on until here
+                    self.marks.append(("comm", end))  # and then there is a collective
+        self.recent.clear()
         super().mark(phase)
 
     def flush(self):
@@ -292,7 +292,7 @@ class ShardTimer(Stopwatch):
 
 
 class AllGather:
-    """Brings the shards of a block together. FSDP calls allocate(), and then the object itself."""
+    """Brings the shards of a block together. FSDP calls allocate() and then the object itself."""
 
     def __init__(self, watch):
         self.watch = watch
@@ -303,28 +303,28 @@ class AllGather:
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         start = self.watch.now()
         dist.all_gather_into_tensor(output_tensor, input_tensor, group)
-        self.watch.collectives.append((start, self.watch.now()))
+        self.watch.recent.append((start, self.watch.now()))
 
 
 class ReduceScatter:
     """Adds up the gradients of a block, and times this together with their all-reduce.
 
-    FSDP calls allocate() for the input and then for the output, the object itself unless a shard
-    is a full copy, and note_end() after the all-reduce over the copies.
+    FSDP calls allocate() for the input, allocate() for the output, the object itself, and after the
+    all-reduce note_end(). With --shard_size 1 it leaves out the object itself.
     """
 
     def __init__(self, watch):
         self.watch = watch
 
     def allocate(self, size, *, dtype, device):
-        self.start = self.watch.now()
+        self.start = self.watch.now()  # the second call comes just before the sending
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
 
     def note_end(self, gradients):
-        self.watch.collectives.append((self.start, self.watch.now()))
+        self.watch.recent.append((self.start, self.watch.now()))
 
 
 def mean(rows, name):
@@ -355,8 +355,8 @@ def print_collectives(rows):
     compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
     hidden = "0%"
     bound = ""
-    if rows[0]["device"] != "CPU":  # forward and backward include what is not hidden
-        hidden = "-"
+    if rows[0]["device"] != "CPU":  # passes include the communication that they wait for
+        hidden = "-"  # so how much is hidden is not known
         bound = "at most "
     print(
         f"communication {sending + waiting:.3f} s, {hidden} hidden: sending {sending:.3f} s, "
@@ -474,11 +474,18 @@ def shard(model, args, device):
     """Leaves this process a shard of each block, and of what stands outside the blocks."""
     timeout = timedelta(seconds=args.timeout)  # init_device_mesh() would not take it
     ranks = torch.arange(dist.get_world_size()).view(-1, args.shard_size)  # (copies, shards)
-    copies, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-    names = ("copy", "shard")
-    mesh = DeviceMesh.from_group([copies, shards], device.type, mesh=ranks, mesh_dim_names=names)
-    policy = MixedPrecisionPolicy(DTYPES[args.precision], reduce_dtype=torch.float32)
+    same_shard, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    same_copy, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    mesh = DeviceMesh.from_group(
+        [same_shard, same_copy],
+        device.type,
+        mesh=ranks,
+        mesh_dim_names=("copy", "shard"),  # FSDP keeps copies along the first dimension
+    )
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[args.precision],
+        reduce_dtype=torch.float32,
+    )
     for block in model.blocks:
         if args.checkpoint_activations:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -491,7 +498,7 @@ def load_parts(args):
     torch.manual_seed(args.seed)
     model = GPT(args)
     optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(enabled=False)
+    scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     return parts, load_snapshot(args, parts)
 
@@ -637,7 +644,13 @@ def main(args):
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * learning_rate_factor(done)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            watch.mark("optimizer")
+            start = watch.now()
+            norm = norm.full_tensor()  # adds up the parts of all processes
+            watch.spans.append((start, watch.now()))
+            watch.mark("comm")
+            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
             optimizer.zero_grad()
             watch.mark("optimizer")
@@ -682,8 +695,6 @@ def main(args):
         row |= model_speed(row, watch.matmul_speed)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        for process_row in epoch_rows:
-            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         if rank == 0:
             rows += epoch_rows

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 IGNORED = -100  # a target that the loss does not count
 
@@ -51,28 +51,6 @@ SAME_ON_RESUME = (
     "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
     "precision seed"
 ).split()
-
-
-class GPT(nn.Module):
-    """Token ids (B, T) to logits (B x T, V) or, given the next ids (B, T), to their mean loss."""
-
-    def __init__(self, args):
-        super().__init__()
-        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
-        self.positions = nn.Embedding(args.seq_len, args.d_model)
-        self.dropout = nn.Dropout(args.dropout)
-        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
-        self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
-                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
-                nn.init.normal_(parameter, std=0.02 / depth**0.5)
-
-    def forward(self, tokens, targets=None):
-        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
-        x = self.norm(self.blocks(self.dropout(x)))
-        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
-        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
 
 
 def parse_args():
@@ -92,7 +70,7 @@ def parse_args():
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="type of the forward pass")
+    add("--precision", choices=DTYPES, default="fp32", help="type of the forward pass")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
@@ -187,28 +165,32 @@ class GPTBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some blocks of a GPT, (B, T, D) to (B, T, D). Parameters have the names that GPT gives them.
+    """Some blocks of a GPT, (B, T, D) to (B, T, D). The full GPT is a stage, the only one.
 
     The first stage takes token ids (B, T). The last one has the head and gives logits (B, T, V).
     """
 
-    def __init__(self, args, number):
+    def __init__(self, args, number, num_stages):
         super().__init__()
         self.dtype = DTYPES[args.precision]
         self.batch_tokens = args.batch_size * args.seq_len  # of all pipelines
         self.is_first = number == 0
-        self.is_last = number == args.num_stages - 1
-        size = args.num_layers // args.num_stages
-        self.blocks = nn.Sequential()
-        for block_number in range(number * size, (number + 1) * size):
-            self.blocks.add_module(str(block_number), GPTBlock(args))
+        self.is_last = number == num_stages - 1
+        if self.is_first or self.is_last:
+            self.embedding = nn.Embedding(args.vocab_size, args.d_model)
         if self.is_first:
             self.positions = nn.Embedding(args.seq_len, args.d_model)
             self.dropout = nn.Dropout(args.dropout)
-        if self.is_first or self.is_last:
-            self.embedding = nn.Embedding(args.vocab_size, args.d_model)
+        self.blocks = nn.Sequential()
+        size = args.num_layers // num_stages
+        for block_number in range(number * size, (number + 1) * size):
+            self.blocks.add_module(str(block_number), GPTBlock(args))  # its name in the full GPT
         if self.is_last:
             self.norm = nn.LayerNorm(args.d_model)
+        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
+            if parameter.dim() == 2:
+                depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
+                nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
     def forward(self, x):
         with torch.autocast(x.device.type, self.dtype, self.dtype != torch.float32):
@@ -327,18 +309,10 @@ class PipelineTimer(Stopwatch):
         self.zero = torch.zeros(1, device=device)
         self.stream = torch.cuda.Stream() if self.cuda else None
 
-    def follow(self, stage, pipeline_stage):
-        """Marks the passes of the stage from now on."""
-        forward = pipeline_stage.forward_one_chunk
-        backward = pipeline_stage.backward_one_chunk
-        pipeline_stage.forward_one_chunk = self.timed(forward, "forward")
-        pipeline_stage.backward_one_chunk = self.timed(backward, "backward")
-        stage.loss = self.timed(stage.loss, "forward")
-
     def timed(self, function, phase):
-        """Returns a function that also marks: its time is the phase, the time before is bubble."""
+        """Returns the function with marks: its time is the phase, the time before it is bubble."""
 
-        def marked_function(*args, **kwargs):
+        def timed_function(*args, **kwargs):
             if not torch.is_grad_enabled():  # a validation is one phase
                 return function(*args, **kwargs)
             self.mark("bubble")
@@ -346,12 +320,12 @@ class PipelineTimer(Stopwatch):
             self.mark(phase)
             return output
 
-        return marked_function
+        return timed_function
 
     def mark_bubble(self, pipeline_group):
-        """Waits until all stages have done the batch. Else the next all-reduce would wait for them.
+        """Waits for the other stages, so that this time is not taken for communication.
 
-        An all-reduce does so without making the CPU wait for its GPU, which a barrier would.
+        dist.barrier() would do, but makes the CPU wait for its GPU. This all-reduce does not.
         """
         dist.all_reduce(self.zero, group=pipeline_group)
         self.mark("bubble")
@@ -360,10 +334,10 @@ class PipelineTimer(Stopwatch):
         """Notes the time from now to the end of an all-reduce that has just been started."""
         start = self.now()
 
-        def note_end(future):
+        def note_end(future):  # called when the all-reduce has ended, on a GPU in self.stream
             self.spans.append((start, self.now()))
 
-        with torch.cuda.stream(self.stream):  # get_future() can make the stream wait for the end
+        with torch.cuda.stream(self.stream):  # this stream waits for the end, the model's does not
             work.get_future().then(note_end)
 
     def flush(self):
@@ -396,30 +370,26 @@ def print_breakdown(rows):
 
 
 def print_pipelines(rows):
-    """Prints sending, the waiting for a late pipeline, and the bubble of each stage.
-
-    The stages of a pipeline wait for the slowest of them, so that one has the smallest bubble.
-    """
+    """Prints sending, the waiting for a late pipeline, and the bubble of each stage."""
     num_stages = rows[0]["num_stages"]
-    bubbles = []  # of each process, in seconds of an epoch
-    for rank in range(rows[0]["processes"]):
-        bubbles.append(mean([row for row in rows if row["rank"] == rank], "bubble"))
-    totals = []  # of each pipeline
-    for first in range(0, rows[0]["processes"], num_stages):
-        ranks = range(first, first + num_stages)
-        totals.append(mean([row for row in rows if row["rank"] in ranks], "comm_total"))
-    sending = min(totals)  # the pipeline that comes last does not wait
+    processes = range(rows[0]["processes"])
+    rows_of = {rank: [row for row in rows if row["rank"] == rank] for rank in processes}
+    totals = {}  # {ranks of a pipeline: its seconds of communication in an epoch}
+    for pipeline in range(len(processes) // num_stages):
+        ranks = processes[pipeline * num_stages : (pipeline + 1) * num_stages]
+        totals[ranks] = statistics.mean(mean(rows_of[rank], "comm_total") for rank in ranks)
+    late_pipeline = min(totals, key=totals.get)  # it comes last, so it does not wait
+    sending = totals[late_pipeline]
     if sending == 0:  # it has resumed with no step left
         return
-    first = num_stages * totals.index(sending)
-    late_bubbles = bubbles[first : first + num_stages]
-    slowest = first + late_bubbles.index(min(late_bubbles))
+    # The stages of a pipeline wait for the slowest one: its own bubble is the smallest.
+    slowest = min(late_pipeline, key=lambda rank: mean(rows_of[rank], "bubble"))
     waiting = mean(rows, "comm_total") - sending
     hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
     compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
     print(
         f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
-        f"waiting {waiting:.3f} s for rank {slowest} on {rows[slowest]['host']}\n"
+        f"waiting {waiting:.3f} s for rank {slowest} on {rows_of[slowest][0]['host']}\n"
         f"R = compute / sending = {compute / sending:.1f}: above 3, more pipelines pay off"
     )
     theory = (num_stages - 1) / (rows[0]["num_microbatches"] + num_stages - 1)
@@ -587,9 +557,9 @@ def load_snapshot(args, parts):
 def load_parts(args):
     """Returns the full model, its optimizer and scaler, and the progress of the run."""
     torch.manual_seed(args.seed)
-    model = GPT(args)
+    model = Stage(args, number=0, num_stages=1)
     optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(enabled=False)
+    scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     return parts, load_snapshot(args, parts)
 
@@ -681,7 +651,7 @@ def main(args):
     dist.all_gather_object(starts, (progress["epoch"], progress["step"]))
     if len(set(starts)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
-    stage = Stage(args, rank % args.num_stages).to(device)
+    stage = Stage(args, rank % args.num_stages, args.num_stages).to(device)
     optimizer = create_optimizer(stage, args)
     set_state(stage, optimizer, get_state(parts["model"], parts["optimizer"]))
     num_parameters = sum(p.numel() for p in parts["model"].parameters())
@@ -692,7 +662,10 @@ def main(args):
     speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
     watch = PipelineTimer(device)
     watch.matmul_speed = speed
-    watch.follow(stage, pipeline_stage)  # before the schedule takes stage.loss
+    # The schedule calls these for each micro-batch: now they mark their time, too.
+    pipeline_stage.forward_one_chunk = watch.timed(pipeline_stage.forward_one_chunk, "forward")
+    pipeline_stage.backward_one_chunk = watch.timed(pipeline_stage.backward_one_chunk, "backward")
+    stage.loss = watch.timed(stage.loss, "forward")
     pipeline_schedule = SCHEDULES[args.schedule](
         pipeline_stage, args.num_microbatches, stage.loss, scale_grads=False
     )
@@ -732,11 +705,12 @@ def main(args):
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             sums = sums + run_batch(pipeline_schedule.step, stage, tokens, targets)
+            # This stage's gradients are added up over the pipelines, while other stages still work.
             reducing = dist.all_reduce(gradients, group=replica_group, async_op=True)
             watch.note_all_reduce(reducing)
             watch.mark_bubble(pipeline_group)
             reducing.wait()
-            if embedding_group:
+            if embedding_group:  # the first and the last stage each have a part of this gradient
                 start = watch.now()
                 dist.all_reduce(stage.embedding.weight.grad, group=embedding_group)
                 watch.spans.append((start, watch.now()))
