@@ -117,7 +117,7 @@ def read_logs(paths):
             continue
         found = list(filter(None, map(read_row, lines)))
         if len(found) < len(lines):
-            notes.append(f"{file}: {len(lines) - len(found)} damaged row(s) left out")
+            notes.append(f"{file}: {len(lines) - len(found)} row(s) left out")
         elif not lines:
             notes.append(f"{file}: no rows")
         rows += found

@@ -252,7 +252,7 @@ PHASES += ("bubble",)  # waiting for other stages, and for what they send
 
 
 class Stopwatch:
-    """Times phases: a phase lasts from the mark before it to its own mark."""
+    """Times phases. mark() ends a phase, which began at the mark before."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -340,17 +340,23 @@ class PipelineTimer(Stopwatch):
         with torch.cuda.stream(self.stream):  # this stream waits for the end, the model's does not
             work.get_future().then(note_end)
 
+    def mark_all_reduce(self):
+        """Marks an all-reduce that nothing hides: it began at the last mark."""
+        _, start = self.marks[-1]
+        self.spans.append((start, self.now()))
+        self.mark("comm")
+
     def flush(self):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
         origin = self.last
         super().flush()
-        spans = [
-            (self.between(origin, start), self.between(origin, end)) for start, end in self.spans
-        ]
-        covered = 0.0  # seconds after the origin up to which all spans are counted
+        spans = []  # in seconds after the origin
+        for start, end in self.spans:
+            spans.append((self.between(origin, start), self.between(origin, end)))
+        counted_until = 0.0
         for start, end in sorted(spans):
-            self.seconds["comm_total"] += max(0.0, end - max(start, covered))
-            covered = max(covered, end)
+            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
+            counted_until = max(counted_until, end)
         self.spans.clear()
 
 
@@ -410,7 +416,7 @@ def print_row(rows, metric):
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         cells[name] = cell(mean(rows, name))
     cells["peak_MB"] = cell(peak)
-    for line in cells, ["---"] * len(cells), cells.values():
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
@@ -418,15 +424,20 @@ def matmul_speed(device, dtype):
     """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
     size = 8192 if device.type == "cuda" else 1024
     matrix = torch.rand(size, size, device=device).to(dtype)
-    matrix @ matrix  # warm-up
+    product = matrix @ matrix  # warm-up
+    product[0, 0].item()  # waits for the GPU
     count = 0
+    seconds = 0.0
     start = time.perf_counter()
-    while count == 0 or time.perf_counter() < start + 0.2:
+    while seconds < 0.2:
         for _ in range(5):
             product = matrix @ matrix
-        product[0, 0].item()  # waits for the GPU
+        product[0, 0].item()
         count += 5
-    return 2 * size**3 * count / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # these matrices are not the model's
+    return 2 * size**3 * count / seconds
 
 
 def model_speed(row, matmul_speed):
@@ -554,7 +565,7 @@ def load_snapshot(args, parts):
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def load_parts(args):
+def load_full_model(args):
     """Returns the full model, its optimizer and scaler, and the progress of the run."""
     torch.manual_seed(args.seed)
     model = Stage(args, number=0, num_stages=1)
@@ -601,13 +612,13 @@ def gather_stages(args, parts, stage, optimizer, patient):
 
 
 def add_up(sums, since):
-    """Returns over all processes: the sums (S,), whether to stop, and the mean seconds passed."""
+    """Returns of all processes: the sums (S,), whether one is to stop, and the mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
     dist.all_reduce(totals)
-    *sums, stop_requests, seconds = totals.tolist()
-    return sums, stop_requests > 0, seconds / dist.get_world_size()
+    *total_sums, stop_requests, total_seconds = totals.tolist()
+    return total_sums, stop_requests > 0, total_seconds / dist.get_world_size()
 
 
 def gpt_row(settings, progress, val_sums):
@@ -635,7 +646,7 @@ def main(args):
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for waits on rank 0
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
     pipeline_group, replica_group, embedding_group = create_groups(args)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
@@ -646,7 +657,7 @@ def main(args):
         num_steps = min(num_steps, args.max_steps)
     val_batches = validation_batches(val_tokens, args, device)
 
-    parts, progress = load_parts(args)
+    parts, progress = load_full_model(args)
     starts = [None] * world_size
     dist.all_gather_object(starts, (progress["epoch"], progress["step"]))
     if len(set(starts)) > 1:
@@ -661,7 +672,7 @@ def main(args):
     pipeline_stage = create_pipeline_stage(args, stage, pipeline_group, device)
     speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
     watch = PipelineTimer(device)
-    watch.matmul_speed = speed
+    watch.matmul_speed = speed  # for model_speed()
     # The schedule calls these for each micro-batch: now they mark their time, too.
     pipeline_stage.forward_one_chunk = watch.timed(pipeline_stage.forward_one_chunk, "forward")
     pipeline_stage.backward_one_chunk = watch.timed(pipeline_stage.backward_one_chunk, "backward")
@@ -698,6 +709,7 @@ def main(args):
         next_check = first_step + 1
         since = time.perf_counter()
         loader = batches(train_tokens, args, epoch, steps, device)
+        # Each process begins with its share of the sums so far: add_up() adds the shares up.
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         stage.train()
@@ -710,20 +722,17 @@ def main(args):
             watch.note_all_reduce(reducing)
             watch.mark_bubble(pipeline_group)
             reducing.wait()
-            if embedding_group:  # the first and the last stage each have a part of this gradient
-                start = watch.now()
-                dist.all_reduce(stage.embedding.weight.grad, group=embedding_group)
-                watch.spans.append((start, watch.now()))
             watch.mark("comm")
+            if embedding_group:  # the first and the last stage each have a part of this gradient
+                dist.all_reduce(stage.embedding.weight.grad, group=embedding_group)
+                watch.mark_all_reduce()
             done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * learning_rate_factor(done)
             squares = squared_norm(stage)
             watch.mark("optimizer")
-            start = watch.now()
             dist.all_reduce(squares, group=pipeline_group)
-            watch.spans.append((start, watch.now()))
-            watch.mark("comm")
+            watch.mark_all_reduce()
             nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, squares.sqrt())
             optimizer.step()
             gradients.zero_()
@@ -734,10 +743,8 @@ def main(args):
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
-                start = watch.now()
                 progress["sums"], stop, seconds = add_up(sums, since)
-                watch.spans.append((start, watch.now()))
-                watch.mark("comm")
+                watch.mark_all_reduce()
                 watch.flush()
                 if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
@@ -749,14 +756,15 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                for signum in SIGNALS:  # before the first step a signal just ends the run
                     signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                # All have the same mean, so they check again, and meet, at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                train_loss = progress["sums"][0] / progress["sums"][-1]
-                bar.set_postfix(train_loss=train_loss, refresh=False)
+                loss_sum, *_, count = progress["sums"]
+                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break
 

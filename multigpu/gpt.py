@@ -189,7 +189,7 @@ PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases: a phase lasts from the mark before it to its own mark."""
+    """Times phases. mark() ends a phase, which began at the mark before."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -257,7 +257,7 @@ class CommTimer(Stopwatch):
             self.spans.append((start, self.now()))
             return future.value()
 
-        if self.cuda:  # on a separate stream, so that the backward pass does not wait
+        if self.cuda:  # on another stream: that of the backward pass must not wait for the end
             self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             return self.comm_hook(group, bucket).then(note_end)
@@ -265,26 +265,33 @@ class CommTimer(Stopwatch):
     def mark_backward(self, is_last):
         """Marks a backward pass. The last one of a step ends when its last bucket is ready."""
         if is_last:
-            self.marks.append(("backward", self.ready[-1][1]))
-            self.mark("comm")
+            _, last_ready = self.ready[-1]
+            self.marks.append(("backward", last_ready))
+            self.mark("comm")  # what is left of the all-reduces
         else:
             self.mark("backward")
+
+    def mark_all_reduce(self):
+        """Marks an all-reduce that nothing hides: it began at the last mark."""
+        _, start = self.marks[-1]
+        self.spans.append((start, self.now()))
+        self.mark("comm")
 
     def flush(self):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
         origin = self.last
         super().flush()
-        spans = [
-            (self.between(origin, start), self.between(origin, end)) for start, end in self.spans
-        ]
-        covered = 0.0  # seconds after the origin up to which all spans are counted
+        spans = []  # in seconds after the origin
+        for start, end in self.spans:
+            spans.append((self.between(origin, start), self.between(origin, end)))
+        counted_until = 0.0
         for start, end in sorted(spans):
-            self.seconds["comm_total"] += max(0.0, end - max(start, covered))
-            covered = max(covered, end)
+            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
+            counted_until = max(counted_until, end)
         self.spans.clear()
 
     def take(self, num_samples):
-        """Also returns the buckets: bytes, and the seconds from its being ready to the last one."""
+        """Also returns the bytes of each bucket, and how long before the last one it was ready."""
         row = super().take(num_samples)
         row["buckets"] = []
         for size, moment in self.ready:
@@ -308,14 +315,17 @@ def print_breakdown(rows):
 
 
 def print_communication(rows):
-    """Prints what part of the communication is sending, and what is waiting for a late process."""
+    """Prints what part of the communication is sending, and what is waiting for a late process.
+
+    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
+    """
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
         totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
     sending = min(totals)  # the process that comes last does not wait
-    if sending == 0:  # it is alone
+    if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
-    late = rows[totals.index(sending)]
+    late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
     waiting = mean(rows, "comm_total") - sending
     hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
     compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
@@ -336,7 +346,7 @@ def print_row(rows, metric):
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         cells[name] = cell(mean(rows, name))
     cells["peak_MB"] = cell(peak)
-    for line in cells, ["---"] * len(cells), cells.values():
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
@@ -344,15 +354,20 @@ def matmul_speed(device, dtype):
     """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
     size = 8192 if device.type == "cuda" else 1024
     matrix = torch.rand(size, size, device=device).to(dtype)
-    matrix @ matrix  # warm-up
+    product = matrix @ matrix  # warm-up
+    product[0, 0].item()  # waits for the GPU
     count = 0
+    seconds = 0.0
     start = time.perf_counter()
-    while count == 0 or time.perf_counter() < start + 0.2:
+    while seconds < 0.2:
         for _ in range(5):
             product = matrix @ matrix
-        product[0, 0].item()  # waits for the GPU
+        product[0, 0].item()
         count += 5
-    return 2 * size**3 * count / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # these matrices are not the model's
+    return 2 * size**3 * count / seconds
 
 
 def model_speed(row, matmul_speed):
@@ -425,13 +440,13 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Returns over all processes: the sums (S,), whether to stop, and the mean seconds passed."""
+    """Returns of all processes: the sums (S,), whether one is to stop, and the mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
     dist.all_reduce(totals)
-    *sums, stop_requests, seconds = totals.tolist()
-    return sums, stop_requests > 0, seconds / dist.get_world_size()
+    *total_sums, stop_requests, total_seconds = totals.tolist()
+    return total_sums, stop_requests > 0, total_seconds / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -473,7 +488,7 @@ def sample(model, tokens, args):
 def main(rank, args, init_method):
     world_size = args.num_gpus
     device = setup(args, rank, world_size, init_method)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for waits on rank 0
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
@@ -496,7 +511,7 @@ def main(rank, args, init_method):
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
     watch = CommTimer(device, COMM_HOOKS[args.comm_hook])
-    watch.matmul_speed = speed
+    watch.matmul_speed = speed  # for model_speed()
     ddp_model.register_comm_hook(None, watch.hook)
     if args.compile:
         ddp_model.compile()
@@ -528,6 +543,7 @@ def main(rank, args, init_method):
         next_check = first_step + 1
         since = time.perf_counter()
         loader = batches(train_tokens, args, epoch, steps, device)
+        # Each process begins with its share of the sums so far: add_up() adds the shares up.
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
@@ -557,10 +573,8 @@ def main(rank, args, init_method):
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
-                start = watch.now()
                 progress["sums"], stop, seconds = add_up(sums, since)
-                watch.spans.append((start, watch.now()))
-                watch.mark("comm")
+                watch.mark_all_reduce()
                 watch.flush()
                 if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
@@ -571,14 +585,15 @@ def main(rank, args, init_method):
                     watch.mark("save")
                 if stop:
                     break
-                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                for signum in SIGNALS:  # before the first step a signal just ends the run
                     signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                # All have the same mean, so they check again, and meet, at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                train_loss = progress["sums"][0] / progress["sums"][-1]
-                bar.set_postfix(train_loss=train_loss, refresh=False)
+                loss_sum, *_, count = progress["sums"]
+                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break
 

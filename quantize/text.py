@@ -109,8 +109,8 @@ def load_texts(args):
 
 def read_texts(args, device):
     """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
-    # The cache of `map` names a function by its module. A spawned process has another name for
-    # this module, and would encode the texts again.
+    # map() finds what it has cached by the name of a function's module. The processes of
+    # multigpu/text.py have another one for this file, and would encode the texts again.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     disable_progress_bars()

@@ -116,8 +116,8 @@ def encode_pairs(batch, tokenizers):
 
 def encode_split(texts, tokenizers):
     """Returns the arrays of encode_pairs and the texts, both with the longest sources first."""
-    # The cache of `map` names a function by its module. A spawned process has another name for
-    # this module, and would encode the pairs again.
+    # map() finds what it has cached by the name of a function's module. The processes of
+    # multigpu/translation.py have another one for this file, and would encode the pairs again.
     encode_pairs.__module__ = "__main__"
     encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
     arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]

@@ -174,7 +174,7 @@ PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases: a phase lasts from the mark before it to its own mark."""
+    """Times phases. mark() ends a phase, which began at the mark before."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -247,7 +247,7 @@ def print_row(rows, metric):
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         cells[name] = cell(mean(rows, name))
     cells["peak_MB"] = cell(peak)
-    for line in cells, ["---"] * len(cells), cells.values():
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
@@ -255,15 +255,20 @@ def matmul_speed(device, dtype):
     """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
     size = 8192 if device.type == "cuda" else 1024
     matrix = torch.rand(size, size, device=device).to(dtype)
-    matrix @ matrix  # warm-up
+    product = matrix @ matrix  # warm-up
+    product[0, 0].item()  # waits for the GPU
     count = 0
+    seconds = 0.0
     start = time.perf_counter()
-    while count == 0 or time.perf_counter() < start + 0.2:
+    while seconds < 0.2:
         for _ in range(5):
             product = matrix @ matrix
-        product[0, 0].item()  # waits for the GPU
+        product[0, 0].item()
         count += 5
-    return 2 * size**3 * count / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # these matrices are not the model's
+    return 2 * size**3 * count / seconds
 
 
 def model_speed(row, matmul_speed):
@@ -376,7 +381,7 @@ def main(args):
     progress = load_snapshot(args, parts)
     speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
     watch = Stopwatch(device)
-    watch.matmul_speed = speed
+    watch.matmul_speed = speed  # for model_speed()
     if args.compile:
         model.compile()
 
@@ -441,11 +446,11 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                for signum in SIGNALS:  # before the first step a signal just ends the run
                     signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
                 next_check = time.perf_counter() + CHECK_SECONDS
-                train_loss = progress["sums"][0] / progress["sums"][-1]
-                bar.set_postfix(train_loss=train_loss, refresh=False)
+                loss_sum, *_, count = progress["sums"]
+                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         val_sums = evaluate(token_loss, model, val_batches, args)
         watch.mark("eval")

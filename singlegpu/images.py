@@ -176,7 +176,7 @@ PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases: a phase lasts from the mark before it to its own mark."""
+    """Times phases. mark() ends a phase, which began at the mark before."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -249,7 +249,7 @@ def print_row(rows, metric):
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         cells[name] = cell(mean(rows, name))
     cells["peak_MB"] = cell(peak)
-    for line in cells, ["---"] * len(cells), cells.values():
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
@@ -391,11 +391,11 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                for signum in SIGNALS:  # before the first step a signal just ends the run
                     signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
                 next_check = time.perf_counter() + CHECK_SECONDS
-                train_loss = progress["sums"][0] / progress["sums"][-1]
-                bar.set_postfix(train_loss=train_loss, refresh=False)
+                loss_sum, *_, count = progress["sums"]
+                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         val_sums = evaluate(image_loss, model, val_batches, args)
         watch.mark("eval")

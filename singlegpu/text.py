@@ -121,8 +121,8 @@ def load_texts(args):
 
 def read_texts(args, device):
     """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
-    # The cache of `map` names a function by its module. A spawned process has another name for
-    # this module, and would encode the texts again.
+    # map() finds what it has cached by the name of a function's module. The processes of
+    # multigpu/text.py have another one for this file, and would encode the texts again.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     disable_progress_bars()
@@ -149,7 +149,7 @@ def batches(split, args, epoch, steps):
     num_texts = len(lengths) // args.batch_size * args.batch_size  # the rest fills no batch
     generator = np.random.default_rng((args.seed, epoch))
     shuffled = generator.permutation(len(lengths))[:num_texts]
-    # 100 random batches at a time are sorted as the split, by length: they need little padding.
+    # The split is sorted by length. So are 100 random batches at a time, to need little padding.
     pools = []
     for start in range(0, num_texts, 100 * args.batch_size):
         pools.append(np.sort(shuffled[start : start + 100 * args.batch_size]))
@@ -238,7 +238,7 @@ PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases: a phase lasts from the mark before it to its own mark."""
+    """Times phases. mark() ends a phase, which began at the mark before."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -311,7 +311,7 @@ def print_row(rows, metric):
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         cells[name] = cell(mean(rows, name))
     cells["peak_MB"] = cell(peak)
-    for line in cells, ["---"] * len(cells), cells.values():
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
@@ -451,11 +451,11 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                for signum in SIGNALS:  # before the first step a signal just ends the run
                     signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
                 next_check = time.perf_counter() + CHECK_SECONDS
-                train_loss = progress["sums"][0] / progress["sums"][-1]
-                bar.set_postfix(train_loss=train_loss, refresh=False)
+                loss_sum, *_, count = progress["sums"]
+                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         val_sums = evaluate(text_loss, model, val_batches, args)
         watch.mark("eval")

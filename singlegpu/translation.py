@@ -128,8 +128,8 @@ def encode_pairs(batch, tokenizers):
 
 def encode_split(texts, tokenizers):
     """Returns the arrays of encode_pairs and the texts, both with the longest sources first."""
-    # The cache of `map` names a function by its module. A spawned process has another name for
-    # this module, and would encode the pairs again.
+    # map() finds what it has cached by the name of a function's module. The processes of
+    # multigpu/translation.py have another one for this file, and would encode the pairs again.
     encode_pairs.__module__ = "__main__"
     encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
     arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
@@ -282,7 +282,7 @@ PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases: a phase lasts from the mark before it to its own mark."""
+    """Times phases. mark() ends a phase, which began at the mark before."""
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
@@ -355,7 +355,7 @@ def print_row(rows, metric):
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
         cells[name] = cell(mean(rows, name))
     cells["peak_MB"] = cell(peak)
-    for line in cells, ["---"] * len(cells), cells.values():
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
@@ -526,11 +526,11 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # until the first step, a signal just ends the run
+                for signum in SIGNALS:  # before the first step a signal just ends the run
                     signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
                 next_check = time.perf_counter() + CHECK_SECONDS
-                train_loss = progress["sums"][0] / progress["sums"][-1]
-                bar.set_postfix(train_loss=train_loss, refresh=False)
+                loss_sum, *_, count = progress["sums"]
+                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         val_sums = evaluate(translation_loss, model, val_batches, args)
         watch.mark("eval")

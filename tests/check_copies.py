@@ -20,18 +20,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 LINES = {  # of singlegpu, and of multigpu and multinode
-    "images": (440, 590),
-    "autoencoder": (385, 550),
-    "text": (480, 650),
-    "gpt": (475, 640),
-    "translation": (560, 740),
+    "images": (440, 600),
+    "autoencoder": (385, 560),
+    "text": (480, 660),
+    "gpt": (480, 660),
+    "translation": (560, 750),
 }
 LINES |= {
     "singlegpu/make_bigmnist.py": 155,
     "report.py": 450,
-    "hybrid/images.py": 660,
-    "hybrid/gpt_pipeline.py": 825,
-    "hybrid/gpt_fsdp.py": 710,
+    "hybrid/images.py": 670,
+    "hybrid/gpt_pipeline.py": 810,
+    "hybrid/gpt_fsdp.py": 730,
     "quantize/text.py": 330,
     "quantize/gpt.py": 290,
     "quantize/translation.py": 430,
@@ -43,7 +43,15 @@ BANDS = (  # of a training script, in this order, each under a ruler
     "Where the time goes. Without it, delete this part, each line with watch and the summary.",
     "The run.",
 )
-MAY_DIFFER = {"main", "parse_args", "create_model", "batches", "validation_batches", "train"}
+MAY_DIFFER = {
+    "DTYPES",
+    "main",
+    "parse_args",
+    "create_model",
+    "batches",
+    "validation_batches",
+    "train",
+}
 TASK = {"SAME_ON_RESUME", "SHOWN", "HUB", "SPLITS"}  # constants: the same within a task
 DISTRIBUTION = re.compile(
     r"rank|world_size|dist\.|distributed|ddp|comm|all_(reduce|gather)|process|torchrun|node|check|"

@@ -20,7 +20,7 @@ MOMENTS = {  # what is slow at that moment (see tests/slow.py), and for how many
     "validation": ("eval", 20),
     "saving": ("save", 10),
 }
-IMAGES, GPT = "--model mlp --dataset mnist --data_dir {data}", "--max_steps 20"
+IMAGES, GPT = "--model mlp --dataset mnist --data_dir {data}", "--dataset {text} --max_steps 20"
 JOBS = {  # job: arguments, GPUs of a node
     "singlegpu_images": (IMAGES, 1),
     "multigpu_images": (IMAGES, 2),
@@ -75,7 +75,9 @@ def test_the_limit_comes(site, data, tmp_path, name, moment):  # noqa: F811
     words, gpus = JOBS[name]
     script = name.split()[-1]
     options = [f"--gpus-per-node={gpus}", f"--cpus-per-task={gpus}"]
-    job = site.submit(script, *words.format(data=data).split(), "--epochs", 3, options=options)
+    (text := tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 40)
+    words = words.format(data=data, text=text).split()
+    job = site.submit(script, *words, "--epochs", 3, options=options)
     wait_until(site, job, moment, steps)
     under_way = len(steps.read_text().splitlines()) if steps.exists() else 0
     slow_file.unlink(missing_ok=True)
