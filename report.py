@@ -116,8 +116,9 @@ def read_logs(paths):
             notes.append(f"{file}: {error}")
             continue
         found = list(filter(None, map(read_row, lines)))
-        if len(found) < len(lines):
-            notes.append(f"{file}: {len(lines) - len(found)} row(s) left out")
+        left_out = len(lines) - len(found)
+        if left_out:
+            notes.append(f"{file}: {left_out} row(s) left out: damaged, or without a step")
         elif not lines:
             notes.append(f"{file}: no rows")
         rows += found
