@@ -298,7 +298,7 @@ def draw_speedups(points, path):
         axes.plot(*zip(*values), mark, color=colour, label=where)
     axes.axhline(1, color="grey", linestyle=":")
     axes.axvline(3, color="grey", linestyle=":")
-    labels = {"xlabel": "R = compute / communication", "ylabel": "speedup of two processes"}
+    labels = {"xlabel": "R = compute / sending", "ylabel": "speedup of two processes"}
     axes.set(xscale="log", ylim=(0, 2.4), **labels)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
