@@ -266,19 +266,19 @@ class ShardTimer(Stopwatch):
         super().mark(phase)
 
     def mark_all_reduce(self):
-        """Marks an all-reduce that nothing hides: it began at the last mark."""
+        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
         _, start = self.marks[-1]
         self.spans.append((start, self.now()))
         self.mark("comm")
 
     def flush(self):
         """Also adds the time in which any collective ran. Overlaps count once."""
-        origin = self.last
+        origin = self.last  # before flush() moves it
         super().flush()
         spans = []  # in seconds after the origin
         for start, end in self.spans:
             spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0
+        counted_until = 0.0  # what overlaps with a span before it is not counted again
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
@@ -334,7 +334,7 @@ class ReduceScatter:
 
 
 def mean(rows, name):
-    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    """Returns the mean over processes and epochs. The first of several is left out."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -351,12 +351,13 @@ def print_breakdown(rows):
 def print_collectives(rows):
     """Prints what part of the communication is sending, and what is waiting for a late process.
 
-    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
+    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
+    processes are late in turn, the waiting for them counts as sending.
     """
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
         totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    sending = min(totals)  # the process that comes last does not wait
+    sending = min(totals)  # the last one to join an all-reduce does not wait in it
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
@@ -543,7 +544,7 @@ def gather_parts(args, parts, model, optimizer):
 
 
 def add_up(sums, since):
-    """Returns of all processes: the sums (S,), whether one is to stop, and the mean seconds."""
+    """Adds up over the processes. Returns sums (S,), whether one is to stop, and mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -584,7 +585,7 @@ def main(args):
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # waits beyond --timeout
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
@@ -669,7 +670,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # before the validation, which may be long
+            save = progress["step"] == num_steps  # an epoch, before its validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:

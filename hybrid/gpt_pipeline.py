@@ -341,19 +341,19 @@ class PipelineTimer(Stopwatch):
             work.get_future().then(note_end)
 
     def mark_all_reduce(self):
-        """Marks an all-reduce that nothing hides: it began at the last mark."""
+        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
         _, start = self.marks[-1]
         self.spans.append((start, self.now()))
         self.mark("comm")
 
     def flush(self):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin = self.last
+        origin = self.last  # before flush() moves it
         super().flush()
         spans = []  # in seconds after the origin
         for start, end in self.spans:
             spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0
+        counted_until = 0.0  # what overlaps with a span before it is not counted again
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
@@ -361,7 +361,7 @@ class PipelineTimer(Stopwatch):
 
 
 def mean(rows, name):
-    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    """Returns the mean over processes and epochs. The first of several is left out."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -612,7 +612,7 @@ def gather_stages(args, parts, stage, optimizer, patient):
 
 
 def add_up(sums, since):
-    """Returns of all processes: the sums (S,), whether one is to stop, and the mean seconds."""
+    """Adds up over the processes. Returns sums (S,), whether one is to stop, and mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -646,7 +646,7 @@ def main(args):
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = setup(args, rank, world_size, "env://")
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # waits beyond --timeout
     pipeline_group, replica_group, embedding_group = create_groups(args)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
@@ -739,7 +739,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # before the validation, which may be long
+            save = progress["step"] == num_steps  # an epoch, before its validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:

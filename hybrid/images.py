@@ -41,20 +41,21 @@ COMM_HOOKS = {
 }
 SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
-BLOCK_SIZE = 4096  # images that lie next to each other in the file, and are read together
-WINDOW_SIZE = 16 * BLOCK_SIZE  # images that are shuffled together, on the device
+MODELS = ("cnn", "mlp", "vgg11", "resnet18")
+DATASETS = ("synthetic", "mnist", "cifar10")  # others are folders of .npy files
+BLOCK_BYTES = 2**21  # of images that lie next to each other in the file
+WINDOW_BYTES = 2**28  # of images that are shuffled together: those of 128 blocks
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--num_stages", type=int, choices=range(1, 9), default=2, help="GPUs of a process")
-    add("--model", choices=("cnn", "mlp", "vgg11"), default="cnn", help="network to train")
+    add("--model", choices=MODELS, default="cnn", help="network to train")
     add(
         "--dataset",
-        choices=("synthetic", "mnist", "cifar10", "bigmnist"),
         default="synthetic",
-        help="images to train on; make_bigmnist.py writes bigmnist",
+        help=f"{', '.join(DATASETS)}, or what make_images.py wrote",
     )
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
@@ -72,12 +73,20 @@ def parse_args():
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
     args = parser.parse_args()
+    if args.dataset not in DATASETS and not os.path.isdir(folder_of(args)):
+        parser.error(f"--dataset {args.dataset} is not a folder, nor one of {', '.join(DATASETS)}")
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
     shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
     if min(args.batch_size, shares) < 1 or args.batch_size % shares:
         parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
     return args
+
+
+def folder_of(args):
+    """Returns the folder of the data set: in --data_dir, or else where its name says."""
+    folder = os.path.join(args.data_dir, args.dataset)
+    return folder if os.path.isdir(folder) else args.dataset
 
 
 def synthetic_images(num_images):
@@ -102,58 +111,81 @@ def read_images(args, split):
         if args.dataset == "cifar10":
             source = datasets.CIFAR10(args.data_dir, train=split == "train", download=True)
             return source.data.transpose(0, 3, 1, 2), np.asarray(source.targets)
-        path = os.path.join(args.data_dir, "bigmnist", split)
+        path = os.path.join(folder_of(args), split)
         images = np.load(f"{path}_images.npy", mmap_mode="r")  # mapped: it may exceed the memory
         labels = np.load(f"{path}_labels.npy", mmap_mode="r")
-        return images.reshape(-1, 1, 28, 28), labels
+        if images.ndim == 3:
+            images = images.reshape(len(images), 1, *images.shape[1:])
+        if images.ndim != 4 or images.dtype != np.uint8 or images.size == 0:
+            raise ValueError(f"{split} images are {images.dtype} {images.shape}")
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
+            raise ValueError(f"{split} labels are {labels.dtype} {labels.shape}")
+        return images, labels
     except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
 
 
 def batches(split, args, epoch, steps, device):
-    """Yields a list of micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
+    """Yields None, and then micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
 
-    Blocks of neighbouring images come in random order. A thread reads a window of up to 16 blocks,
-    copies it to the device and shuffles it there, while the model trains on the one before.
+    Blocks of neighbouring images come in random order, and the images of a window, 128 blocks, are
+    shuffled. A thread reads this process's share of a window while the model trains on the one
+    before. The thread and the model hold at most three shares: 768 MiB / processes.
     """
     num_images = len(split[1])
-    window_size = max(1, WINDOW_SIZE // args.batch_size) * args.batch_size
-    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK_SIZE)
-    blocks = np.append(blocks, num_images // BLOCK_SIZE)  # the last, short block stays the last
+    image_bytes = split[0][0].nbytes
+    block_size = max(1, BLOCK_BYTES // image_bytes)
+    window_size = max(1, WINDOW_BYTES // image_bytes // args.batch_size) * args.batch_size
+    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // block_size)
+    blocks = np.append(blocks, len(blocks))  # the last, short block stays the last
 
     def read_window(number):
-        """Returns the images and labels of a window, on the device and shuffled."""
-        end = min((number + 1) * window_size, num_images)
-        positions = np.arange(number * window_size, end)  # in the order of the blocks
-        indices = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE  # in files
-        order = np.random.default_rng((args.seed, epoch, number)).permutation(len(indices))
-        return [torch.from_numpy(array[indices]).to(device)[order] for array in split]
+        """Returns this process's images and labels of a window, shuffled, on the device."""
+        start = number * window_size
+        size = max(0, min(window_size, num_images - start))
+        order = np.random.default_rng((args.seed, epoch, number)).permutation(size)
+        positions = start + order[dist.get_rank() :: dist.get_world_size()]
+        block, offset = np.divmod(positions, block_size)
+        indices = blocks[block] * block_size + offset  # in the file
+        ascending = np.argsort(indices)  # the file is read from front to back
+        shuffled = torch.from_numpy(np.argsort(ascending)).to(device)
+        return [torch.from_numpy(array[indices[ascending]]).to(device)[shuffled] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         reading = thread.submit(read_window, steps.start * args.batch_size // window_size)
+        yield None  # to next(), with which the reading begins
         for step in steps:
             window, start = divmod(step * args.batch_size, window_size)
             if start == 0 or step == steps.start:
                 images, labels = reading.result()
                 reading = thread.submit(read_window, window + 1)
-            share = slice(start + dist.get_rank(), start + args.batch_size, dist.get_world_size())
+            start //= dist.get_world_size()
+            share = slice(start, start + args.batch_size // dist.get_world_size())
             parts = args.grad_accum_steps
             yield list(zip(images[share].chunk(parts), labels[share].chunk(parts)))
 
 
-def create_model(args, channels, size):
-    """Returns a network from images (B, channels, size, size) to logits (B, K)."""
+def validation_batches(split, device):
+    """Yields this process's images (B, C, H, W) uint8 and labels (B,) of the validation split."""
+    share = [array[dist.get_rank() :: dist.get_world_size()] for array in split]
+    for start in range(0, len(share[1]), 128):
+        yield [torch.tensor(array[start : start + 128]).to(device) for array in share]
+
+
+def create_model(args, image_shape, num_classes):
+    """Returns a network from images (B, *image_shape) to logits (B, K)."""
+    channels, height, width = image_shape
     dropout = nn.Dropout(args.dropout)
     if args.model == "mlp":
         return nn.Sequential(
             nn.Flatten(),
-            nn.Linear(channels * size * size, 512),
+            nn.Linear(channels * height * width, 512),
             nn.ReLU(),
             dropout,
             nn.Linear(512, 512),
             nn.ReLU(),
             dropout,
-            nn.Linear(512, 10),
+            nn.Linear(512, num_classes),
         )
     if args.model == "cnn":  # the network of pytorch/examples/mnist
         return nn.Sequential(
@@ -164,13 +196,18 @@ def create_model(args, channels, size):
             nn.MaxPool2d(2),
             nn.Flatten(),
             dropout,
-            nn.Linear(64 * (size // 2 - 2) ** 2, 128),
+            nn.Linear(64 * (height // 2 - 2) * (width // 2 - 2), 128),
             nn.ReLU(),
             dropout,
-            nn.Linear(128, 10),
+            nn.Linear(128, num_classes),
         )
-    vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # needs 3 channels, 32 x 32 pixels
-    return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
+    if args.model == "resnet18":
+        network = models.resnet18(num_classes=num_classes)
+    else:
+        network = models.vgg11(num_classes=num_classes, dropout=args.dropout)
+    # Both take 3 channels, and vgg11 takes 32 x 32 pixels or more.
+    enlarge = nn.Upsample((max(32, height), max(32, width)))
+    return nn.Sequential(nn.Conv2d(channels, 3, 1), enlarge, network)
 
 
 def num_weights(module):
@@ -183,6 +220,9 @@ def split_model(model, devices):
     if isinstance(layers[-1], models.VGG):
         vgg = layers.pop()
         layers += [*vgg.features, vgg.avgpool, nn.Flatten(), *vgg.classifier]  # as its forward()
+    if isinstance(layers[-1], models.ResNet):
+        *resnet, head = layers.pop().children()
+        layers += [*resnet, nn.Flatten(), head]  # likewise
     sizes = [num_weights(layer) for layer in layers]
     with_weights = [number for number, size in enumerate(sizes) if size > 0]
     if len(devices) > len(with_weights):
@@ -291,13 +331,14 @@ class CommTimer(Stopwatch):
         start = self.now()
         self.ready.append((bucket.buffer().nbytes, start))
 
-        def note_end(future):
+        def note_end(future):  # on a GPU: in a stream that waits for the all-reduce
             self.spans.append((start, self.now()))
             return future.value()
 
-        if self.cuda:  # on another stream: that of the backward pass must not wait for the end
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        if self.cuda:
+            self.stream.wait_stream(torch.cuda.current_stream())  # for the gradients
+        # comm_hook() may let its stream wait for the all-reduce: not that of the backward pass.
+        with torch.cuda.stream(self.stream):  # on a CPU it is None, and this does nothing
             return self.comm_hook(group, bucket).then(note_end)
 
     def mark_backward(self, is_last):
@@ -310,19 +351,19 @@ class CommTimer(Stopwatch):
             self.mark("backward")
 
     def mark_all_reduce(self):
-        """Marks an all-reduce that nothing hides: it began at the last mark."""
+        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
         _, start = self.marks[-1]
         self.spans.append((start, self.now()))
         self.mark("comm")
 
     def flush(self):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin = self.last
+        origin = self.last  # before flush() moves it
         super().flush()
         spans = []  # in seconds after the origin
         for start, end in self.spans:
             spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0
+        counted_until = 0.0  # what overlaps with a span before it is not counted again
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
@@ -379,7 +420,7 @@ class StageTimer(CommTimer):
 
 
 def mean(rows, name):
-    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    """Returns the mean over processes and epochs. The first of several is left out."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -396,12 +437,13 @@ def print_breakdown(rows):
 def print_communication(rows):
     """Prints what part of the communication is sending, and what is waiting for a late process.
 
-    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
+    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
+    processes are late in turn, the waiting for them counts as sending.
     """
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
         totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    sending = min(totals)  # the process that comes last does not wait
+    sending = min(totals)  # the last one to join an all-reduce does not wait in it
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
@@ -479,7 +521,7 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Returns of all processes: the sums (S,), whether one is to stop, and the mean seconds."""
+    """Adds up over the processes. Returns sums (S,), whether one is to stop, and mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -518,7 +560,7 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     devices, groups = setup_stages(args, rank, world_size)
     device = devices[0]
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # waits beyond --timeout
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     # Rank 0 prepares the data, then one process of each other node, and then the rest read them.
@@ -526,20 +568,23 @@ def main(args):
     for _ in range(turn):
         dist.barrier(patient)
     train_split = read_images(args, "train")
-    val_images, val_labels = read_images(args, "test")
+    val_split = read_images(args, "test")
     for _ in range(turn, 2):  # each process passes two barriers
         dist.barrier(patient)
-    val_images = torch.tensor(val_images[rank::world_size]).to(device)
-    val_labels = torch.tensor(val_labels[rank::world_size]).to(device)
-    val_batches = list(zip(val_images.split(128), val_labels.split(128)))
+    image_shape = train_split[0].shape[1:]
+    num_classes = int(train_split[1].max()) + 1
+    if val_split[0].shape[1:] != image_shape or val_split[1].max() >= num_classes:
+        sys.exit(f"{args.dataset}: train and test differ in the shape of images, or in classes")
     num_steps = len(train_split[1]) // args.batch_size
-    if num_steps == 0:
-        sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
+    if num_steps == 0 or len(val_split[1]) < world_size:
+        sys.exit(
+            f"{args.dataset} has too few images for --batch_size or for {world_size} processes"
+        )
     if args.max_steps:
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
-    model = create_model(args, *train_split[0].shape[1:3])
+    model = create_model(args, image_shape, num_classes)
     stages = list(split_model(model, devices))
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
@@ -555,6 +600,7 @@ def main(args):
         ddp_stage = DistributedDataParallel(
             stage, process_group=group, gradient_as_bucket_view=True
         )
+        ddp_stage.broadcast_buffers = False  # BatchNorm's are sent before a validation
         ddp_stage.register_comm_hook(group, watch.of_stage(stage_device).hook)
         if args.compile:
             ddp_stage.compile()
@@ -579,14 +625,15 @@ def main(args):
         print(*(f"{name:>10}" for name in SHOWN))
     rows = []  # rank 0 collects those of all epochs and processes
     stop = False
+    steps = range(progress["step"], num_steps)
+    loader = batches(train_split, args, progress["epoch"], steps, device)
+    next(loader)  # begins to read
     while progress["epoch"] < args.epochs:
         epoch = progress["epoch"]
         first_step = progress["step"]
-        steps = range(first_step, num_steps)
         last_check = first_step
         next_check = first_step + 1
         since = time.perf_counter()
-        loader = batches(train_split, args, epoch, steps, device)
         # Each process begins with its share of the sums so far: add_up() adds the shares up.
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
@@ -609,7 +656,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # before the validation, which may be long
+            save = progress["step"] == num_steps  # an epoch, before its validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
@@ -637,12 +684,19 @@ def main(args):
         if stop:
             break
 
-        val_sums = evaluate(image_loss, Chain(*stages), val_batches, args)
+        if epoch + 1 < args.epochs:
+            loader = batches(train_split, args, epoch + 1, range(num_steps), device)
+            next(loader)  # begins to read, during the validation
+        for stage, group in zip(stages, groups):
+            for buffer in stage.buffers():  # BatchNorm's statistics: rank 0's, which are saved
+                dist.broadcast(buffer, 0, group)
+        val_loader = validation_batches(val_split, device)
+        val_sums = evaluate(image_loss, Chain(*stages), val_loader, args)
         dist.all_reduce(val_sums, group=groups[0])
         watch.mark("eval")
         watch.flush()
         row = epoch_row(settings, progress, val_sums)
-        row |= watch.take(len(steps) * args.batch_size)
+        row |= watch.take((num_steps - first_step) * args.batch_size)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
         for process_row in epoch_rows:

@@ -208,13 +208,14 @@ class CommTimer(Stopwatch):
         start = self.now()
         self.ready.append((bucket.buffer().nbytes, start))
 
-        def note_end(future):
+        def note_end(future):  # on a GPU: in a stream that waits for the all-reduce
             self.spans.append((start, self.now()))
             return future.value()
 
-        if self.cuda:  # on another stream: that of the backward pass must not wait for the end
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        if self.cuda:
+            self.stream.wait_stream(torch.cuda.current_stream())  # for the gradients
+        # comm_hook() may let its stream wait for the all-reduce: not that of the backward pass.
+        with torch.cuda.stream(self.stream):  # on a CPU it is None, and this does nothing
             return self.comm_hook(group, bucket).then(note_end)
 
     def mark_backward(self, is_last):
@@ -227,19 +228,19 @@ class CommTimer(Stopwatch):
             self.mark("backward")
 
     def mark_all_reduce(self):
-        """Marks an all-reduce that nothing hides: it began at the last mark."""
+        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
         _, start = self.marks[-1]
         self.spans.append((start, self.now()))
         self.mark("comm")
 
     def flush(self):
         """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin = self.last
+        origin = self.last  # before flush() moves it
         super().flush()
         spans = []  # in seconds after the origin
         for start, end in self.spans:
             spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0
+        counted_until = 0.0  # what overlaps with a span before it is not counted again
         for start, end in sorted(spans):
             self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
@@ -255,7 +256,7 @@ class CommTimer(Stopwatch):
 
 
 def mean(rows, name):
-    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    """Returns the mean over processes and epochs. The first of several is left out."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -272,12 +273,13 @@ def print_breakdown(rows):
 def print_communication(rows):
     """Prints what part of the communication is sending, and what is waiting for a late process.
 
-    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
+    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
+    processes are late in turn, the waiting for them counts as sending.
     """
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
         totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    sending = min(totals)  # the process that comes last does not wait
+    sending = min(totals)  # the last one to join an all-reduce does not wait in it
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
@@ -359,7 +361,7 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Returns of all processes: the sums (S,), whether one is to stop, and the mean seconds."""
+    """Adds up over the processes. Returns sums (S,), whether one is to stop, and mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -401,7 +403,7 @@ def save_reconstructions(model, images, path):
 def main(rank, args, init_method):
     world_size = args.num_gpus
     device = setup(args, rank, world_size, init_method)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # waits beyond --timeout
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_images = read_pixels(args, "train").to(device)
@@ -460,7 +462,7 @@ def main(rank, args, init_method):
             watch.mark("data")
             for number, images in enumerate(micro_batches, start=1):
                 is_last = number == args.grad_accum_steps
-                ddp_model.require_backward_grad_sync = is_last  # as ddp_model.no_sync() does
+                ddp_model.require_backward_grad_sync = is_last  # the others send nothing
                 loss, loss_sums = reconstruction_loss(ddp_model, images, args)
                 sums = sums + loss_sums
                 watch.mark("forward")
@@ -472,7 +474,7 @@ def main(rank, args, init_method):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # before the validation, which may be long
+            save = progress["step"] == num_steps  # an epoch, before its validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
@@ -540,8 +542,9 @@ def launch_autoencoder(args):
         context = mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, join=False)
 
         def pass_on(signum, frame):
-            for pid in context.pids():
-                os.kill(pid, signum)
+            for process in context.processes:
+                if process.is_alive():
+                    os.kill(process.pid, signum)
 
         for signum in SIGNALS:
             signal.signal(signum, pass_on)

@@ -33,19 +33,20 @@ from tqdm import tqdm
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
-BLOCK_SIZE = 4096  # images that lie next to each other in the file, and are read together
-WINDOW_SIZE = 16 * BLOCK_SIZE  # images that are shuffled together, on the device
+MODELS = ("cnn", "mlp", "vgg11", "resnet18")
+DATASETS = ("synthetic", "mnist", "cifar10")  # others are folders of .npy files
+BLOCK_BYTES = 2**21  # of images that lie next to each other in the file
+WINDOW_BYTES = 2**28  # of images that are shuffled together: those of 128 blocks
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", choices=("cnn", "mlp", "vgg11"), default="cnn", help="network to train")
+    add("--model", choices=MODELS, default="cnn", help="network to train")
     add(
         "--dataset",
-        choices=("synthetic", "mnist", "cifar10", "bigmnist"),
         default="synthetic",
-        help="images to train on; make_bigmnist.py writes bigmnist",
+        help=f"{', '.join(DATASETS)}, or what make_images.py wrote",
     )
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
@@ -61,9 +62,17 @@ def parse_args():
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
     args = parser.parse_args()
+    if args.dataset not in DATASETS and not os.path.isdir(folder_of(args)):
+        parser.error(f"--dataset {args.dataset} is not a folder, nor one of {', '.join(DATASETS)}")
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
     return args
+
+
+def folder_of(args):
+    """Returns the folder of the data set: in --data_dir, or else where its name says."""
+    folder = os.path.join(args.data_dir, args.dataset)
+    return folder if os.path.isdir(folder) else args.dataset
 
 
 def synthetic_images(num_images):
@@ -88,35 +97,49 @@ def read_images(args, split):
         if args.dataset == "cifar10":
             source = datasets.CIFAR10(args.data_dir, train=split == "train", download=True)
             return source.data.transpose(0, 3, 1, 2), np.asarray(source.targets)
-        path = os.path.join(args.data_dir, "bigmnist", split)
+        path = os.path.join(folder_of(args), split)
         images = np.load(f"{path}_images.npy", mmap_mode="r")  # mapped: it may exceed the memory
         labels = np.load(f"{path}_labels.npy", mmap_mode="r")
-        return images.reshape(-1, 1, 28, 28), labels
+        if images.ndim == 3:
+            images = images.reshape(len(images), 1, *images.shape[1:])
+        if images.ndim != 4 or images.dtype != np.uint8 or images.size == 0:
+            raise ValueError(f"{split} images are {images.dtype} {images.shape}")
+        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
+            raise ValueError(f"{split} labels are {labels.dtype} {labels.shape}")
+        return images, labels
     except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
 
 
 def batches(split, args, epoch, steps, device):
-    """Yields a list of micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
+    """Yields None, and then micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
 
-    Blocks of neighbouring images come in random order. A thread reads a window of up to 16 blocks,
-    copies it to the device and shuffles it there, while the model trains on the one before.
+    Blocks of neighbouring images come in random order, and the images of a window, 128 blocks, are
+    shuffled. A thread reads a window while the model trains on the one before. The thread and the
+    model hold at most three windows: 768 MiB.
     """
     num_images = len(split[1])
-    window_size = max(1, WINDOW_SIZE // args.batch_size) * args.batch_size
-    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // BLOCK_SIZE)
-    blocks = np.append(blocks, num_images // BLOCK_SIZE)  # the last, short block stays the last
+    image_bytes = split[0][0].nbytes
+    block_size = max(1, BLOCK_BYTES // image_bytes)
+    window_size = max(1, WINDOW_BYTES // image_bytes // args.batch_size) * args.batch_size
+    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // block_size)
+    blocks = np.append(blocks, len(blocks))  # the last, short block stays the last
 
     def read_window(number):
-        """Returns the images and labels of a window, on the device and shuffled."""
-        end = min((number + 1) * window_size, num_images)
-        positions = np.arange(number * window_size, end)  # in the order of the blocks
-        indices = blocks[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE  # in files
-        order = np.random.default_rng((args.seed, epoch, number)).permutation(len(indices))
-        return [torch.from_numpy(array[indices]).to(device)[order] for array in split]
+        """Returns images and labels of a window, shuffled, on the device."""
+        start = number * window_size
+        size = max(0, min(window_size, num_images - start))
+        order = np.random.default_rng((args.seed, epoch, number)).permutation(size)
+        positions = start + order
+        block, offset = np.divmod(positions, block_size)
+        indices = blocks[block] * block_size + offset  # in the file
+        ascending = np.argsort(indices)  # the file is read from front to back
+        shuffled = torch.from_numpy(np.argsort(ascending)).to(device)
+        return [torch.from_numpy(array[indices[ascending]]).to(device)[shuffled] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         reading = thread.submit(read_window, steps.start * args.batch_size // window_size)
+        yield None  # to next(), with which the reading begins
         for step in steps:
             window, start = divmod(step * args.batch_size, window_size)
             if start == 0 or step == steps.start:
@@ -127,19 +150,26 @@ def batches(split, args, epoch, steps, device):
             yield list(zip(images[share].chunk(parts), labels[share].chunk(parts)))
 
 
-def create_model(args, channels, size):
-    """Returns a network from images (B, channels, size, size) to logits (B, K)."""
+def validation_batches(split, device):
+    """Yields images (B, C, H, W) uint8 and labels (B,) of the validation split."""
+    for start in range(0, len(split[1]), 128):
+        yield [torch.tensor(array[start : start + 128]).to(device) for array in split]
+
+
+def create_model(args, image_shape, num_classes):
+    """Returns a network from images (B, *image_shape) to logits (B, K)."""
+    channels, height, width = image_shape
     dropout = nn.Dropout(args.dropout)
     if args.model == "mlp":
         return nn.Sequential(
             nn.Flatten(),
-            nn.Linear(channels * size * size, 512),
+            nn.Linear(channels * height * width, 512),
             nn.ReLU(),
             dropout,
             nn.Linear(512, 512),
             nn.ReLU(),
             dropout,
-            nn.Linear(512, 10),
+            nn.Linear(512, num_classes),
         )
     if args.model == "cnn":  # the network of pytorch/examples/mnist
         return nn.Sequential(
@@ -150,13 +180,18 @@ def create_model(args, channels, size):
             nn.MaxPool2d(2),
             nn.Flatten(),
             dropout,
-            nn.Linear(64 * (size // 2 - 2) ** 2, 128),
+            nn.Linear(64 * (height // 2 - 2) * (width // 2 - 2), 128),
             nn.ReLU(),
             dropout,
-            nn.Linear(128, 10),
+            nn.Linear(128, num_classes),
         )
-    vgg11 = models.vgg11(num_classes=10, dropout=args.dropout)  # needs 3 channels, 32 x 32 pixels
-    return nn.Sequential(nn.Conv2d(channels, 3, 1), nn.Upsample(32), vgg11)
+    if args.model == "resnet18":
+        network = models.resnet18(num_classes=num_classes)
+    else:
+        network = models.vgg11(num_classes=num_classes, dropout=args.dropout)
+    # Both take 3 channels, and vgg11 takes 32 x 32 pixels or more.
+    enlarge = nn.Upsample((max(32, height), max(32, width)))
+    return nn.Sequential(nn.Conv2d(channels, 3, 1), enlarge, network)
 
 
 def image_loss(model, images, labels, args):
@@ -225,7 +260,7 @@ def peak_bytes():
 
 
 def mean(rows, name):
-    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    """Returns the mean over processes and epochs. The first of several is left out."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -316,10 +351,11 @@ def main(args):
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_split = read_images(args, "train")
-    val_images, val_labels = read_images(args, "test")
-    val_images = torch.tensor(val_images).to(device)
-    val_labels = torch.tensor(val_labels).to(device)
-    val_batches = list(zip(val_images.split(128), val_labels.split(128)))
+    val_split = read_images(args, "test")
+    image_shape = train_split[0].shape[1:]
+    num_classes = int(train_split[1].max()) + 1
+    if val_split[0].shape[1:] != image_shape or val_split[1].max() >= num_classes:
+        sys.exit(f"{args.dataset}: train and test differ in the shape of images, or in classes")
     num_steps = len(train_split[1]) // args.batch_size
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
@@ -327,7 +363,7 @@ def main(args):
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
-    model = create_model(args, *train_split[0].shape[1:3]).to(device)
+    model = create_model(args, image_shape, num_classes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -353,12 +389,13 @@ def main(args):
     print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
     print(*(f"{name:>10}" for name in SHOWN))
     rows = []
+    steps = range(progress["step"], num_steps)
+    loader = batches(train_split, args, progress["epoch"], steps, device)
+    next(loader)  # begins to read
     while progress["epoch"] < args.epochs:
         epoch = progress["epoch"]
         first_step = progress["step"]
-        steps = range(first_step, num_steps)
         next_check = 0.0
-        loader = batches(train_split, args, epoch, steps, device)
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
@@ -377,7 +414,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # before the validation, which may be long
+            save = progress["step"] == num_steps  # an epoch, before its validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             stop = len(STOP_REQUESTS) > 0
@@ -397,11 +434,14 @@ def main(args):
                 loss_sum, *_, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
-        val_sums = evaluate(image_loss, model, val_batches, args)
+        if epoch + 1 < args.epochs:
+            loader = batches(train_split, args, epoch + 1, range(num_steps), device)
+            next(loader)  # begins to read, during the validation
+        val_sums = evaluate(image_loss, model, validation_batches(val_split, device), args)
         watch.mark("eval")
         watch.flush()
         row = epoch_row(settings, progress, val_sums)
-        row |= watch.take(len(steps) * args.batch_size)
+        row |= watch.take((num_steps - first_step) * args.batch_size)
         rows.append(row)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))

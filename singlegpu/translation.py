@@ -331,7 +331,7 @@ def peak_bytes():
 
 
 def mean(rows, name):
-    """Returns the mean over the processes and the later epochs. In the first they warm up."""
+    """Returns the mean over processes and epochs. The first of several is left out."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -512,7 +512,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # before the validation, which may be long
+            save = progress["step"] == num_steps  # an epoch, before its validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             stop = len(STOP_REQUESTS) > 0

@@ -20,18 +20,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 LINES = {  # of singlegpu, and of multigpu and multinode
-    "images": (440, 600),
+    "images": (460, 650),
     "autoencoder": (385, 560),
-    "text": (480, 660),
+    "text": (480, 670),
     "gpt": (480, 660),
-    "translation": (560, 750),
+    "translation": (565, 755),
 }
 LINES |= {
     "singlegpu/make_bigmnist.py": 155,
+    "singlegpu/make_images.py": 145,
     "report.py": 450,
-    "hybrid/images.py": 670,
+    "hybrid/images.py": 725,
     "hybrid/gpt_pipeline.py": 810,
-    "hybrid/gpt_fsdp.py": 730,
+    "hybrid/gpt_fsdp.py": 735,
     "quantize/text.py": 330,
     "quantize/gpt.py": 290,
     "quantize/translation.py": 430,
@@ -149,8 +150,10 @@ def main():
         bound = LINES.get(name) or LINES[path.stem][path.parent.name != "singlegpu"]
         if len(lines) > bound or max(map(len, lines)) > 100:
             problems.append(f"{name}: {len(lines)} lines of {bound}, or more than 100 columns")
-    for folder in FOLDERS:
+    for folder in (*FOLDERS, "singlegpu_make"):  # make_*.py save to a folder, not to a snapshot
         files = sorted((ROOT / "slurm").glob(f"{folder}_*.slurm"))
+        if folder == "singlegpu":
+            files = [path for path in files if "_make_" not in path.name]
         for path in files[1:]:
             if job_text(path) != job_text(files[0]):
                 problems.append(f"slurm/{path.name} and {files[0].name} differ in more than a name")

@@ -2,25 +2,26 @@
 
 import filecmp
 import os
+import re
 import shutil
 import signal
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_weights, curve, load, wait_for, wait_for_saves
+from conftest import ROOT, assert_same_weights, curve, load, wait_for, wait_for_saves
 from test_models import module, namespace
 from torchvision.transforms.v2 import functional as v2
 
 SCRIPT = "singlegpu/make_bigmnist.py"
 SMALL = "--dataset synthetic --versions 2 --copies 15 --num_images 2500".split()
 FILES = [f"{split}_{what}.npy" for split in ("train", "test") for what in ("images", "labels")]
-TRAIN = "--dataset bigmnist --model mlp --batch_size 1024 --learning_rate 3e-5".split()
+TRAIN = "--dataset bigmnist --model mlp --batch_size 960 --learning_rate 3e-5".split()
 
 
 @pytest.fixture(scope="module")
 def big(run, tmp_path_factory):
-    """A folder of 75,000 images, which are two windows of blocks."""
+    """A folder of 75,000 images."""
     folder = tmp_path_factory.mktemp("data") / "bigmnist"
     run(SCRIPT, *SMALL, "--out", folder)
     return folder
@@ -96,12 +97,13 @@ def test_killed_and_started_again(big, start, run, tmp_path):
 def test_windows_of_blocks(monkeypatch):
     """Each image once; a window has 16 blocks; epochs differ; a start at any step goes on."""
     images = module("singlegpu/images.py")
-    monkeypatch.setattr(images, "BLOCK_SIZE", 64)
-    monkeypatch.setattr(images, "WINDOW_SIZE", 16 * 64)
+    monkeypatch.setattr(images, "BLOCK_BYTES", 64 * 8)
+    monkeypatch.setattr(images, "WINDOW_BYTES", 16 * 64 * 8)
     split, args = (np.arange(10_007)[:, None], np.arange(10_007)), namespace(batch_size=48)
     found = []
     for epoch, first in ((0, 0), (1, 0), (0, 30)):
         loader = images.batches(split, args, epoch, range(first, 208), torch.device("cpu"))
+        assert next(loader) is None
         found.append(torch.stack([labels for ((_, labels),) in loader]))
     assert found[0].shape == (208, 48) and torch.equal(found[2], found[0][30:])
     for epoch in found[:2]:
@@ -112,19 +114,30 @@ def test_windows_of_blocks(monkeypatch):
 
 
 def test_training_on_windows(big, start, run, tmp_path):
-    """One loss curve on 1 and 2 processes; killed in the second window, bit for bit as before."""
+    """One loss curve on 1 to 4 processes; killed in the fourth window, bit for bit as before.
+
+    The copies of the scripts have windows of 21,120 images, so that these files have four.
+    """
+    for script in ("singlegpu/images.py", "multigpu/images.py"):
+        text, count = re.subn(r"(WINDOW_BYTES =) 2\*\*28", r"\1 2**24", (ROOT / script).read_text())
+        assert count == 1
+        (tmp_path / script).parent.mkdir()
+        (tmp_path / script).write_text(text)
+    single, multi = tmp_path / "singlegpu/images.py", tmp_path / "multigpu/images.py"
     base = [*TRAIN, "--data_dir", big.parent, "--epochs", 1]
-    one, two, cut, whole = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "c.pt", "w.pt"))
-    run("singlegpu/images.py", *base, "--snapshot", whole, "--log", one)
-    run("multigpu/images.py", *base, "--log", two, processes=2)
-    np.testing.assert_allclose(curve(two, "val_acc"), curve(one, "val_acc"), rtol=1e-5)
+    one, cut, whole = (tmp_path / name for name in ("one.jsonl", "c.pt", "w.pt"))
+    run(single, *base, "--snapshot", whole, "--log", one)
+    for processes in (2, 3, 4):
+        log = tmp_path / f"{processes}.jsonl"
+        run(multi, *base, "--log", log, processes=processes)
+        np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-5)
     base += ["--snapshot", cut, "--snapshot_every", 22]
-    job = start("singlegpu/images.py", *base)
+    job = start(single, *base)
     while not cut.exists() or load(cut)["place"] < (0, 66) and job.process.poll() is None:
         wait_for_saves(job, cut, 1)
     job.process.send_signal(signal.SIGKILL)
     job.wait()
-    run("singlegpu/images.py", *base)
+    run(single, *base)
     assert_same_weights(cut, whole)
 
 

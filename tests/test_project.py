@@ -7,10 +7,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-
 from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port
+from PIL import Image
 
 TINY = {
     "images.py": "--model mlp --max_steps 2 --epochs 1 --log one.jsonl",
@@ -19,7 +19,7 @@ TINY = {
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
 README = (ROOT / "README.md").read_text()
-LIBRARIES = set("numpy torch torchao torchvision datasets tokenizers sacrebleu tqdm".split())
+LIBRARIES = set("numpy PIL torch torchao torchvision datasets tokenizers sacrebleu tqdm".split())
 
 
 def test_copies_agree():
@@ -57,10 +57,16 @@ def test_readme_commands(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     text = README.replace(" \\\n       ", "")
     lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
-    assert len(lines) == 9
+    assert len(lines) == 11
+    for number in range(90):
+        path = tmp_path / f"photos/{number % 3}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(path)
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
     for line in lines:
-        line += "".join(f" {more}" for name, more in TINY.items() if f"{name} " in f"{line} ")
+        line += "".join(
+            f" {more}" for name, more in TINY.items() if re.search(rf"\b{name} ", line + " ")
+        )
         line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
         words = f"{Path(sys.executable).parent}/{line}".replace("node=4", "node=1").split()
         nodes = [subprocess.Popen(words, **place) for _ in range(1 + ("--nnodes=2" in line))]
@@ -68,18 +74,18 @@ def test_readme_commands(tmp_path):
 
 
 def test_readme_example(run, tmp_path):
-    """Functions of "Make it yours", pasted into a copy of images.py, train."""
+    """The example of "Make it yours", pasted into a copy of images.py, trains."""
     copy, script = tmp_path / "mine.py", (ROOT / "singlegpu/images.py").read_text()
-    example = re.search(r"^    def read_images.*?^(?=\S)", README, re.M | re.S)[0]
-    for function in textwrap.dedent(example).strip().split("\n\n"):
-        old = rf"^{function.split('(')[0]}\(.*?\n\n\n"
-        script, count = re.subn(old, lambda _: f"{function}\n\n\n", script, flags=re.M | re.S)
-        assert count == 1
+    example = re.search(r"^    from torchvision.transforms.*?^(?=\S)", README, re.M | re.S)[0]
+    example = textwrap.dedent(example).strip() + "\n\n\n"
+    script, count = re.subn(r"^def create_model\(.*?\n\n\n", example, script, flags=re.M | re.S)
+    assert count == 1
     copy.write_text(script)
-    images, labels = torch.zeros(24, 3, 32, 32, dtype=torch.uint8), torch.arange(24) % 10
     for split in ("train", "test"):
-        torch.save({"images": images, "labels": labels}, tmp_path / f"{split}.pt")
-    run(copy, "--data_dir", tmp_path, "--batch_size", 8, "--epochs", 1)
+        images = np.zeros((12, 3, 224, 224), np.uint8)
+        np.save(tmp_path / f"{split}_images.npy", images)
+        np.save(tmp_path / f"{split}_labels.npy", np.arange(12) % 5)
+    run(copy, "--dataset", tmp_path, "--batch_size", 6, "--epochs", 1)
 
 
 @pytest.mark.parametrize("script", ["multigpu/images.py", "singlegpu/gpt.py"])

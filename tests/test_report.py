@@ -144,7 +144,7 @@ def test_damaged_rows(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
     text, group = tables(tmp_path)
     assert [row["speedup"] for row in group] == ["1.00", "2.00", "4.00"]
-    for note in ("whole.jsonl: 2 damaged", "wrong.jsonl: 3 damaged", "empty.jsonl", "binary.jsonl"):
+    for note in ("whole.jsonl: 2 row", "wrong.jsonl: 3 row", "empty.jsonl", "binary.jsonl"):
         assert note in text, text
     runs = list(rows_of("a", 2, [9, 5]))[:-1], rows_of("b", 1, [9, 9])
     lost = write(tmp_path / "lost.jsonl", *runs)

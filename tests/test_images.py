@@ -1,0 +1,153 @@
+"""make_images.py, and images.py on folders of its kind."""
+
+import filecmp
+import os
+import shutil
+import signal
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import curve, rows, wait_for
+from PIL import Image
+from test_models import module, namespace
+
+SCRIPT = "singlegpu/make_images.py"
+FILES = [f"{split}_{what}.npy" for split in ("train", "test") for what in ("images", "labels")]
+FILES.append("classes.txt")
+COLORS = {"blue": (0, 0, 250), "green": (0, 250, 0), "red": (250, 0, 0)}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder of three class folders of 30 photographs, one of them broken, each of its color."""
+    folder = tmp_path_factory.mktemp("photos")
+    for name, color in COLORS.items():
+        (folder / name).mkdir()
+        for number in range(30):
+            image = Image.new("RGB", (60 + number, 50), color)
+            image.save(folder / name / f"{number}.{'png' if number % 5 else 'jpg'}")
+    os.truncate(folder / "red/7.png", 50)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(run, photos, tmp_path_factory):
+    """What make_images.py makes of the photographs."""
+    out = tmp_path_factory.mktemp("data") / "photos"
+    printed = run(SCRIPT, photos, "--size", 32, "--out", out)
+    assert "1 broken ones left out" in printed
+    return out
+
+
+def test_contents(made):
+    """Each photograph is there once, with its class; a tenth is for testing."""
+    assert (made / "classes.txt").read_text().split() == sorted(COLORS)
+    assert sorted(os.listdir(made)) == sorted(FILES)
+    images, labels = ([np.load(made / FILES[n]) for n in numbers] for numbers in ((0, 2), (1, 3)))
+    assert sum(map(len, images)) == 89 and len(images[1]) in (8, 9)
+    for split in (0, 1):
+        assert images[split].shape == (len(labels[split]), 3, 32, 32)
+        colors = np.array([COLORS[name] for name in sorted(COLORS)])[labels[split]]
+        assert np.abs(images[split].mean((2, 3)) - colors).max() < 8
+    assert (np.diff(labels[0]) != 0).mean() > 0.4, "shuffled"
+
+
+def test_stopped_and_started_again(made, photos, start, run, tmp_path):
+    """The same command ends with the same bytes, wherever it was killed."""
+    out, unfinished = tmp_path / "photos", tmp_path / "photos.32rgb.tmp"
+    words = (SCRIPT, photos, "--size", 32, "--out", out)
+    job = start(*words)
+    wait_for(lambda: (unfinished / FILES[0]).exists() or job.process.poll() is not None)
+    job.process.send_signal(signal.SIGKILL)
+    job.wait()
+    if not out.exists():
+        images, labels = (np.load(made / name) for name in FILES[:2])
+        shutil.copy(made / FILES[0], unfinished)  # with images that have no labels yet
+        labels[:50].tofile(unfinished / "train_labels.tmp")
+        run(*words)
+    assert filecmp.cmpfiles(made, out, FILES, shallow=False)[0] == FILES
+    assert os.listdir(tmp_path) == ["photos"]
+
+
+def test_a_source_of_the_hub(photos, run, attempt, tmp_path):
+    """Columns image and label, as .parquet files; grey images; splits as they are."""
+    kinds = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=sorted(COLORS))}
+    )
+    for split, number in (("train", "5"), ("test", "10")):
+        paths = [str(photos / name / f"{number}.jpg") for name in sorted(COLORS)] * 2
+        columns = {"image": paths, "label": sorted(COLORS) * 2}
+        (tmp_path / "source").mkdir(exist_ok=True)
+        table = datasets.Dataset.from_dict(columns, features=kinds)
+        table.to_parquet(tmp_path / f"source/{split}.parquet")
+    out = tmp_path / "out"
+    run(SCRIPT, tmp_path / "source", "--size", 20, "--grey", "--out", out)
+    assert np.load(out / FILES[0]).shape == (6, 1, 20, 20)
+    assert sorted(np.load(out / FILES[3])) == [0, 0, 1, 1, 2, 2]
+    status, _, err = attempt(SCRIPT, tmp_path / "source", "--out", out)
+    assert status and "is there already" in err
+    status, _, err = attempt(SCRIPT, tmp_path / "nowhere/no")
+    assert status and "cannot read" in err and "Traceback" not in err, err
+
+
+def write(folder, shape, counts, num_classes=4, dtype=np.uint8):
+    """Write random images and labels of both splits."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for split, count in zip(("train", "test"), counts):
+        np.save(folder / f"{split}_images.npy", generator.integers(0, 255, (count, *shape), dtype))
+        np.save(folder / f"{split}_labels.npy", np.arange(count) % num_classes)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "vgg11", "resnet18"])
+def test_any_size(model, run, tmp_path):
+    """Models take the channels, the height and the width of the data, and as many classes."""
+    write(tmp_path / "wide", (2, 20, 36), (48, 10))
+    words = ("--dataset", "wide", "--data_dir", tmp_path, "--model", model, "--batch_size", 24)
+    for script, processes in (("singlegpu", 1), ("multigpu", 3), ("hybrid", 2)):
+        log = tmp_path / f"{script}.jsonl"
+        more = ("--epochs", 1, "--max_steps", 1, "--log", log)
+        run(f"{script}/images.py", *words, *more, processes=processes)
+        np.testing.assert_allclose(curve(log)[:, 0], curve(tmp_path / "singlegpu.jsonl")[:, 0], 0.2)
+
+
+def test_what_does_not_fit(attempt, tmp_path):
+    """One line says what is wrong; an unknown name is an argument's error."""
+    cases = {
+        "float": write(tmp_path / "float", (3, 8, 8), (9, 9)),
+        "count": write(tmp_path / "count", (3, 8, 8), (9, 9)),
+        "shape": write(tmp_path / "shape", (3, 8, 8), (9, 9)),
+        "class": write(tmp_path / "class", (3, 8, 8), (9, 9)),
+        "flat": write(tmp_path / "flat", (8,), (9, 9)),
+    }
+    np.save(cases["float"] / FILES[0], np.zeros((9, 3, 8, 8), np.float32))
+    np.save(cases["count"] / FILES[1], np.zeros(8, np.int64))
+    np.save(cases["shape"] / FILES[2], np.zeros((9, 3, 9, 8), np.uint8))
+    np.save(cases["class"] / FILES[3], np.full(9, 4))
+    for folder in cases.values():
+        words = ("--dataset", folder, "--batch_size", 3, "--model", "mlp")
+        status, _, err = attempt("singlegpu/images.py", *words)
+        assert status == 1 and str(folder) in err and "Traceback" not in err, (folder, err)
+    status, _, err = attempt("singlegpu/images.py", "--dataset", "fashion")
+    assert status == 2 and "not a folder" in err, err
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_validation_is_of_what_is_saved(processes, run, tmp_path):
+    """With BatchNorm, too, whose statistics differ between the processes while they train."""
+    folder = write(tmp_path / "small", (3, 16, 16), (48, 20))
+    log, snapshot = tmp_path / "log.jsonl", tmp_path / "s.pt"
+    words = ("--dataset", folder, "--model", "resnet18", "--batch_size", 24, "--epochs", 2)
+    more = ("--snapshot", snapshot, "--log", log)
+    run("multigpu/images.py", *words, *more, processes=processes)
+    images = module("singlegpu/images.py")
+    args = namespace(model="resnet18", dataset=str(folder), data_dir="data")
+    model = images.create_model(args, (3, 16, 16), 4)
+    model.load_state_dict(torch.load(snapshot, weights_only=True)["model"])
+    split = images.read_images(args, "test")
+    batches = images.validation_batches(split, torch.device("cpu"))
+    loss, _, count = images.evaluate(images.image_loss, model, batches, args).tolist()
+    assert rows(log)[-1]["val_loss"] == pytest.approx(loss / count, rel=1e-4)
