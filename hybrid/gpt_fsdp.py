@@ -8,8 +8,12 @@ r"""Train a GPT of which each process holds a shard: FSDP, also known as ZeRO-3.
 This is for a model that does not fit on one GPU. --shard_size processes share one copy of its
 parameters, gradients and optimizer state. An all-gather brings the shards of a block together when
 a pass needs them. A reduce-scatter adds up the gradients and leaves each process those of its
-shard. Then an all-reduce averages them over the copies, as DDP does. Rank 0 also holds the full
-model on its CPU, to load and save it. Snapshots are those of multinode/gpt.py.
+shard. Then an all-reduce averages them over the copies, as DDP does. With --grad_accum_steps this
+is done for the last micro-batch alone, and a process holds all gradients until then. With bf16,
+parameters are sent and used in bf16, and so is what blocks add up (the residual stream): under
+multinode/gpt.py's autocast it is fp32. Norms and the loss are computed in fp32 in both. Snapshots
+are those of multinode/gpt.py. For them, rank 0 needs 16 bytes of RAM a parameter while it loads and
+12 while it saves: 112 GB and 84 GB for 7 billion parameters. It keeps none of it.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -90,7 +94,9 @@ def parse_args():
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--precision", choices=DTYPES, default="fp32", help="type of the forward pass")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
@@ -102,19 +108,29 @@ def parse_args():
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
     if args.shard_size < 1 or world_size % args.shard_size:
         parser.error(f"--shard_size must divide the number of processes, {world_size}")
-    if args.batch_size < 1 or args.batch_size % world_size:
-        parser.error(f"--batch_size must be a multiple of the number of processes, {world_size}")
+    shares = args.grad_accum_steps * world_size
+    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
+        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
     return args
 
 
 def read_tokens(args):
-    """Returns token ids to train on (N,) and to validate on (M,), uint8 or uint16."""
+    """Returns token ids to train on (N,) and to validate on (M,), of an unsigned type."""
     try:
         if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            paths = [os.path.join(args.dataset, f"{split}.bin") for split in ("train", "val")]
-            return [np.memmap(path, np.uint16, "r") for path in paths]
+            splits = []
+            for name in ("train", "val"):
+                path = os.path.join(args.dataset, name)
+                if os.path.exists(f"{path}.bin"):
+                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
+                else:
+                    tokens = np.load(f"{path}.npy", mmap_mode="r")
+                if tokens.ndim != 1 or tokens.dtype.kind != "u":
+                    raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
+                splits.append(tokens)
+            return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
@@ -124,8 +140,15 @@ def read_tokens(args):
     return text[:-num_val], text[-num_val:]
 
 
+def checked_ids(tokens, args):
+    """Returns the token ids as int64. Ends the run if the vocabulary does not have all of them."""
+    if tokens.size > 0 and tokens.max() >= args.vocab_size:
+        sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
+    return torch.from_numpy(tokens.astype(np.int64))
+
+
 def batches(tokens, args, epoch, steps, device):
-    """Yields token ids (B, T) and the next ids (B, T) for each step."""
+    """Yields a list of micro-batches for each step: token ids (B, T) and the next ids (B, T)."""
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
     start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
@@ -133,10 +156,10 @@ def batches(tokens, args, epoch, steps, device):
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
         numbers = numbers[dist.get_rank() :: dist.get_world_size()]
-        batch = torch.from_numpy(sequences[numbers].astype(np.int64))
+        batch = checked_ids(sequences[numbers], args)
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
-        yield batch[:, :-1], batch[:, 1:]
+        yield [(part[:, :-1], part[:, 1:]) for part in batch.chunk(args.grad_accum_steps)]
 
 
 class GPTBlock(nn.Module):
@@ -502,6 +525,8 @@ def shard(model, args, device):
         reduce_dtype=torch.float32,
     )
     for block in model.blocks:
+        if args.compile:
+            block.forward = torch.compile(block.forward)
         if args.checkpoint_activations:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -533,14 +558,22 @@ def scatter_parts(parts, progress, model, optimizer):
         dcp.set_optimizer_state_dict(model, optimizer, moments, options=options)
 
 
-def gather_parts(args, parts, model, optimizer):
-    """Brings the shards of all processes together in `parts` of rank 0, to save them."""
-    if args.snapshot:
-        options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights, moments = dcp.get_state_dict(model, optimizer, options=options)
-        if dist.get_rank() == 0:
-            parts["model"].load_state_dict(weights)
-            parts["optimizer"].load_state_dict(moments)
+def save_shards(args, model, optimizer, progress):
+    """Brings the shards of all processes together in rank 0, which saves them."""
+    if not args.snapshot:
+        return
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = dcp.get_state_dict(model, optimizer, options=options)
+    if dist.get_rank() > 0:
+        return
+    with torch.device("meta"):  # takes no memory
+        full_model = GPT(args)
+    full_model.load_state_dict(weights, assign=True)
+    full_optimizer = create_optimizer(full_model, args)
+    full_optimizer.load_state_dict(moments)  # from names to the numbers of multinode/gpt.py
+    scaler = torch.amp.GradScaler(enabled=False)
+    parts = {"model": full_model, "optimizer": full_optimizer, "scaler": scaler}
+    save_snapshot(args, parts, progress)
 
 
 def add_up(sums, since):
@@ -593,9 +626,12 @@ def main(args):
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
     if args.max_steps:
         num_steps = min(num_steps, args.max_steps)
-    val_tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
+    total_steps = args.epochs * num_steps
+    val_tokens = checked_ids(val_tokens, args).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    num_batches = max(1, len(val_split) // args.batch_size)  # as many in all processes
+    num_batches = max(
+        1, len(val_split) * args.grad_accum_steps // args.batch_size
+    )  # the same in all
     val_batches = []
     for part in val_split[rank::world_size].tensor_split(num_batches):
         val_batches.append((part[:, :-1], part[:, 1:]))
@@ -605,7 +641,7 @@ def main(args):
     shard(model, args, device)
     model.to_empty(device=device)
     optimizer = create_optimizer(model, args)
-    parts = None  # those of a snapshot, which only rank 0 has
+    parts = None  # those of a snapshot, which only rank 0 reads
     message = [None]  # what rank 0 tells the others
     if rank == 0:
         parts, progress = load_parts(args)
@@ -613,6 +649,7 @@ def main(args):
     dist.broadcast_object_list(message, group=patient)
     progress = message[0]
     scatter_parts(parts, progress, model, optimizer)
+    del parts  # it is as large as the full model and its moments
     speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
     watch = ShardTimer(device, model, optimizer)
     watch.matmul_speed = speed  # for model_speed()
@@ -633,8 +670,11 @@ def main(args):
     if rank == 0:
         facts = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(textwrap.fill(facts, 100))
+        if progress.get("total_steps", total_steps) != total_steps:
+            print("note: the learning rate jumps: --epochs or --max_steps is not what it was")
         print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
         print(*(f"{name:>10}" for name in SHOWN))
+    progress["total_steps"] = total_steps  # which the learning rate follows
     rows = []  # rank 0 collects those of all epochs and processes
     stop = False
     while progress["epoch"] < args.epochs:
@@ -649,15 +689,17 @@ def main(args):
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
-        for tokens, targets in bar:
+        for micro_batches in bar:
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
-            loss, loss_sums = token_loss(model, tokens, targets, args)
-            sums = sums + loss_sums
-            watch.mark("forward")
-            loss.backward()
-            watch.mark("backward")
-            done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
+            for number, (tokens, targets) in enumerate(micro_batches, start=1):
+                model.set_requires_gradient_sync(number == args.grad_accum_steps)
+                loss, loss_sums = token_loss(model, tokens, targets, args)
+                sums = sums + loss_sums
+                watch.mark("forward")
+                (loss / args.grad_accum_steps).backward()
+                watch.mark("backward")
+            done = (epoch * num_steps + progress["step"] + 1) / total_steps
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * learning_rate_factor(done)
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
@@ -680,9 +722,7 @@ def main(args):
                 if not all(map(math.isfinite, progress["sums"])):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or stop:
-                    gather_parts(args, parts, model, optimizer)
-                    if rank == 0:
-                        save_snapshot(args, parts, progress)
+                    save_shards(args, model, optimizer, progress)
                     dist.barrier(patient)
                     watch.mark("save")
                 if stop:
@@ -715,8 +755,8 @@ def main(args):
             if args.log:
                 with open(args.log, "a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
-    if rank == 0 and not stop:  # complete; `parts` are still those of the last save
-        save_snapshot(args, parts, progress)
+    if not stop:  # complete
+        save_shards(args, model, optimizer, progress)
     if rows:  # the summary
         print_breakdown(rows)
         print_collectives(rows)

@@ -96,11 +96,20 @@ def parse_args():
 
 
 def read_tokens(args):
-    """Returns token ids to train on (N,) and to validate on (M,), uint8 or uint16."""
+    """Returns token ids to train on (N,) and to validate on (M,), of an unsigned type."""
     try:
         if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            paths = [os.path.join(args.dataset, f"{split}.bin") for split in ("train", "val")]
-            return [np.memmap(path, np.uint16, "r") for path in paths]
+            splits = []
+            for name in ("train", "val"):
+                path = os.path.join(args.dataset, name)
+                if os.path.exists(f"{path}.bin"):
+                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
+                else:
+                    tokens = np.load(f"{path}.npy", mmap_mode="r")
+                if tokens.ndim != 1 or tokens.dtype.kind != "u":
+                    raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
+                splits.append(tokens)
+            return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
@@ -108,6 +117,13 @@ def read_tokens(args):
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
     return text[:-num_val], text[-num_val:]
+
+
+def checked_ids(tokens, args):
+    """Returns the token ids as int64. Ends the run if the vocabulary does not have all of them."""
+    if tokens.size > 0 and tokens.max() >= args.vocab_size:
+        sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
+    return torch.from_numpy(tokens.astype(np.int64))
 
 
 def batches(tokens, args, epoch, steps, device):
@@ -121,7 +137,7 @@ def batches(tokens, args, epoch, steps, device):
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
         numbers = numbers[pipeline::num_pipelines]
-        batch = torch.from_numpy(sequences[numbers].astype(np.int64))
+        batch = checked_ids(sequences[numbers], args)
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
         yield batch[:, :-1], batch[:, 1:]
@@ -134,7 +150,7 @@ def validation_batches(tokens, args, device):
     """
     pipeline = dist.get_rank() // args.num_stages
     num_pipelines = dist.get_world_size() // args.num_stages
-    tokens = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    tokens = checked_ids(tokens, args).to(device)
     sequences = tokens.unfold(0, args.seq_len + 1, args.seq_len)[pipeline::num_pipelines]
     size = args.batch_size // num_pipelines
     missing = -len(sequences) % size  # up to a multiple of size
@@ -655,6 +671,7 @@ def main(args):
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
     if args.max_steps:
         num_steps = min(num_steps, args.max_steps)
+    total_steps = args.epochs * num_steps
     val_batches = validation_batches(val_tokens, args, device)
 
     parts, progress = load_full_model(args)
@@ -697,8 +714,11 @@ def main(args):
     if rank == 0:
         facts = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(textwrap.fill(facts, 100))
+        if progress.get("total_steps", total_steps) != total_steps:
+            print("note: the learning rate jumps: --epochs or --max_steps is not what it was")
         print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
         print(*(f"{name:>10}" for name in SHOWN))
+    progress["total_steps"] = total_steps  # which the learning rate follows
     rows = []  # rank 0 collects those of all epochs and processes
     stop = False
     while progress["epoch"] < args.epochs:
@@ -726,7 +746,7 @@ def main(args):
             if embedding_group:  # the first and the last stage each have a part of this gradient
                 dist.all_reduce(stage.embedding.weight.grad, group=embedding_group)
                 watch.mark_all_reduce()
-            done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
+            done = (epoch * num_steps + progress["step"] + 1) / total_steps
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * learning_rate_factor(done)
             squares = squared_norm(stage)

@@ -51,11 +51,20 @@ def parse_args():
 
 
 def read_tokens(args):
-    """Returns token ids to train on (N,) and to validate on (M,), uint8 or uint16."""
+    """Returns token ids to train on (N,) and to validate on (M,), of an unsigned type."""
     try:
         if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            paths = [os.path.join(args.dataset, f"{split}.bin") for split in ("train", "val")]
-            return [np.memmap(path, np.uint16, "r") for path in paths]
+            splits = []
+            for name in ("train", "val"):
+                path = os.path.join(args.dataset, name)
+                if os.path.exists(f"{path}.bin"):
+                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
+                else:
+                    tokens = np.load(f"{path}.npy", mmap_mode="r")
+                if tokens.ndim != 1 or tokens.dtype.kind != "u":
+                    raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
+                splits.append(tokens)
+            return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
@@ -63,6 +72,13 @@ def read_tokens(args):
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
     return text[:-num_val], text[-num_val:]
+
+
+def checked_ids(tokens, args):
+    """Returns the token ids as int64. Ends the run if the vocabulary does not have all of them."""
+    if tokens.size > 0 and tokens.max() >= args.vocab_size:
+        sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
+    return torch.from_numpy(tokens.astype(np.int64))
 
 
 class CachedBlock(nn.Module):
@@ -252,7 +268,7 @@ def main(args):
     torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
     _, val_tokens = read_tokens(args)
-    tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
+    tokens = checked_ids(val_tokens, args).to(device)
     batches = tokens.unfold(0, args.seq_len + 1, args.seq_len).split(args.batch_size)
     prompts = tokens[: args.seq_len // 2].expand(args.batch_size, -1)  # (B, P)
     num_new = args.seq_len - prompts.shape[1]

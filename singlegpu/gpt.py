@@ -96,11 +96,20 @@ def parse_args():
 
 
 def read_tokens(args):
-    """Returns token ids to train on (N,) and to validate on (M,), uint8 or uint16."""
+    """Returns token ids to train on (N,) and to validate on (M,), of an unsigned type."""
     try:
         if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            paths = [os.path.join(args.dataset, f"{split}.bin") for split in ("train", "val")]
-            return [np.memmap(path, np.uint16, "r") for path in paths]
+            splits = []
+            for name in ("train", "val"):
+                path = os.path.join(args.dataset, name)
+                if os.path.exists(f"{path}.bin"):
+                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
+                else:
+                    tokens = np.load(f"{path}.npy", mmap_mode="r")
+                if tokens.ndim != 1 or tokens.dtype.kind != "u":
+                    raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
+                splits.append(tokens)
+            return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
@@ -108,6 +117,13 @@ def read_tokens(args):
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
     return text[:-num_val], text[-num_val:]
+
+
+def checked_ids(tokens, args):
+    """Returns the token ids as int64. Ends the run if the vocabulary does not have all of them."""
+    if tokens.size > 0 and tokens.max() >= args.vocab_size:
+        sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
+    return torch.from_numpy(tokens.astype(np.int64))
 
 
 def batches(tokens, args, epoch, steps, device):
@@ -118,7 +134,7 @@ def batches(tokens, args, epoch, steps, device):
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
-        batch = torch.from_numpy(sequences[numbers].astype(np.int64))
+        batch = checked_ids(sequences[numbers], args)
         if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
             batch = batch.pin_memory().to(device, non_blocking=True)
         yield [(part[:, :-1], part[:, 1:]) for part in batch.chunk(args.grad_accum_steps)]
@@ -367,7 +383,8 @@ def main(args):
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
     if args.max_steps:
         num_steps = min(num_steps, args.max_steps)
-    val_tokens = torch.from_numpy(val_tokens.astype(np.int64)).to(device)
+    total_steps = args.epochs * num_steps
+    val_tokens = checked_ids(val_tokens, args).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
     val_batches = []
     for part in val_split.split(args.batch_size // args.grad_accum_steps):
@@ -400,8 +417,11 @@ def main(args):
     }
     facts = ", ".join(f"{name} {value}" for name, value in settings.items())
     print(textwrap.fill(facts, 100))
+    if progress.get("total_steps", total_steps) != total_steps:
+        print("note: the learning rate jumps: --epochs or --max_steps is not what it was")
     print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
     print(*(f"{name:>10}" for name in SHOWN))
+    progress["total_steps"] = total_steps  # which the learning rate follows
     rows = []
     while progress["epoch"] < args.epochs:
         epoch = progress["epoch"]
@@ -421,7 +441,7 @@ def main(args):
                 watch.mark("forward")
                 scaler.scale(loss / args.grad_accum_steps).backward()
                 watch.mark("backward")
-            done = (epoch * num_steps + progress["step"] + 1) / (args.epochs * num_steps)
+            done = (epoch * num_steps + progress["step"] + 1) / total_steps
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * learning_rate_factor(done)
             scaler.unscale_(optimizer)

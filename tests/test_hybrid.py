@@ -49,9 +49,9 @@ HYBRIDS = (  # script, processes, arguments
     (PIPELINE, (2, 2), "--num_stages 2 --num_microbatches 4"),
     (PIPELINE, 4, "--num_stages 4 --num_microbatches 6"),
     (FSDP, 2, "--shard_size 2"),
-    (FSDP, 4, "--shard_size 4 --checkpoint_activations"),
+    (FSDP, 4, "--shard_size 4 --checkpoint_activations --grad_accum_steps 3"),
     (FSDP, (2, 2), "--shard_size 2"),
-    (FSDP, 2, "--shard_size 1"),
+    (FSDP, 2, "--shard_size 1 --grad_accum_steps 2"),
 )
 
 

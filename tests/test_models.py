@@ -28,7 +28,7 @@ def namespace(**changes):
     """The arguments that the functions below read."""
     found = {"seed": 1, "batch_size": 12, "seq_len": 16, "vocab_size": 64, "d_model": 32}
     found |= {"n_heads": 4, "num_layers": 2, "dropout": 0.0, "grad_accum_steps": 1}
-    found |= {"model": "transformer", "size": "small", "precision": "fp32"}
+    found |= {"model": "transformer", "size": "small", "precision": "fp32", "dataset": "words"}
     return argparse.Namespace(**found | changes)
 
 
@@ -58,7 +58,12 @@ def test_gpt_is_causal():
 
 def test_gpt_batches():
     """An epoch's sequences do not overlap; the next one has other cuts; a resumed one goes on."""
-    tokens, args = np.arange(4000, dtype=np.uint16), namespace()
+    tokens, args = (
+        np.arange(4000, dtype=np.uint16),
+        namespace(
+            vocab_size=1000,
+        ),
+    )
     found = []
     for epoch, first in ((0, 0), (1, 0), (0, 7)):
         loader = gpt.batches(tokens, args, epoch, range(first, 20), CPU)
@@ -151,7 +156,7 @@ def test_translation_padding_and_order(model):
 @pytest.mark.parametrize("script", ["images", "text", "translation", "gpt"])
 def test_shares(monkeypatch, script):
     """Of each batch two processes have a half each, and together all of it."""
-    numbers, args = np.arange(600), namespace(grad_accum_steps=2)
+    numbers, args = np.arange(600), namespace(grad_accum_steps=2, vocab_size=1000)
     ids = np.repeat(numbers.astype(np.int16)[:, None] + 1, 16, 1)
     lengths = {"source_length": np.full(600, 16), "target_length": np.full(600, 16)}
     tensors = torch.from_numpy(ids), torch.full((600,), 16), torch.from_numpy(numbers)
@@ -162,7 +167,8 @@ def test_shares(monkeypatch, script):
     def batch_of(script):
         more = [] if "text" in script else [CPU]
         loader = module(script).batches(split, args, 0, range(3, 4), *more)
-        return sorted(row for part in next(iter(loader)) for row in part[0].flatten(1).tolist())
+        batch = next(micro_batches for micro_batches in loader if micro_batches is not None)
+        return sorted(row for part in batch for row in part[0].flatten(1).tolist())
 
     whole, halves = batch_of(f"singlegpu/{script}.py"), []
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -198,3 +204,36 @@ def test_translation_does_not_depend_on_the_batches(model):
         found.append(translation.translate(model, loader, Words(), args))
     assert len(found[0]) == 30 and found[0] == found[1] == found[2]
     assert len({len(text.split()) for text in found[0]}) > 4
+
+
+def test_token_files(run, attempt, tmp_path):
+    """Files of 16 and of 32 bits; others, and ids beyond the vocabulary, end the run in a line."""
+    ids = np.random.default_rng(0).integers(0, 100_000, 2_000)
+    for name, array in (("wide", ids.astype(np.uint32)), ("signed", ids)):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "train.npy", array)
+        np.save(tmp_path / name / "val.npy", array[:200])
+    (tmp_path / "narrow").mkdir()
+    for split in ("train", "val"):
+        (ids % 50_000).astype(np.uint16).tofile(tmp_path / f"narrow/{split}.bin")
+    words = (
+        "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2".split()
+    )
+    wide = (*words, "--dataset", tmp_path / "wide")
+    run("singlegpu/gpt.py", *wide, "--vocab_size", 100_000)
+    run("singlegpu/gpt.py", *words, "--dataset", tmp_path / "narrow")
+    status, _, err = attempt("multigpu/gpt.py", *wide, processes=2)
+    assert status and "is not below --vocab_size 50304" in err, err
+    status, _, err = attempt("singlegpu/gpt.py", *words, "--dataset", tmp_path / "signed")
+    assert status and "int64" in err and "Traceback" not in err, err
+
+
+def test_the_schedule_follows(run, data, tmp_path):
+    """With other epochs, the learning rate of a run that goes on jumps, and a line says so."""
+    words = (
+        "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2".split()
+    )
+    words += ["--dataset", data / "words.txt", "--snapshot", tmp_path / "s.pt"]
+    assert "learning rate" not in run("singlegpu/gpt.py", *words)
+    assert "learning rate" not in run("singlegpu/gpt.py", *words)
+    assert "the learning rate jumps" in run("multigpu/gpt.py", *words, "--epochs", 2, processes=2)

@@ -57,7 +57,7 @@ def test_readme_commands(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     text = README.replace(" \\\n       ", "")
     lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
-    assert len(lines) == 11
+    assert len(lines) == 10
     for number in range(90):
         path = tmp_path / f"photos/{number % 3}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +86,17 @@ def test_readme_example(run, tmp_path):
         np.save(tmp_path / f"{split}_images.npy", images)
         np.save(tmp_path / f"{split}_labels.npy", np.arange(12) % 5)
     run(copy, "--dataset", tmp_path, "--batch_size", 6, "--epochs", 1)
+
+
+def test_readme_token_files(run, tmp_path):
+    """The lines on token files, and then the command that trains on them."""
+    (tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 5)
+    example = re.search(r"^    text = open.*?^(?=\S)", README, re.M | re.S)[0]
+    script = "import numpy as np, tokenizers\n" + textwrap.dedent(example)
+    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 0
+    command = re.search(r"`gpt.py (--dataset .*?)`", README)[1]
+    command = command.replace(" . ", f" {tmp_path} ")
+    run("singlegpu/gpt.py", *command.split(), "--batch_size", 4, "--max_steps", 2)
 
 
 @pytest.mark.parametrize("script", ["multigpu/images.py", "singlegpu/gpt.py"])

@@ -51,6 +51,18 @@ def test_compiled(run, data, tmp_path, task):
 
 
 @needs_compiler
+def test_compiled_shards(run, data, tmp_path):
+    """With --compile and --grad_accum_steps, on any processes and shards: one loss curve."""
+    words = (*arguments_of("gpt", data), "--epochs", 1)
+    run("singlegpu/gpt.py", *words, "--log", tmp_path / "one.jsonl")
+    for processes, shard in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4)):
+        log = tmp_path / f"{processes}{shard}.jsonl"
+        more = ("--shard_size", shard, "--grad_accum_steps", 2, "--compile", "--log", log)
+        run("hybrid/gpt_fsdp.py", *words, *more, processes=processes)
+        assert curve(log) == pytest.approx(curve(tmp_path / "one.jsonl"), rel=1e-5)
+
+
+@needs_compiler
 @pytest.mark.parametrize("model", QUALITIES)
 def test_torchao(attempt, trained, model):  # noqa: F811
     """The other kernels of int8 have the same quality. Of the lstm they leave all but the head."""
