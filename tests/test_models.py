@@ -60,9 +60,7 @@ def test_gpt_batches():
     """An epoch's sequences do not overlap; the next one has other cuts; a resumed one goes on."""
     tokens, args = (
         np.arange(4000, dtype=np.uint16),
-        namespace(
-            vocab_size=1000,
-        ),
+        namespace(vocab_size=4000),
     )
     found = []
     for epoch, first in ((0, 0), (1, 0), (0, 7)):
