@@ -8,7 +8,8 @@ import time
 
 import pytest
 from conftest import ROOT, assert_same_weights, saved_at, wait_for
-from test_slurm import ENDED, SMALL, cluster, site  # noqa: F401
+from PIL import Image
+from test_slurm import ENDED, SMALL, cluster, signal_of_the_limit, site  # noqa: F401
 from test_training import arguments_of
 
 COMMON = SMALL[2:]
@@ -19,6 +20,7 @@ WORDS = {  # what makes a job of each script small
     "translation": ["--seq_len", "16", "--model", "lstm", *COMMON],
     "allreduce": ["--max_bytes", "65536", "--seconds", "0.05"],
     "make_bigmnist": ["--dataset", "synthetic", "--versions", "1", "--copies", "1"],
+    "make_images": ["photos", "--size", "20"],
 }
 GPT = ["--d_model", "16", "--n_heads", "2", "--num_layers", "2", "--seq_len", "32", *COMMON]
 JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("*.slurm"))
@@ -35,10 +37,14 @@ def options(folder):
 def test_job_completes(site, name):  # noqa: F811
     folder, script = name.split("_", 1)
     words = WORDS.get(script, GPT) if folder != "quantize" else ["--rounds", 1]
+    for number in range(12):  # for make_images
+        path = site.folder / f"photos/{number % 2}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (30, 40)).save(path)
     job = site.submit(name, *words, options=options(folder))
     state, out = site.wait(job), site.output(job)
     assert state == "COMPLETED", out
-    if folder in PROCESSES and script not in ("allreduce", "make_bigmnist"):
+    if folder in PROCESSES and not script.startswith(("allreduce", "make_")):
         assert re.search(rf"^\| *{folder}/{script}\.py ", out, re.M), "the row for results.md"
         assert (site.folder / f"{name}-{job}.pt").exists()
         assert f"job {job}, start 1" in out
@@ -111,3 +117,18 @@ def test_killed_process_is_restarted(site, long, tmp_path):  # noqa: F811
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert site.show(job)["Restarts"] == "0", "of the job: torchrun restarted its processes"
     long.check()
+
+
+def test_a_data_set_that_takes_several_jobs(site):  # noqa: F811
+    """At each limit it is queued again, as long as it has written more."""
+    words = ("--dataset", "synthetic", "--versions", 100, "--copies", 1, "--out", "big")
+    job = site.submit("singlegpu_make_bigmnist", *words, options=["--cpus-per-task=1"])
+    images = site.folder / "big.tmp/train_images.npy"
+    size = 0
+    for start in (1, 2, 3):
+        wait_for(lambda start=start: f"job {job}, start {start}" in site.output(job))
+        wait_for(lambda size=size: images.exists() and images.stat().st_size > size + 50_000_000)
+        size = images.stat().st_size
+        signal_of_the_limit(site, job)
+    wait_for(lambda: f"job {job}, start 4" in site.output(job))
+    site.command("scancel", job)
