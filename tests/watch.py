@@ -3,8 +3,9 @@
     torchrun --standalone --nproc_per_node=2 -- tests/watch.py FOLDER multinode/images.py ...
 
 Each process writes FOLDER/<rank>.json: `written`, the moment (s) at which it wrote each epoch's
-rows; and what DDP's own runtime logger found, in seconds a step: `comm_total`, all of the
-communication, and `comm`, what was not hidden behind the backward pass.
+rows; `all_reduces`, the seconds of each all-reduce that the script itself called; and what DDP's
+own runtime logger found, in seconds of all steps: `comm_total`, all communication of gradients,
+and `comm`, what was not hidden behind the backward pass.
 """
 
 import builtins
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.parallel
 
 folder, script = sys.argv[1:3]
-models, written = [], []
+models, steps, written, all_reduces = [], [], [], []
 
 
 class WatchedDDP(torch.nn.parallel.DistributedDataParallel):
@@ -27,6 +28,11 @@ class WatchedDDP(torch.nn.parallel.DistributedDataParallel):
         self._set_ddp_runtime_logging_sample_rate(1)
         models.append(self)
 
+    def forward(self, *inputs):
+        outputs = super().forward(*inputs)  # first notes the times of the step before
+        steps.append(self._get_ddp_logging_data())
+        return outputs
+
 
 def watched_open(file, *args, **kwargs):
     if str(file).endswith(".jsonl"):
@@ -34,17 +40,28 @@ def watched_open(file, *args, **kwargs):
     return plain_open(file, *args, **kwargs)
 
 
+def watched_all_reduce(*args, **kwargs):
+    start = time.perf_counter()
+    work = plain_all_reduce(*args, **kwargs)
+    if not kwargs.get("async_op"):  # DDP's are
+        all_reduces.append(time.perf_counter() - start)
+    return work
+
+
 def write_down_and_leave():
-    logged = models[0]._get_ddp_logging_data()  # it does not know of the last step
-    comm_total = logged["avg_backward_comm_time"] / 1e9
-    comm = comm_total - logged["avg_backward_compute_comm_overlap_time"] / 1e9
-    found = {"written": written, "comm_total": comm_total, "comm": comm}
+    models[0].logger.set_runtime_stats_and_log()  # of the last step
+    steps.append(models[0]._get_ddp_logging_data())
+    totals = [step.get("backward_comm_time", 0) / 1e9 for step in steps]
+    hidden = [step.get("backward_compute_comm_overlap_time", 0) / 1e9 for step in steps]
+    found = {"written": written, "all_reduces": all_reduces}
+    found |= {"comm_total": sum(totals), "comm": sum(totals) - sum(hidden)}
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     leave()
 
 
 leave, dist.destroy_process_group = dist.destroy_process_group, write_down_and_leave
 torch.nn.parallel.DistributedDataParallel = WatchedDDP
+plain_all_reduce, dist.all_reduce = dist.all_reduce, watched_all_reduce
 plain_open, builtins.open = builtins.open, watched_open
 sys.argv = sys.argv[2:]
 runpy.run_path(script, run_name="__main__")
