@@ -70,12 +70,12 @@ def parse_args():
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--precision", choices=DTYPES, default="fp32", help="type of the forward pass")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     args = parser.parse_args()
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
     if "WORLD_SIZE" not in os.environ:
@@ -92,6 +92,9 @@ def parse_args():
         parser.error(f"--batch_size must be a multiple of {shares}: micro-batches x pipelines")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
     return args
 
 
@@ -377,7 +380,7 @@ class PipelineTimer(Stopwatch):
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several is left out."""
+    """Returns the mean over processes and epochs. The first of several epochs does not count."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -483,22 +486,29 @@ if not sys.stderr.isatty():  # in a file, a line a minute
     BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
-def setup(args, rank, world_size, init_method):
-    """Joins the process group. Returns the device of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    backend, device = "gloo", torch.device("cpu")
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def setup(args, rank, world_size, init_method, device):
+    """Joins the process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    timeout = timedelta(seconds=args.timeout)
+    backend, device_id = "gloo", None
+    if device.type == "cuda":
+        backend, device_id = "nccl", device
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method,
-        timeout=timedelta(seconds=args.timeout),
-        world_size=world_size,
-        rank=rank,
-        device_id=device if backend == "nccl" else None,
-    )
-    return device
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
 
 
 def create_groups(args):
@@ -555,6 +565,12 @@ def squared_norm(stage):
         if stage.is_first or name != "embedding.weight":
             gradients.append(parameter.grad)
     return nn.utils.get_total_norm(gradients) ** 2
+
+
+def catch_signals():
+    """From now on a signal is a request to stop, which the run notices at its next check."""
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
 
 
 def save_snapshot(args, parts, progress):
@@ -628,7 +644,7 @@ def gather_stages(args, parts, stage, optimizer, patient):
 
 
 def add_up(sums, since):
-    """Adds up over the processes. Returns sums (S,), whether one is to stop, and mean seconds."""
+    """Adds up over processes. Returns the sums, whether one was asked to stop, mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -651,18 +667,19 @@ def gpt_row(settings, progress, val_sums):
 
 
 def cell(value):
-    """Returns the number with five digits, or without decimals if it is whole or large."""
+    """Returns the number with five significant digits; without decimals if whole or large."""
     has_decimals = isinstance(value, float) and abs(value) < 1000
     return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    device = setup(args, rank, world_size, "env://")
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # waits beyond --timeout
+    device = find_device(int(os.environ["LOCAL_RANK"]))
+    setup(args, rank, world_size, "env://", device)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
     pipeline_group, replica_group, embedding_group = create_groups(args)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
@@ -776,9 +793,8 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                for signum in SIGNALS:  # before the first step a signal just ends the run
-                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
-                # All have the same mean, so they check again, and meet, at the same step.
+                catch_signals()  # before the first step a signal just ends the run
+                # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))

@@ -34,7 +34,7 @@ def parse_args():
     add("--max_bytes", type=int, default=1 << 30, help="largest size in bytes")
     add("--seconds", type=float, default=1.0, help="time to spend on each size")
     add("--out", metavar="FILE.json", help="write the times and the fitted line, for report.py")
-    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     args = parser.parse_args()
     if args.num_gpus < 2:
         parser.error("--num_gpus must be 2 or more: one process has nobody to send to")
@@ -43,22 +43,29 @@ def parse_args():
     return args
 
 
-def setup(args, rank, world_size, init_method):
-    """Joins the process group. Returns the device of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    backend, device = "gloo", torch.device("cpu")
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def setup(args, rank, world_size, init_method, device):
+    """Joins the process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    timeout = timedelta(seconds=args.timeout)
+    backend, device_id = "gloo", None
+    if device.type == "cuda":
+        backend, device_id = "nccl", device
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method,
-        timeout=timedelta(seconds=args.timeout),
-        world_size=world_size,
-        rank=rank,
-        device_id=device if backend == "nccl" else None,
-    )
-    return device
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
 
 
 def time_all_reduce(buffer, repeats):
@@ -154,7 +161,8 @@ def print_link(sizes, seconds, rate, world_size, nodes):
 
 def main(rank, args, init_method):
     world_size = args.num_gpus
-    device = setup(args, rank, world_size, init_method)
+    device = find_device(rank)
+    setup(args, rank, world_size, init_method, device)
     sizes, seconds, rate = measure(args, device)
     if rank == 0:
         link = print_link(sizes, seconds, rate, world_size, nodes=1)
@@ -167,6 +175,7 @@ def main(rank, args, init_method):
 
 def launch_all(args):
     """Starts the processes, and exits with their exit status."""
+    find_device(args.num_gpus - 1)  # a wrong number ends here, not in each process
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     with tempfile.TemporaryDirectory() as folder:

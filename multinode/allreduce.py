@@ -32,7 +32,7 @@ def parse_args():
     add("--max_bytes", type=int, default=1 << 30, help="largest size in bytes")
     add("--seconds", type=float, default=1.0, help="time to spend on each size")
     add("--out", metavar="FILE.json", help="write the times and the fitted line, for report.py")
-    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     args = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
@@ -43,22 +43,29 @@ def parse_args():
     return args
 
 
-def setup(args, rank, world_size, init_method):
-    """Joins the process group. Returns the device of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    backend, device = "gloo", torch.device("cpu")
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def setup(args, rank, world_size, init_method, device):
+    """Joins the process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    timeout = timedelta(seconds=args.timeout)
+    backend, device_id = "gloo", None
+    if device.type == "cuda":
+        backend, device_id = "nccl", device
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method,
-        timeout=timedelta(seconds=args.timeout),
-        world_size=world_size,
-        rank=rank,
-        device_id=device if backend == "nccl" else None,
-    )
-    return device
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
 
 
 def time_all_reduce(buffer, repeats):
@@ -154,10 +161,11 @@ def print_link(sizes, seconds, rate, world_size, nodes):
 
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    device = setup(args, rank, world_size, "env://")
+    device = find_device(int(os.environ["LOCAL_RANK"]))
+    setup(args, rank, world_size, "env://", device)
     sizes, seconds, rate = measure(args, device)
     if rank == 0:
         link = print_link(sizes, seconds, rate, world_size, nodes)

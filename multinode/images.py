@@ -63,14 +63,14 @@ def parse_args():
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
-    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="send gradients in this type")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     args = parser.parse_args()
     if args.dataset not in DATASETS and not os.path.isdir(folder_of(args)):
         parser.error(f"--dataset {args.dataset} is not a folder, nor one of {', '.join(DATASETS)}")
@@ -79,6 +79,9 @@ def parse_args():
     shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
     if min(args.batch_size, shares) < 1 or args.batch_size % shares:
         parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
     return args
 
 
@@ -129,14 +132,17 @@ def batches(split, args, epoch, steps, device):
 
     Blocks of neighbouring images come in random order, and the images of a window, 128 blocks, are
     shuffled. A thread reads this process's share of a window while the model trains on the one
-    before. The thread and the model hold at most three shares: 768 MiB / processes.
+    before. The thread and the model hold at most three shares, 768 MiB / processes, or three
+    batches.
     """
     num_images = len(split[1])
     image_bytes = split[0][0].nbytes
     block_size = max(1, BLOCK_BYTES // image_bytes)
     window_size = max(1, WINDOW_BYTES // image_bytes // args.batch_size) * args.batch_size
-    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // block_size)
-    blocks = np.append(blocks, len(blocks))  # the last, short block stays the last
+    generator = np.random.default_rng((args.seed, epoch))
+    shift = generator.integers(num_images)  # block 0 begins at this image
+    blocks = generator.permutation(num_images // block_size)
+    blocks = np.append(blocks, len(blocks))  # the last block is short, and stays the last
 
     def read_window(number):
         """Returns this process's images and labels of a window, shuffled, on the device."""
@@ -145,20 +151,20 @@ def batches(split, args, epoch, steps, device):
         order = np.random.default_rng((args.seed, epoch, number)).permutation(size)
         positions = start + order[dist.get_rank() :: dist.get_world_size()]
         block, offset = np.divmod(positions, block_size)
-        indices = blocks[block] * block_size + offset  # in the file
+        indices = (shift + blocks[block] * block_size + offset) % num_images  # in the file
         ascending = np.argsort(indices)  # the file is read from front to back
-        shuffled = torch.from_numpy(np.argsort(ascending)).to(device)
-        return [torch.from_numpy(array[indices[ascending]]).to(device)[shuffled] for array in split]
+        original = torch.from_numpy(np.argsort(ascending)).to(device)  # undoes this order
+        return [torch.from_numpy(array[indices[ascending]]).to(device)[original] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         reading = thread.submit(read_window, steps.start * args.batch_size // window_size)
-        yield None  # to next(), with which the reading begins
+        yield None  # next() has begun the reading, and comes back here
         for step in steps:
             window, start = divmod(step * args.batch_size, window_size)
             if start == 0 or step == steps.start:
                 images, labels = reading.result()
                 reading = thread.submit(read_window, window + 1)
-            start //= dist.get_world_size()
+            start //= dist.get_world_size()  # in this process's share of the window
             share = slice(start, start + args.batch_size // dist.get_world_size())
             parts = args.grad_accum_steps
             yield list(zip(images[share].chunk(parts), labels[share].chunk(parts)))
@@ -284,28 +290,30 @@ class CommTimer(Stopwatch):
         self.ready = []  # (bytes, moment) of each bucket of this step
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
-    def hook(self, group, bucket):
+    def hook(self, process_group, bucket):
+        """Sends a bucket with comm_hook, and notes when the all-reduce begins and ends."""
         if bucket.index() == 0:
             self.ready = []
         start = self.now()
         self.ready.append((bucket.buffer().nbytes, start))
 
-        def note_end(future):  # on a GPU: in a stream that waits for the all-reduce
+        def note_end(future):  # on a GPU it runs in a stream that waits for the all-reduce
             self.spans.append((start, self.now()))
             return future.value()
 
+        # comm_hook() can make the current stream wait for its all-reduce. The backward pass must
+        # not wait for it, so comm_hook() runs in a stream of its own. On a CPU there are none.
         if self.cuda:
-            self.stream.wait_stream(torch.cuda.current_stream())  # for the gradients
-        # comm_hook() may let its stream wait for the all-reduce: not that of the backward pass.
-        with torch.cuda.stream(self.stream):  # on a CPU it is None, and this does nothing
-            return self.comm_hook(group, bucket).then(note_end)
+            self.stream.wait_stream(torch.cuda.current_stream())  # it needs the gradients
+        with torch.cuda.stream(self.stream):
+            return self.comm_hook(process_group, bucket).then(note_end)
 
     def mark_backward(self, is_last):
-        """Marks a backward pass. The last one of a step ends when its last bucket is ready."""
+        """Marks a backward pass. The last one of a step also waits for the all-reduces."""
         if is_last:
-            _, last_ready = self.ready[-1]
+            _, last_ready = self.ready[-1]  # hook() has noted when the last gradients were there
             self.marks.append(("backward", last_ready))
-            self.mark("comm")  # what is left of the all-reduces
+            self.mark("comm")
         else:
             self.mark("backward")
 
@@ -329,7 +337,7 @@ class CommTimer(Stopwatch):
         self.spans.clear()
 
     def take(self, num_samples):
-        """Also returns the bytes of each bucket, and how long before the last one it was ready."""
+        """Also returns each bucket: its bytes, and its seconds from ready to the last one ready."""
         row = super().take(num_samples)
         row["buckets"] = []
         for size, moment in self.ready:
@@ -338,7 +346,7 @@ class CommTimer(Stopwatch):
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several is left out."""
+    """Returns the mean over processes and epochs. The first of several epochs does not count."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -361,7 +369,8 @@ def print_communication(rows):
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
         totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    sending = min(totals)  # the last one to join an all-reduce does not wait in it
+    # The process that comes last never waits in an all-reduce, so all of its time is sending.
+    sending = min(totals)
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
@@ -400,22 +409,35 @@ if not sys.stderr.isatty():  # in a file, a line a minute
     BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
-def setup(args, rank, world_size, init_method):
-    """Joins the process group. Returns the device of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    backend, device = "gloo", torch.device("cpu")
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def setup(args, rank, world_size, init_method, device):
+    """Joins the process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    timeout = timedelta(seconds=args.timeout)
+    backend, device_id = "gloo", None
+    if device.type == "cuda":
+        backend, device_id = "nccl", device
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method,
-        timeout=timedelta(seconds=args.timeout),
-        world_size=world_size,
-        rank=rank,
-        device_id=device if backend == "nccl" else None,
-    )
-    return device
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
+
+
+def catch_signals():
+    """From now on a signal is a request to stop, which the run notices at its next check."""
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
 
 
 def save_snapshot(args, parts, progress):
@@ -443,7 +465,7 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Adds up over the processes. Returns sums (S,), whether one is to stop, and mean seconds."""
+    """Adds up over processes. Returns the sums, whether one was asked to stop, mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -470,18 +492,19 @@ def epoch_row(settings, progress, val_sums):
 
 
 def cell(value):
-    """Returns the number with five digits, or without decimals if it is whole or large."""
+    """Returns the number with five significant digits; without decimals if whole or large."""
     has_decimals = isinstance(value, float) and abs(value) < 1000
     return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    device = setup(args, rank, world_size, "env://")
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # waits beyond --timeout
+    device = find_device(int(os.environ["LOCAL_RANK"]))
+    setup(args, rank, world_size, "env://", device)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     # Rank 0 prepares the data, then one process of each other node, and then the rest read them.
@@ -498,9 +521,7 @@ def main(args):
         sys.exit(f"{args.dataset}: train and test differ in the shape of images, or in classes")
     num_steps = len(train_split[1]) // args.batch_size
     if num_steps == 0 or len(val_split[1]) < world_size:
-        sys.exit(
-            f"{args.dataset} has too few images for --batch_size or for {world_size} processes"
-        )
+        sys.exit(f"{args.dataset} is too small for --batch_size or for {world_size} processes")
     if args.max_steps:
         num_steps = min(num_steps, args.max_steps)
 
@@ -515,7 +536,7 @@ def main(args):
     if len(set(starts)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # BatchNorm's are sent before a validation
+    ddp_model.broadcast_buffers = False  # BatchNorm's: sent once, before a validation
     watch = CommTimer(device, COMM_HOOKS[args.comm_hook])
     ddp_model.register_comm_hook(None, watch.hook)
     if args.compile:
@@ -557,7 +578,7 @@ def main(args):
             watch.mark("data")
             for number, (images, labels) in enumerate(micro_batches, start=1):
                 is_last = number == args.grad_accum_steps
-                ddp_model.require_backward_grad_sync = is_last  # the others send nothing
+                ddp_model.require_backward_grad_sync = is_last  # as no_sync() does
                 loss, loss_sums = image_loss(ddp_model, images, labels, args)
                 sums = sums + loss_sums
                 watch.mark("forward")
@@ -585,9 +606,8 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                for signum in SIGNALS:  # before the first step a signal just ends the run
-                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
-                # All have the same mean, so they check again, and meet, at the same step.
+                catch_signals()  # before the first step a signal just ends the run
+                # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
@@ -607,7 +627,7 @@ def main(args):
         watch.mark("eval")
         watch.flush()
         row = epoch_row(settings, progress, val_sums)
-        row |= watch.take((num_steps - first_step) * args.batch_size)
+        row |= watch.take((progress["step"] - first_step) * args.batch_size)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
         for process_row in epoch_rows:

@@ -65,20 +65,23 @@ def parse_args():
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="rate of AdamW; x 0.9 after each epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability in blocks and classifier")
-    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="send gradients in this type")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds to wait for a process that hangs")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     args = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
     shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
     if min(args.batch_size, shares) < 1 or args.batch_size % shares:
         parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
     return args
 
 
@@ -166,7 +169,8 @@ def batches(split, args, epoch, steps):
     num_texts = len(lengths) // args.batch_size * args.batch_size  # the rest fills no batch
     generator = np.random.default_rng((args.seed, epoch))
     shuffled = generator.permutation(len(lengths))[:num_texts]
-    # The split is sorted by length. So are 100 random batches at a time, to need little padding.
+    # The split is sorted by length, so that sorted numbers are texts sorted by length. 100 random
+    # batches at a time are sorted, to need little padding, and then all batches are shuffled.
     pools = []
     for start in range(0, num_texts, 100 * args.batch_size):
         pools.append(np.sort(shuffled[start : start + 100 * args.batch_size]))
@@ -315,28 +319,30 @@ class CommTimer(Stopwatch):
         self.ready = []  # (bytes, moment) of each bucket of this step
         self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
-    def hook(self, group, bucket):
+    def hook(self, process_group, bucket):
+        """Sends a bucket with comm_hook, and notes when the all-reduce begins and ends."""
         if bucket.index() == 0:
             self.ready = []
         start = self.now()
         self.ready.append((bucket.buffer().nbytes, start))
 
-        def note_end(future):  # on a GPU: in a stream that waits for the all-reduce
+        def note_end(future):  # on a GPU it runs in a stream that waits for the all-reduce
             self.spans.append((start, self.now()))
             return future.value()
 
+        # comm_hook() can make the current stream wait for its all-reduce. The backward pass must
+        # not wait for it, so comm_hook() runs in a stream of its own. On a CPU there are none.
         if self.cuda:
-            self.stream.wait_stream(torch.cuda.current_stream())  # for the gradients
-        # comm_hook() may let its stream wait for the all-reduce: not that of the backward pass.
-        with torch.cuda.stream(self.stream):  # on a CPU it is None, and this does nothing
-            return self.comm_hook(group, bucket).then(note_end)
+            self.stream.wait_stream(torch.cuda.current_stream())  # it needs the gradients
+        with torch.cuda.stream(self.stream):
+            return self.comm_hook(process_group, bucket).then(note_end)
 
     def mark_backward(self, is_last):
-        """Marks a backward pass. The last one of a step ends when its last bucket is ready."""
+        """Marks a backward pass. The last one of a step also waits for the all-reduces."""
         if is_last:
-            _, last_ready = self.ready[-1]
+            _, last_ready = self.ready[-1]  # hook() has noted when the last gradients were there
             self.marks.append(("backward", last_ready))
-            self.mark("comm")  # what is left of the all-reduces
+            self.mark("comm")
         else:
             self.mark("backward")
 
@@ -360,7 +366,7 @@ class CommTimer(Stopwatch):
         self.spans.clear()
 
     def take(self, num_samples):
-        """Also returns the bytes of each bucket, and how long before the last one it was ready."""
+        """Also returns each bucket: its bytes, and its seconds from ready to the last one ready."""
         row = super().take(num_samples)
         row["buckets"] = []
         for size, moment in self.ready:
@@ -369,7 +375,7 @@ class CommTimer(Stopwatch):
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several is left out."""
+    """Returns the mean over processes and epochs. The first of several epochs does not count."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -392,7 +398,8 @@ def print_communication(rows):
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
         totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    sending = min(totals)  # the last one to join an all-reduce does not wait in it
+    # The process that comes last never waits in an all-reduce, so all of its time is sending.
+    sending = min(totals)
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
@@ -431,22 +438,35 @@ if not sys.stderr.isatty():  # in a file, a line a minute
     BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
-def setup(args, rank, world_size, init_method):
-    """Joins the process group. Returns the device of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    backend, device = "gloo", torch.device("cpu")
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
-        backend, device = "nccl", torch.device("cuda", rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def setup(args, rank, world_size, init_method, device):
+    """Joins the process group."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    timeout = timedelta(seconds=args.timeout)
+    backend, device_id = "gloo", None
+    if device.type == "cuda":
+        backend, device_id = "nccl", device
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method,
-        timeout=timedelta(seconds=args.timeout),
-        world_size=world_size,
-        rank=rank,
-        device_id=device if backend == "nccl" else None,
-    )
-    return device
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
+
+
+def catch_signals():
+    """From now on a signal is a request to stop, which the run notices at its next check."""
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
 
 
 def save_snapshot(args, parts, progress):
@@ -474,7 +494,7 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Adds up over the processes. Returns sums (S,), whether one is to stop, and mean seconds."""
+    """Adds up over processes. Returns the sums, whether one was asked to stop, mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
@@ -501,18 +521,19 @@ def epoch_row(settings, progress, val_sums):
 
 
 def cell(value):
-    """Returns the number with five digits, or without decimals if it is whole or large."""
+    """Returns the number with five significant digits; without decimals if whole or large."""
     has_decimals = isinstance(value, float) and abs(value) < 1000
     return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    nodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["GROUP_WORLD_SIZE"])
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    device = setup(args, rank, world_size, "env://")
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # waits beyond --timeout
+    device = find_device(int(os.environ["LOCAL_RANK"]))
+    setup(args, rank, world_size, "env://", device)
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     # Rank 0 prepares the data, then one process of each other node, and then the rest read them.
     turn = int(rank > 0) + int(os.environ["LOCAL_RANK"] != "0")
@@ -523,8 +544,8 @@ def main(args):
         dist.barrier(patient)
     val_batches = validation_batches(val_split)
     num_steps = len(train_split[0]) // args.batch_size
-    if num_steps == 0:
-        sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
+    if num_steps == 0 or len(val_split[0]) < world_size:
+        sys.exit(f"{args.dataset} is too small for --batch_size or for {world_size} processes")
     if args.max_steps:
         num_steps = min(num_steps, args.max_steps)
 
@@ -581,7 +602,7 @@ def main(args):
             watch.mark("data")
             for number, (tokens, classes) in enumerate(micro_batches, start=1):
                 is_last = number == args.grad_accum_steps
-                ddp_model.require_backward_grad_sync = is_last  # the others send nothing
+                ddp_model.require_backward_grad_sync = is_last  # as no_sync() does
                 loss, loss_sums = text_loss(ddp_model, tokens, classes, args)
                 sums = sums + loss_sums
                 watch.mark("forward")
@@ -609,9 +630,8 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                for signum in SIGNALS:  # before the first step a signal just ends the run
-                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
-                # All have the same mean, so they check again, and meet, at the same step.
+                catch_signals()  # before the first step a signal just ends the run
+                # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))

@@ -31,7 +31,14 @@ from torch import nn
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
 VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
-KERNELS = {"torch.ao": ["torch.ao"], "torchao": ["torchao dynamic", "torchao weight-only"]}
+try:
+    from torch.ao import quantization as torch_ao
+except ImportError:  # it is deprecated: a later PyTorch may lack it
+    torch_ao = None
+
+KERNELS = {"torchao": ["torchao dynamic", "torchao weight-only"]}
+if torch_ao:
+    KERNELS["torch.ao"] = ["torch.ao"]
 
 
 def parse_args():
@@ -43,7 +50,7 @@ def parse_args():
         "--backend",
         choices=KERNELS,
         help="library for int8; torch.ao is for CPUs",
-        default="torchao" if torch.cuda.is_available() else "torch.ao",
+        default="torch.ao" if torch_ao and not torch.cuda.is_available() else "torchao",
     )
     add("--batch_size", type=int, default=64, help="texts at once; torchao needs more than 16")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
@@ -194,10 +201,10 @@ def quantize(model, kernels):
     if kernels == "torch.ao":
         warnings.filterwarnings("ignore", ".*deprecated")
         layers = {
-            nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
-            nn.LSTM: torch.ao.quantization.default_dynamic_qconfig,
+            nn.Linear: torch_ao.per_channel_dynamic_qconfig,
+            nn.LSTM: torch_ao.default_dynamic_qconfig,
         }
-        return torch.ao.quantization.quantize_dynamic(model, layers)
+        return torch_ao.quantize_dynamic(model, layers)
     import torchao.quantization as ao  # a slow import
 
     model = copy.deepcopy(model)
@@ -286,9 +293,24 @@ def share_outside_linear(model, batches):
     return 1 - (sum(ends) - sum(starts)) / total
 
 
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
 def main(args):
-    on_gpu = torch.cuda.is_available() and args.backend == "torchao"
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = find_device(0)
+    if args.backend != "torchao":  # torch.ao has kernels for CPUs only
+        device = torch.device("cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
@@ -303,12 +325,12 @@ def main(args):
         f"quantize/text.py: {args.model}-{args.size}; {args.dataset}, {len(tokens):,} texts "
         f"of up to {args.seq_len} tokens to validate on"
     )
-    device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(
         f"{device_name}, threads {torch.get_num_threads()}; batches of {args.batch_size}; "
         f"torch {torch.__version__}"
     )
-    if not on_gpu:
+    if device.type == "cpu":
         print(f"{share_outside_linear(model, timed):.0%} of fp32's time is not in linear layers")
 
     variants = create_variants(model, args.backend)

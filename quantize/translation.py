@@ -34,7 +34,14 @@ HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
 PAD, UNKNOWN, START, END = range(4)  # token ids
 SIDES = ["source", "target"]
 DIGITS = "zero one two three four five six seven eight nine".split()
-KERNELS = {"torch.ao": ["torch.ao"], "torchao": ["torchao dynamic", "torchao weight-only"]}
+try:
+    from torch.ao import quantization as torch_ao
+except ImportError:  # it is deprecated: a later PyTorch may lack it
+    torch_ao = None
+
+KERNELS = {"torchao": ["torchao dynamic", "torchao weight-only"]}
+if torch_ao:
+    KERNELS["torch.ao"] = ["torch.ao"]
 
 
 def parse_args():
@@ -46,7 +53,7 @@ def parse_args():
         "--backend",
         choices=KERNELS,
         help="library for int8; torch.ao is for CPUs",
-        default="torchao" if torch.cuda.is_available() else "torch.ao",
+        default="torch.ao" if torch_ao and not torch.cuda.is_available() else "torchao",
     )
     add("--batch_size", type=int, default=128, help="sentences at once; torchao: more than 16")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
@@ -294,10 +301,10 @@ def quantize(model, kernels):
     if kernels == "torch.ao":
         warnings.filterwarnings("ignore", ".*deprecated")
         layers = {
-            nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig,
-            nn.LSTM: torch.ao.quantization.default_dynamic_qconfig,
+            nn.Linear: torch_ao.per_channel_dynamic_qconfig,
+            nn.LSTM: torch_ao.default_dynamic_qconfig,
         }
-        return torch.ao.quantization.quantize_dynamic(model, layers)
+        return torch_ao.quantize_dynamic(model, layers)
     import torchao.quantization as ao  # a slow import
 
     model = copy.deepcopy(model)
@@ -380,9 +387,24 @@ def translate_stepwise(model, batches, tokenizer, args):
     return translations, len(translations) / (time.perf_counter() - start)
 
 
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
 def main(args):
-    on_gpu = torch.cuda.is_available() and args.backend == "torchao"
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = find_device(0)
+    if args.backend != "torchao":  # torch.ao has kernels for CPUs only
+        device = torch.device("cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
     model = load_model(args).to(device)
@@ -401,7 +423,7 @@ def main(args):
         f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
         f"{len(texts):,} pairs to test on"
     )
-    device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(
         f"{device_name}, threads {torch.get_num_threads()}; batches of {len(batches[0][0])}; "
         f"torch {torch.__version__}"

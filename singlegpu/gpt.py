@@ -79,7 +79,7 @@ def parse_args():
     add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--sample", type=int, metavar="N", default=0, help="bytes to generate at the end")
@@ -92,6 +92,9 @@ def parse_args():
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
     return args
 
 
@@ -239,7 +242,7 @@ def peak_bytes():
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several is left out."""
+    """Returns the mean over processes and epochs. The first of several epochs does not count."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -314,6 +317,26 @@ if not sys.stderr.isatty():  # in a file, a line a minute
     BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
 
 
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def catch_signals():
+    """From now on a signal is a request to stop, which the run notices at its next check."""
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+
+
 def save_snapshot(args, parts, progress):
     """Writes a temporary file and renames it: a snapshot is never half written."""
     if args.snapshot:
@@ -359,7 +382,7 @@ def gpt_row(settings, progress, val_sums):
 
 
 def cell(value):
-    """Returns the number with five digits, or without decimals if it is whole or large."""
+    """Returns the number with five significant digits; without decimals if whole or large."""
     has_decimals = isinstance(value, float) and abs(value) < 1000
     return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
@@ -375,7 +398,7 @@ def sample(model, tokens, args):
 
 
 def main(args):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(0)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
@@ -466,8 +489,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # before the first step a signal just ends the run
-                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
                 loss_sum, *_, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)

@@ -55,7 +55,7 @@ def parse_args():
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
-    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -66,6 +66,9 @@ def parse_args():
         parser.error(f"--dataset {args.dataset} is not a folder, nor one of {', '.join(DATASETS)}")
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
     return args
 
 
@@ -122,8 +125,10 @@ def batches(split, args, epoch, steps, device):
     image_bytes = split[0][0].nbytes
     block_size = max(1, BLOCK_BYTES // image_bytes)
     window_size = max(1, WINDOW_BYTES // image_bytes // args.batch_size) * args.batch_size
-    blocks = np.random.default_rng((args.seed, epoch)).permutation(num_images // block_size)
-    blocks = np.append(blocks, len(blocks))  # the last, short block stays the last
+    generator = np.random.default_rng((args.seed, epoch))
+    shift = generator.integers(num_images)  # block 0 begins at this image
+    blocks = generator.permutation(num_images // block_size)
+    blocks = np.append(blocks, len(blocks))  # the last block is short, and stays the last
 
     def read_window(number):
         """Returns images and labels of a window, shuffled, on the device."""
@@ -132,14 +137,14 @@ def batches(split, args, epoch, steps, device):
         order = np.random.default_rng((args.seed, epoch, number)).permutation(size)
         positions = start + order
         block, offset = np.divmod(positions, block_size)
-        indices = blocks[block] * block_size + offset  # in the file
+        indices = (shift + blocks[block] * block_size + offset) % num_images  # in the file
         ascending = np.argsort(indices)  # the file is read from front to back
-        shuffled = torch.from_numpy(np.argsort(ascending)).to(device)
-        return [torch.from_numpy(array[indices[ascending]]).to(device)[shuffled] for array in split]
+        original = torch.from_numpy(np.argsort(ascending)).to(device)  # undoes this order
+        return [torch.from_numpy(array[indices[ascending]]).to(device)[original] for array in split]
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         reading = thread.submit(read_window, steps.start * args.batch_size // window_size)
-        yield None  # to next(), with which the reading begins
+        yield None  # next() has begun the reading, and comes back here
         for step in steps:
             window, start = divmod(step * args.batch_size, window_size)
             if start == 0 or step == steps.start:
@@ -260,7 +265,7 @@ def peak_bytes():
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several is left out."""
+    """Returns the mean over processes and epochs. The first of several epochs does not count."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -297,6 +302,26 @@ BAR = {"leave": False}  # on a terminal
 if not sys.stderr.isatty():  # in a file, a line a minute
     BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
     BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+
+
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def catch_signals():
+    """From now on a signal is a request to stop, which the run notices at its next check."""
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
 
 
 def save_snapshot(args, parts, progress):
@@ -341,13 +366,13 @@ def epoch_row(settings, progress, val_sums):
 
 
 def cell(value):
-    """Returns the number with five digits, or without decimals if it is whole or large."""
+    """Returns the number with five significant digits; without decimals if whole or large."""
     has_decimals = isinstance(value, float) and abs(value) < 1000
     return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(0)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     train_split = read_images(args, "train")
@@ -428,8 +453,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # before the first step a signal just ends the run
-                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
                 loss_sum, *_, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
@@ -441,7 +465,7 @@ def main(args):
         watch.mark("eval")
         watch.flush()
         row = epoch_row(settings, progress, val_sums)
-        row |= watch.take((num_steps - first_step) * args.batch_size)
+        row |= watch.take((progress["step"] - first_step) * args.batch_size)
         rows.append(row)
         progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
         print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))

@@ -53,7 +53,7 @@ def parse_args():
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="rate of AdamW; x 0.9 after each epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability in blocks and classifier")
-    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -62,6 +62,9 @@ def parse_args():
     args = parser.parse_args()
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
     return args
 
 
@@ -149,7 +152,8 @@ def batches(split, args, epoch, steps):
     num_texts = len(lengths) // args.batch_size * args.batch_size  # the rest fills no batch
     generator = np.random.default_rng((args.seed, epoch))
     shuffled = generator.permutation(len(lengths))[:num_texts]
-    # The split is sorted by length. So are 100 random batches at a time, to need little padding.
+    # The split is sorted by length, so that sorted numbers are texts sorted by length. 100 random
+    # batches at a time are sorted, to need little padding, and then all batches are shuffled.
     pools = []
     for start in range(0, num_texts, 100 * args.batch_size):
         pools.append(np.sort(shuffled[start : start + 100 * args.batch_size]))
@@ -287,7 +291,7 @@ def peak_bytes():
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several is left out."""
+    """Returns the mean over processes and epochs. The first of several epochs does not count."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -324,6 +328,26 @@ BAR = {"leave": False}  # on a terminal
 if not sys.stderr.isatty():  # in a file, a line a minute
     BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
     BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+
+
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def catch_signals():
+    """From now on a signal is a request to stop, which the run notices at its next check."""
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
 
 
 def save_snapshot(args, parts, progress):
@@ -368,13 +392,13 @@ def epoch_row(settings, progress, val_sums):
 
 
 def cell(value):
-    """Returns the number with five digits, or without decimals if it is whole or large."""
+    """Returns the number with five significant digits; without decimals if whole or large."""
     has_decimals = isinstance(value, float) and abs(value) < 1000
     return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
 
 def main(args):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(0)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_split, val_split, labels = read_texts(args, device)
     val_batches = validation_batches(val_split)
@@ -451,8 +475,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # before the first step a signal just ends the run
-                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
                 loss_sum, *_, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)

@@ -56,7 +56,7 @@ def parse_args():
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="first rate of AdamW; falls every epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability, on embeddings too")
-    add("--precision", choices=DTYPES, default="fp32", help="number type of the forward pass")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
@@ -65,6 +65,9 @@ def parse_args():
     args = parser.parse_args()
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
     return args
 
 
@@ -331,7 +334,7 @@ def peak_bytes():
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several is left out."""
+    """Returns the mean over processes and epochs. The first of several epochs does not count."""
     later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
     return statistics.mean(later or [row[name] for row in rows])
 
@@ -368,6 +371,26 @@ BAR = {"leave": False}  # on a terminal
 if not sys.stderr.isatty():  # in a file, a line a minute
     BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
     BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+
+
+def find_device(local_rank):
+    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+        return torch.device("cuda", local_rank)
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+        sys.exit(
+            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
+            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return torch.device("cpu")
+
+
+def catch_signals():
+    """From now on a signal is a request to stop, which the run notices at its next check."""
+    for signum in SIGNALS:
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
 
 
 def save_snapshot(args, parts, progress):
@@ -412,7 +435,7 @@ def translation_row(settings, progress, val_sums):
 
 
 def cell(value):
-    """Returns the number with five digits, or without decimals if it is whole or large."""
+    """Returns the number with five significant digits; without decimals if whole or large."""
     has_decimals = isinstance(value, float) and abs(value) < 1000
     return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
 
@@ -444,7 +467,7 @@ def bleu_score(texts, translations):
 
 
 def main(args):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(0)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
     val_batches = validation_batches(val_split, device)
@@ -526,8 +549,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     sys.exit(128 + STOP_REQUESTS[0])
-                for signum in SIGNALS:  # before the first step a signal just ends the run
-                    signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+                catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
                 loss_sum, *_, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)

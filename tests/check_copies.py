@@ -20,23 +20,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 LINES = {  # of singlegpu, and of multigpu and multinode
-    "images": (460, 650),
-    "autoencoder": (385, 560),
-    "text": (480, 670),
-    "gpt": (500, 680),
-    "translation": (565, 755),
+    "images": (485, 670),
+    "autoencoder": (400, 580),
+    "text": (505, 685),
+    "gpt": (520, 700),
+    "translation": (585, 770),
 }
 LINES |= {
     "singlegpu/make_bigmnist.py": 155,
     "singlegpu/make_images.py": 145,
     "report.py": 450,
-    "hybrid/images.py": 725,
-    "hybrid/gpt_pipeline.py": 825,
-    "hybrid/gpt_fsdp.py": 775,
-    "quantize/text.py": 330,
-    "quantize/gpt.py": 310,
-    "quantize/translation.py": 430,
-    "multigpu/allreduce.py": 180,
+    "hybrid/images.py": 750,
+    "hybrid/gpt_pipeline.py": 840,
+    "hybrid/gpt_fsdp.py": 790,
+    "quantize/text.py": 355,
+    "quantize/gpt.py": 330,
+    "quantize/translation.py": 455,
+    "multigpu/allreduce.py": 190,
     "multinode/allreduce.py": 180,
 }
 BANDS = (  # of a training script, in this order, each under a ruler

@@ -166,7 +166,8 @@ def fork_server(tmp_path_factory):
 
 def torchrun_env(rank, agents, each):
     """What torchrun tells the process of this rank."""
-    env = {"RANK": rank, "LOCAL_RANK": rank % each, "GROUP_RANK": rank // each}
+    env = {"RANK": rank, "LOCAL_RANK": rank % each}
+    env |= {"GROUP_RANK": rank // each, "GROUP_WORLD_SIZE": agents}
     env |= {"WORLD_SIZE": agents * each, "LOCAL_WORLD_SIZE": each, "TORCHELASTIC_RUN_ID": "test"}
     env |= {"TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": False}
     return {name: str(value) for name, value in env.items()}

@@ -1,14 +1,28 @@
-"""Prove and measure the scripts on the GPUs of this machine, in one command without a network.
+"""Prove and measure the scripts on the GPUs of this machine, part by part and without a network.
 
-    python tests/gpu.py                # some 8 minutes; writes gpu.md: what held, rows, speeds
-    python tests/gpu.py --dry_run      # prints what it would run on two GPUs
-    python tests/gpu.py --device cpu   # all of it but CUDA's own checks, at tiny sizes
+    python tests/gpu.py                          # all parts; appends what it finds to gpu.md
+    python tests/gpu.py --only losses,time       # some of them
+    python tests/gpu.py --dry_run                # prints what it would run on two GPUs
+    python tests/gpu.py --device cpu             # what needs no GPU, at tiny sizes
 
-It needs torch 2.11 or newer. It says what it leaves out: with one GPU nothing is sent, and without
-the package `datasets` text.py and translation.py cannot run.
+A part takes at most 8 minutes on a fast GPU, by estimate. In brackets: seconds on two CPU cores.
+
+    losses     the losses of each script are those of the CPU, in each precision (300)
+    time       a stop and a resume; phases and wall time; what the stopwatch costs (90)
+    waits      no step waits for the GPU, in the scripts or inside of torch (needs a GPU)
+    ddp        one process and all; DDP's own timer; the hook; a profiler's trace (120)
+    gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (60)
+    attention  GPT-2 with FlashAttention and with cuDNN's attention (needs a GPU)
+    cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (60)
+    precision  vgg11 and resnet18: fp32 with and without TF32, bf16, channels_last (60)
+    quantize   what gpt.py has trained, eager and compiled (60)
+
+It needs torch 2.11 or newer. A line says what is left out: what the GPUs send each other where
+there is one; text.py and translation.py without the package datasets; int8 without torchao.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -20,9 +34,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = {  # a short run of each script
@@ -39,22 +55,32 @@ TINY = {
     "text.py": "--seq_len 16 --batch_size 24 --max_steps 9",
     "translation.py": "--model lstm --seq_len 8 --batch_size 24 --max_steps 9",
 }
-SCRIPT = "multigpu/images.py"
-GPT2 = "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024 --batch_size 8"
+SCRIPT = "singlegpu/images.py"
+GPT2 = "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024"
+PUBLISHED = (
+    "Published for GPT-2 (124 M), tokens/s of a GPU: nanoGPT 273,000 (8 x H200), llm.c 468,000",
+    "(8 x H100); MFU of nanochat: 41 to 46% (H100). Small CNNs from memory: 111,000 images/s.",
+)
+# bf16 TFLOP/s without sparsity, by the data sheets; the first name that the device's contains
+PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "A100": 312}
+PEAKS |= {"GB200": 2500, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "4090": 165}
 LAUNCH = {
     "singlegpu": "",
+    "quantize": "",
     "multigpu": "--num_gpus {count}",
     "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --",
 }
 NUMBERS = ("train_loss", "val_loss", "samples/s", "tokens/s", "TFLOP/s", "of_matmul")  # of logs
-found, failures = [], []  # lines of the report; names of the checks that did not hold
+failures = []  # names of the checks that did not hold
 options = None  # of the command line
 
 
-def tell(line):
+def tell(*lines):
+    """Prints the lines, and appends them to the report at once."""
     if not options.dry_run:
-        print(line, flush=True)
-        found.append(line)
+        print(*lines, sep="\n", flush=True)
+        with open(options.out, "a") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 def start(script, words, log=None, count=1, environment=()):
@@ -77,17 +103,31 @@ def start(script, words, log=None, count=1, environment=()):
     return subprocess.Popen([sys.executable, *command], env=environment, **pipes)
 
 
-def run(script, words, count=1, **environment):
+def run(script, words, count=1, log=True, **environment):
     """Returns the rows of the log, what was printed, and what was written to stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log.jsonl")
+        log = Path(folder, "log.jsonl") if log else None
         process = start(script, words, log, count, environment)
         if not process:
             return [dict.fromkeys(NUMBERS, 1.0) | {"rank": 0}], "", ""
         out, err = process.communicate(timeout=600)
         if process.returncode:
             raise AssertionError(f"{script} {words}: status {process.returncode}\n{err[-2000:]}")
-        return list(map(json.loads, log.read_text().splitlines())), out, err
+        return list(map(json.loads, log.read_text().splitlines())) if log else [], out, err
+
+
+@contextlib.contextmanager
+def copy_of(script, *replacements):
+    """The path of a copy of the script, in which texts (old, new) are replaced."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = (ROOT / script).read_text()
+        for old, new in replacements:
+            assert old in text, f"{script} has no {old!r}"
+            text = text.replace(old, new)
+        copy = Path(folder, script)
+        copy.parent.mkdir()
+        copy.write_text(text)
+        yield str(copy)
 
 
 class DryRun(Exception):
@@ -96,15 +136,24 @@ class DryRun(Exception):
 
 def rate(rows):
     """Samples/s of the last epoch."""
-    return float(rows[-1]["samples/s"])
+    return rows[-1]["samples/s"]
 
 
 def losses(rows):
-    return [float(row[name]) for row in rows for name in ("train_loss", "val_loss")]
+    return [row[name] for row in rows for name in ("train_loss", "val_loss")]
 
 
 def near(values, others, tolerance):
     return all(abs(a / b - 1) < tolerance for a, b in zip(values, others, strict=True))
+
+
+def in_turn(sides, rounds=3):
+    """Runs {name: (script, words, environment)} in turn. Returns {name: median samples/s}."""
+    rates = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, (script, words, environment) in sides.items():
+            rates[name].append(rate(run(script, words, **environment)[0]))
+    return {name: statistics.median(values) for name, values in rates.items()}
 
 
 def check_losses(script):
@@ -133,7 +182,7 @@ def check_resume():
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Path(folder, "run.pt")
         more = f"{words} --snapshot {snapshot} --snapshot_every 4"
-        process = start("singlegpu/images.py", more)
+        process = start(SCRIPT, more)
         if not process:
             raise DryRun
         while not snapshot.exists() and process.poll() is None:
@@ -142,8 +191,8 @@ def check_resume():
         process.communicate(timeout=600)
         assert process.returncode in (0, 128 + signal.SIGTERM), process.returncode
         place = torch.load(snapshot, weights_only=True)["progress"]
-        resumed = run("singlegpu/images.py", more)[0]
-    whole = run("singlegpu/images.py", words)[0]
+        resumed = run(SCRIPT, more)[0]
+    whole = run(SCRIPT, words)[0]
     tell(
         f"- stopped in epoch {place['epoch']}, step {place['step']}, and resumed: validation loss "
         f"{losses(resumed)[-1]:.6f}, undisturbed {losses(whole)[-1]:.6f}"
@@ -154,7 +203,7 @@ def check_resume():
 def check_phases():
     """The phases of the later epochs are the time between the lines that the script prints."""
     words = options.sizes["images.py"].replace("--max_steps 24", "--max_steps 400")
-    process = start("singlegpu/images.py", words + " --epochs 6")
+    process = start(SCRIPT, words + " --epochs 6")
     if not process:
         raise DryRun
     seconds, moments = [], []
@@ -168,45 +217,60 @@ def check_phases():
     assert abs(sum(seconds[1:]) / wall - 1) < 0.02
 
 
-def check_synchronization(script):
-    """No line of a script waits for the GPU in each step; the checks every 8 steps may."""
-    words = options.sizes[script].rsplit("--max_steps", 1)[0]
-    with tempfile.TemporaryDirectory() as folder:
-        wrapper = Path(folder, "watch_synchronization.py")
-        wrapper.write_text(
-            "import runpy, sys, torch, warnings\nwarnings.simplefilter('always')\n"
-            "torch.cuda.set_sync_debug_mode('warn')\nsys.argv = sys.argv[1:]\n"
-            "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        )
-        more = f"{words} --epochs 1 --max_steps"
-        errors = [run(f"{wrapper} singlegpu/{script}", f"{more} {steps}")[2] for steps in (8, 40)]
-    pattern = re.compile(rf"{script}:(\d+): UserWarning: called a synchronizing")
-    few, many = ([*map(int, pattern.findall(text))] for text in errors)
-    lines = sorted(line for line in set(many) if many.count(line) - few.count(line) >= 32)
-    tell(f"- {script}: {len(set(many))} lines wait for the GPU, in each step: {lines or 'none'}")
-    assert not lines, "a step waits for the GPU"
-
-
 def check_stopwatch():
     """What the stopwatch costs: samples/s beside a copy that records no events, in turn."""
-    text = (ROOT / "singlegpu/images.py").read_text()
     words = options.sizes["images.py"].replace("--max_steps 24", "--max_steps 200") + " --epochs 3"
+    with copy_of(SCRIPT, ('self.cuda = device.type == "cuda"', "self.cuda = False")) as bare:
+        rates = in_turn({"timed": (SCRIPT, words, {}), "bare": (bare, words, {})})
+    tell(f"- the stopwatch leaves {rates['timed'] / rates['bare']:.1%} of images.py's samples/s")
+
+
+WATCH_WAITS = """import collections, runpy, sys, torch, traceback, warnings
+waits, script = collections.Counter(), sys.argv[1]
+def note(message, category, *place):
+    if "called a synchronizing" not in str(message):
+        return
+    frames = traceback.extract_stack()[:-1]
+    ours = [frame.lineno for frame in frames if frame.filename == script] or ["a thread"]
+    inner = [frame for frame in frames if not frame.filename.endswith("warnings.py")][-1]
+    waits[f"{ours[-1]} in {inner.filename.split('site-packages/')[-1]}:{inner.lineno}"] += 1
+warnings.simplefilter("always")
+warnings.showwarning = note
+torch.cuda.set_sync_debug_mode("warn")
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(script, run_name="__main__")
+finally:
+    for place, count in waits.items():
+        print("WAITS", count, place, file=sys.stderr)
+"""
+
+
+def check_waits(script):
+    """No step waits for the GPU, in a line of the script or in torch; the checks may."""
+    words = options.sizes[script].rsplit("--max_steps", 1)[0]
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "singlegpu/images.py")
-        copy.parent.mkdir()
-        copy.write_text(text.replace('self.cuda = device.type == "cuda"', "self.cuda = False"))
-        assert copy.read_text() != text
-        ratios = []
-        for _ in range(3):
-            timed, bare = (rate(run(path, words)[0]) for path in ("singlegpu/images.py", str(copy)))
-            ratios.append(timed / bare)
-    tell(f"- the stopwatch leaves {statistics.median(ratios):.1%} of the samples/s of images.py")
+        wrapper = Path(folder, "watch_waits.py")
+        wrapper.write_text(WATCH_WAITS)
+        counts = []
+        for steps in (8, 40):
+            more = f"{words} --epochs 1 --max_steps {steps}"
+            errors = run(f"{wrapper} singlegpu/{script}", more)[2]
+            count = Counter()
+            for number, place in re.findall(r"WAITS (\d+) (.+)", errors):
+                count[place] = int(number)
+            # in a thread of C++ no Python code is asked
+            count["a thread of C++"] = errors.count("called a synchronizing")
+            counts.append(count)
+    each_step = [place for place, count in counts[1].items() if count - counts[0][place] >= 32]
+    tell(f"- {script}: {len(counts[1]) - 1} places wait, in each step: {each_step or 'none'}")
+    assert not each_step, "a step waits for the GPU"
 
 
-def check_one_process_of_nccl():
+def check_one_process():
     """DDP with one process has the losses of singlegpu."""
     words = f"{options.sizes['images.py']} --epochs 2"
-    one = run("singlegpu/images.py", words)[0]
+    one = run(SCRIPT, words)[0]
     for folder in ("multigpu", "multinode"):
         rows = run(f"{folder}/images.py", words)[0]
         assert near(losses(rows), losses(one), 2e-2), folder
@@ -217,8 +281,8 @@ def check_all_processes():
     """All GPUs: one loss curve; comm beside DDP's own logger; what the hook hides is hidden."""
     count, words = options.count, f"{options.sizes['images.py']} --epochs 2"
     one, all_of_them = (run("multigpu/images.py", words, each)[0] for each in (1, count))
-    first = [row for row in all_of_them if row["rank"] == "0"]
-    assert near(losses(first), losses(one), 2e-2), "another loss curve"
+    first = [row for row in all_of_them if row["rank"] == 0]
+    assert options.dry_run or near(losses(first), losses(one), 2e-2), "another loss curve"
     model = "mlp" if options.device == "cpu" else "vgg11 --learning_rate 1e-4"
     words = f"--model {model} --batch_size {32 * count} --max_steps 40 --epochs 1"
     with tempfile.TemporaryDirectory() as folder:
@@ -227,18 +291,21 @@ def check_all_processes():
             raise DryRun
         seen = json.loads(Path(folder, "0.json").read_text())  # of rank 0
     for name in ("comm", "comm_total"):
-        ours, ddps = 1000 * float(rows[0][name]) / 40, 1000 * seen[name]
-        tell(f"- {count} processes, {model}: {name} {ours:.2f} ms a step; DDP's logger {ddps:.2f}")
-    text, words = (ROOT / SCRIPT).read_text(), words[:-1] + "3"
-    with tempfile.TemporaryDirectory() as folder:
-        bare = Path(folder, "multigpu/images.py")
-        bare.parent.mkdir()
-        text = text.replace("    ddp_model.register_comm_hook(None, watch.hook)\n", "")
-        bare.write_text(text.replace("at=watch.backward_end if last else None", "at=None"))
+        tell(
+            f"- {count} processes, {model}: {name} {25 * rows[0][name]:.2f} ms a step, with the "
+            f"sums' all-reduce; DDP's logger {25 * seen[name]:.2f} without"
+        )
+    no_hook = (
+        ("    ddp_model.register_comm_hook(None, watch.hook)\n", ""),
+        ("watch.mark_backward(is_last)", 'watch.mark("backward")'),
+        ("moment, self.ready[-1][1]", "moment, moment"),
+    )
+    words = words[:-1] + "3"
+    with copy_of("multigpu/images.py", *no_hook) as bare:
         ratios = []
         for _ in range(3):
-            hooked, plain = (rate(run(script, words, count)[0]) for script in (SCRIPT, str(bare)))
-            ratios.append(hooked / plain)
+            sides = [rate(run(side, words, count)[0]) for side in ("multigpu/images.py", bare)]
+            ratios.append(sides[0] / sides[1])
     ratio = statistics.median(ratios)
     tell(f"- with the hook {ratio:.1%} of the samples/s of DDP without a hook")
     assert options.device == "cpu" or ratio > 0.95, "the hook takes DDP's overlap away"
@@ -267,46 +334,56 @@ def check_overlap():
         if options.dry_run:
             raise DryRun
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
     spans = {True: [], False: []}  # of NCCL's kernels, and of the others
-    for event in kernels:
-        spans["nccl" in event["name"].lower()].append((event["ts"], event["ts"] + event["dur"]))
-    both, others = 0.0, sorted(spans[False])
+    for event in events:
+        if event.get("cat") == "kernel":
+            is_nccl = "nccl" in event["name"].lower()
+            spans[is_nccl].append((event["ts"], event["ts"] + event["dur"]))
+    both = 0.0
     for start, end in spans[True]:
-        for first, last in others:
+        for first, last in spans[False]:
             both += max(0.0, min(end, last) - max(start, first))
     share = both / sum(end - start for start, end in spans[True])
-    told = 1 - float(row["comm"]) / float(row["comm_total"])
     tell(
         f"- in a profiler's trace other kernels run for {share:.0%} of the time of NCCL's; the "
-        f"script says that {told:.0%} is hidden"
+        f"script says that {1 - row['comm'] / row['comm_total']:.0%} is hidden"
     )
     assert share > 0.1, "nothing overlaps"
 
 
-def check_gpt2():
+def check_gpt(batch):
     """GPT-2 (124 M) in bf16, compiled, beside a loop of the same model without our timers."""
-    size, steps = GPT2, 40
+    size, steps = f"{GPT2} --batch_size {batch}", 24
     if options.device == "cpu":
-        size, steps = options.sizes["gpt.py"].rsplit("--max_steps", 1)[0], 9
-    words = f"{size} --precision bf16 --max_steps {steps} --epochs 2 --compile"
+        size = f"--d_model 16 --num_layers 1 --seq_len 16 --batch_size {batch}"
+    words = f"{size} --precision bf16 --max_steps {steps} --epochs 3 --compile"
+    plain = [plain_gpt(size, steps)]
     with tempfile.TemporaryDirectory() as folder:
-        for name, count in (("train", 1 << 20), ("val", 1 << 14)):
-            generator = torch.Generator().manual_seed(0)
-            ids = torch.randint(16, (count,), generator=generator, dtype=torch.int16)
+        for name, count in (("train", 1 << 22), ("val", 1 << 14)):
+            ids = torch.randint(16, (count,), dtype=torch.int16)
             ids.numpy().tofile(f"{folder}/{name}.bin")
         row = run("singlegpu/gpt.py", f"{words} --dataset {folder}")[0][-1]
+    plain.append(plain_gpt(size, steps))  # before and after
     if options.dry_run:
         raise DryRun
-    plain = plain_gpt(size, steps)
+    ratio = row["tokens/s"] / statistics.mean(plain)
+    peak = next((peak for card, peak in PEAKS.items() if card in options.name), None)
+    mfu = f"{row['TFLOP/s'] / peak:.1%} of {peak}" if peak else "-"
+    if batch == 8:
+        tell("", "| batch | tokens/s | TFLOP/s | of a matmul | MFU | plain loop | ours to it |")
+        tell("|" + " --- |" * 7)
     tell(
-        f"- gpt.py {size}: {row['tokens/s']:,.0f} tokens/s, {row['TFLOP/s']:.1f} TFLOP/s, "
-        f"{row['of_matmul']:.0%} of a plain matmul; a plain loop {plain:,.0f} tokens/s"
+        f"| {batch} | {row['tokens/s']:,.0f} | {row['TFLOP/s']:.3g} | {row['of_matmul']:.1%} | "
+        f"{mfu} | {statistics.mean(plain):,.0f} | {ratio:.2f} |"
     )
+    if batch == 64:
+        tell("", *PUBLISHED, "")
 
 
 def plain_gpt(size, steps):
-    """Tokens/s of gpt.py's model in a loop of nothing but a training step."""
+    """Returns the tokens/s of gpt.py's model, compiled, in a loop of nothing but a step."""
+    if options.dry_run:
+        return 1.0
     spec = importlib.util.spec_from_file_location("gpt", ROOT / "singlegpu/gpt.py")
     gpt = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpt)
@@ -314,7 +391,8 @@ def plain_gpt(size, steps):
     sizes = dict(re.findall(r"--(\w+) (\d+)", size))
     args = {"vocab_size": 50304, "n_heads": 4} | {name: int(value) for name, value in sizes.items()}
     args = argparse.Namespace(**args, dropout=0.0)
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 is TF32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch._dynamo.reset()  # the next shape or attention is compiled anew
     model = gpt.GPT(args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     compiled = torch.compile(model)
@@ -338,35 +416,64 @@ def now():
     return time.perf_counter()
 
 
-def check_images():
-    """Rows for results.md: images/s of the cnn and of vgg11."""
-    cases = [f"{options.sizes['images.py']} --epochs 2"]
-    if options.device == "cuda":
-        cases = [
-            f"--model {model} --batch_size 256 --epochs 3 --precision {precision} {more}"
-            for model, more in (("cnn", ""), ("vgg11", "--learning_rate 1e-4 --max_steps 100"))
-            for precision in ("fp32", "bf16")
-        ]
-    for words in cases:
-        _, out, _ = run("singlegpu/images.py", words)
-        lines = [line for line in out.splitlines() if line.startswith("|")]
-        found.extend(["", f"    python singlegpu/images.py {words}", "", *lines])
+def check_attention():
+    """GPT-2 (124 M) at batch 32, with FlashAttention and with cuDNN's attention, in turn."""
+    rates = {SDPBackend.FLASH_ATTENTION: [], SDPBackend.CUDNN_ATTENTION: []}
+    for _ in range(2):
+        for backend, values in rates.items():
+            with sdpa_kernel([backend, SDPBackend.MATH], set_priority=True):
+                values.append(plain_gpt(f"{GPT2} --batch_size 32", 24))
+    flash, cudnn = map(statistics.mean, rates.values())
+    tell(f"- GPT-2, batch 32, tokens/s: FlashAttention {flash:,.0f}, cuDNN {cudnn:,.0f}")
+
+
+def check_cnn(batch):
+    """The cnn, whose steps are launches of kernels: eager, compiled, and with CUDA graphs."""
+    steps = 9 if options.device == "cpu" else 400
+    words = f"--model cnn --batch_size {batch} --max_steps {steps} --epochs 3"
+    with copy_of(SCRIPT, ("model.compile()", 'model.compile(mode="reduce-overhead")')) as graphs:
+        sides = {"eager": (SCRIPT, words, {}), "compiled": (SCRIPT, f"{words} --compile", {})}
+        sides["CUDA graphs"] = (graphs, f"{words} --compile", {})
+        rates = in_turn(sides)
+    told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
+    tell(f"- cnn, batch {batch}, images/s: {told}")
+
+
+def check_precision(model):
+    """A network of many convolutions: fp32 with and without TF32, bf16, channels_last."""
+    words = f"--model {model} --learning_rate 1e-4 --batch_size 256 --max_steps 60 --epochs 2"
+    if options.device == "cpu":
+        words = f"--model {model} --batch_size 8 --max_steps 2 --epochs 1"
+    last = (
+        ").to(device)\n    optimizer",
+        ").to(device, memory_format=torch.channels_last)\n    optimizer",
+    )
+    with copy_of(SCRIPT, last) as channels_last:
+        sides = {"fp32 without TF32": (SCRIPT, words, {"NVIDIA_TF32_OVERRIDE": "0"})}
+        sides["fp32"] = (SCRIPT, words, {})
+        sides["fp32, channels_last"] = (channels_last, words, {})
+        sides["bf16"] = (SCRIPT, f"{words} --precision bf16", {})
+        sides["bf16, channels_last"] = (channels_last, f"{words} --precision bf16", {})
+        rates = in_turn(sides, rounds=1 if options.device == "cpu" else 3)
+    told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
+    tell(f"- {model}, images/s: {told}")
 
 
 def check_quantize():
-    """quantize/gpt.py runs on what gpt.py has trained."""
-    with tempfile.TemporaryDirectory() as folder:
-        snapshot = Path(folder, "gpt.pt")
-        run("singlegpu/gpt.py", f"{options.sizes['gpt.py']} --snapshot {snapshot}")
-        words = [sys.executable, "quantize/gpt.py", "--snapshot", str(snapshot), "--rounds", "1"]
-        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {})
-        if options.dry_run:
-            print(*words)
-            raise DryRun
-        pipes = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
-        done = subprocess.run(words, timeout=600, **pipes)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found.extend(["", *[line for line in done.stdout.splitlines() if line.startswith("|")]])
+    """quantize/gpt.py runs on what gpt.py has trained, compiled and eager."""
+    if options.device == "cuda" and not importlib.util.find_spec("torchao"):
+        tell("- left out: int8 on GPUs, which needs the package torchao")
+        raise DryRun
+    eager = (
+        ("            model.compile()\n", "            pass\n"),
+        ('else "compiled"', 'else "eager"'),
+    )
+    with tempfile.TemporaryDirectory() as folder, copy_of("quantize/gpt.py", *eager) as copy:
+        words = f"--snapshot {folder}/gpt.pt"
+        run("singlegpu/gpt.py", f"{options.sizes['gpt.py']} {words}")
+        for script in ("quantize/gpt.py", copy):
+            out = run(script, f"{words} --batch_size 32 --rounds 2", log=False)[1]
+            tell("", *[line for line in out.splitlines() if line.startswith("|")])
 
 
 def attempt(name, check, *arguments):
@@ -385,44 +492,54 @@ def attempt(name, check, *arguments):
         print(f"{time.monotonic() - begin:.0f} s", flush=True)
 
 
+def parts_of(scripts):
+    """Returns {part: its checks, each with its arguments}."""
+    parts = {"losses": [(check_losses, script) for script in scripts]}
+    parts["time"] = [(check_resume,), (check_phases,), (check_stopwatch,)]
+    parts["waits"] = [(check_waits, script) for script in scripts]
+    parts["ddp"] = [(check_one_process,), (check_all_processes,), (check_overlap,)]
+    parts["gpt"] = [(check_gpt, batch) for batch in (8, 32, 64)]
+    parts["attention"] = [(check_attention,)]
+    parts["cnn"] = [(check_cnn, batch) for batch in (64, 256)]
+    parts["precision"] = [(check_precision, model) for model in ("vgg11", "resnet18")]
+    parts["quantize"] = [(check_quantize,)]
+    return parts
+
+
 def main():
     global options
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = parts_of(SHORT)
+    parser.add_argument("--only", metavar="PARTS", default=",".join(parts), help="parts to run")
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--dry_run", action="store_true", help="print the commands, run none")
-    parser.add_argument("--out", default="gpu.md", help="file to write")
+    parser.add_argument("--out", default="gpu.md", help="file to append to")
     options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := set(names) - set(parts):
+        parser.error(f"--only: {', '.join(unknown)} is no part; they are {', '.join(parts)}")
     options.device = options.device or ("cuda" if options.dry_run else device)
     if options.device == "cuda" and device == "cpu" and not options.dry_run:
         sys.exit("torch sees no GPU here; --device cpu runs what needs none")
     options.sizes = SHORT if options.device == "cuda" else TINY
     options.count = torch.cuda.device_count() if device == "cuda" else 2
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    tell(f"{max(1, torch.cuda.device_count())} x {name}, torch {torch.__version__}")
-    scripts = list(options.sizes)
+    options.name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    tell("", f"{max(1, torch.cuda.device_count())} x {options.name}, torch {torch.__version__}", "")
     if not importlib.util.find_spec("datasets"):
-        tell("- left out: text.py and translation.py, which need the package `datasets`")
-        scripts = scripts[:3]
-    for script in scripts:
-        attempt(f"losses of {script}", check_losses, script)
-    attempt("resume", check_resume)
-    attempt("phases", check_phases)
-    for script in scripts if options.device == "cuda" else []:
-        attempt(f"synchronization in {script}", check_synchronization, script)
-    attempt("stopwatch", check_stopwatch)
-    attempt("one process of DDP", check_one_process_of_nccl)
-    if options.count > 1:
-        attempt("all processes", check_all_processes)
-        if options.device == "cuda":
-            attempt("overlap", check_overlap)
-    else:
-        tell("- left out: all that several GPUs send each other, as there is one")
-    attempt("GPT-2", check_gpt2)
-    attempt("images/s", check_images)
-    attempt("quantize", check_quantize)
-    if not options.dry_run:
-        Path(options.out).write_text("\n".join(found) + "\n")
+        tell("- left out: text.py and translation.py, which need the package datasets")
+        parts = parts_of(["images.py", "autoencoder.py", "gpt.py"])
+    if options.count == 1:
+        tell("- left out: what GPUs send each other, as there is one")
+        parts["ddp"] = [(check_one_process,)]
+    if options.device == "cpu":
+        parts["waits"] = parts["attention"] = []
+        parts["ddp"].remove((check_overlap,))
+    for name in names:
+        begin = time.monotonic()
+        for check, *arguments in parts[name]:
+            attempt(" ".join([name, *map(str, arguments)]), check, *arguments)
+        tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 
 

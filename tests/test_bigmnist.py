@@ -95,22 +95,37 @@ def test_killed_and_started_again(big, start, run, tmp_path):
 
 
 def test_windows_of_blocks(monkeypatch):
-    """Each image once; a window has 16 blocks; epochs differ; a start at any step goes on."""
-    images = module("singlegpu/images.py")
-    monkeypatch.setattr(images, "BLOCK_BYTES", 64 * 8)
-    monkeypatch.setattr(images, "WINDOW_BYTES", 16 * 64 * 8)
+    """A window has 16 blocks; epochs differ; a start at any step goes on; shares are a batch."""
+    images, multi = module("singlegpu/images.py"), module("multigpu/images.py")
+    for each in (images, multi):
+        monkeypatch.setattr(each, "BLOCK_BYTES", 64 * 8)
+        monkeypatch.setattr(each, "WINDOW_BYTES", 16 * 64 * 8)
     split, args = (np.arange(10_007)[:, None], np.arange(10_007)), namespace(batch_size=48)
-    found = []
-    for epoch, first in ((0, 0), (1, 0), (0, 30)):
-        loader = images.batches(split, args, epoch, range(first, 208), torch.device("cpu"))
+
+    def labels_of(script, epoch, first=0):
+        loader = script.batches(split, args, epoch, range(first, 208), torch.device("cpu"))
         assert next(loader) is None
-        found.append(torch.stack([labels for ((_, labels),) in loader]))
-    assert found[0].shape == (208, 48) and torch.equal(found[2], found[0][30:])
-    for epoch in found[:2]:
-        assert len(epoch.unique()) == 208 * 48
-        assert 15 <= len((epoch.flatten()[:960] // 64).unique()) <= 16
-        assert (epoch.flatten()[:960].diff() // 64 != 0).float().mean() > 0.9, "shuffled within"
-    assert (found[0] != found[1]).float().mean() > 0.9
+        return torch.stack([labels for ((_, labels),) in loader])
+
+    epochs = [labels_of(images, 0), labels_of(images, 1)]
+    assert epochs[0].shape == (208, 48) and torch.equal(labels_of(images, 0, 30), epochs[0][30:])
+    assert (epochs[0] != epochs[1]).float().mean() > 0.9
+    left_out = []
+    for epoch in epochs:
+        assert len(epoch.unique()) == 208 * 48, "each image at most once"
+        left_out.append(set(range(10_007)) - set(epoch.flatten().tolist()))
+        window = epoch[:21].flatten()  # of 1,008 images
+        runs = 1 + (window.sort().values.diff() != 1).sum()
+        assert 8 <= runs <= 17, "blocks of neighbours; one can go on at the beginning of the file"
+        assert (window.diff().abs() > 64).float().mean() > 0.8, "shuffled within"
+    assert left_out[0] != left_out[1]
+    for world_size in (2, 3, 4):
+        monkeypatch.setattr(multi.dist, "get_world_size", lambda: world_size)
+        shares = []
+        for rank in range(world_size):
+            monkeypatch.setattr(multi.dist, "get_rank", lambda: rank)
+            shares.append(labels_of(multi, 0))
+        assert torch.equal(torch.cat(shares, 1).sort().values, epochs[0].sort().values)
 
 
 def test_training_on_windows(big, start, run, tmp_path):
@@ -130,7 +145,7 @@ def test_training_on_windows(big, start, run, tmp_path):
     for processes in (2, 3, 4):
         log = tmp_path / f"{processes}.jsonl"
         run(multi, *base, "--log", log, processes=processes)
-        np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-5)
+        np.testing.assert_allclose(curve(log), curve(one), rtol=3e-4)  # Adam magnifies rounding
     base += ["--snapshot", cut, "--snapshot_every", 22]
     job = start(single, *base)
     while not cut.exists() or load(cut)["place"] < (0, 66) and job.process.poll() is None:

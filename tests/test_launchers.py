@@ -150,7 +150,7 @@ def test_a_copied_script_runs_alone(start, tmp_path, folder):
     copy, log = tmp_path / folder / "mine.py", tmp_path / folder / "log.jsonl"
     copy.parent.mkdir()
     shutil.copy(ROOT / folder / "images.py", copy)
-    job = start(copy, "--model", "mlp", "--max_steps", 5, "--log", log, processes=2)
+    job = start(copy, "--model", "mlp", "--max_steps", 15, "--log", log, processes=2)
     status, out, err = job.wait()
     assert status == 0 and "synthetic" in out, err
     assert all(len(line) <= 100 for line in out.splitlines() if line[:1] != "|"), out
@@ -215,6 +215,35 @@ def test_bad_arguments(fork_server, attempt, data):
         assert status and "--batch_size must be" in err, err
     status, _, err = attempt("multigpu/allreduce.py", processes=1)
     assert status == 2 and "one process has nobody to send to" in err, err
+
+
+PRETENDS_A_GPU = """import os, runpy, sys
+exists = os.path.exists
+os.path.exists = lambda path: path == "/dev/nvidia0" or exists(path)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="this machine has a GPU")
+def test_gpus_that_torch_cannot_use(attempt, data, tmp_path):
+    """A driver that is too old ends a run in one line, unless the user asks for the CPU."""
+    wrapper = tmp_path / "pretends_a_gpu.py"
+    wrapper.write_text(PRETENDS_A_GPU)
+    cases = {
+        f"{folder}/images.py": arguments_of("mlp", data)
+        for folder in ("singlegpu", "multigpu", "multinode")
+    }
+    cases["hybrid/images.py"] = ()
+    cases["quantize/gpt.py"] = ("--snapshot", tmp_path / "none.pt")
+    for script, words in cases.items():
+        more = {"before": (wrapper,), "CUDA_VISIBLE_DEVICES": "0"}
+        status, out, err = attempt(script, *words, **more)
+        assert status == 1 and "cannot use the GPUs" in err and err.count("\n") == 1, (script, err)
+        assert not out
+    words = (*cases["multigpu/images.py"], "--max_steps", 1, "--epochs", 1)
+    status, out, err = attempt("multigpu/images.py", *words, before=(wrapper,), processes=2)
+    assert status == 0 and "device CPU" in out, err
 
 
 def test_missing_data(attempt, tmp_path):

@@ -91,7 +91,7 @@ def test_readme_example(run, tmp_path):
 def test_readme_token_files(run, tmp_path):
     """The lines on token files, and then the command that trains on them."""
     (tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 5)
-    example = re.search(r"^    text = open.*?^(?=\S)", README, re.M | re.S)[0]
+    example = re.search(r"^    tokenizer = .*?^(?=\S)", README, re.M | re.S)[0]
     script = "import numpy as np, tokenizers\n" + textwrap.dedent(example)
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 0
     command = re.search(r"`gpt.py (--dataset .*?)`", README)[1]
