@@ -285,10 +285,15 @@ def read_links(paths):
 
 
 def step_of(run, runs):
-    """Returns what a prediction needs of a run of one process, and of those like it in `runs`."""
-    seconds = {0: dict.fromkeys(PHASES, 0.0)}  # of the phases of a step, for each batch
-    fastest_first = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
-    for other in [*fastest_first, run]:  # what comes later replaces a run with the same batch
+    """Returns what a prediction needs of a run of one process, and of those like it in `runs`.
+
+    It is a dict: the run's batch_size; phases, the seconds of each phase of a step, a row for each
+    batch of which there is a run; and for each bucket of gradients its bytes, and the share of the
+    backward pass that ends when it is ready.
+    """
+    seconds = {0: dict.fromkeys(PHASES, 0.0)}  # a batch of 0 takes no time
+    slowest_last = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
+    for other in [*slowest_last, run]:  # a later run replaces one of the same batch
         if settings_of(other) == settings_of(run) and other["device"] == run["device"]:
             steps = other["samples/s"] * other["training"] / other["batch_size"]
             seconds[other["batch_size"]] = {name: other[name] / steps for name in PHASES}
@@ -301,16 +306,20 @@ def step_of(run, runs):
         ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
         sizes = np.diff(ends)
         ready = ends[1:] / total
-    shares = np.diff(ready.clip(0, 1), prepend=0)  # of the backward pass, ahead of each bucket
+    shares = np.diff(ready.clip(0, 1), prepend=0)
     return {"batch_size": run["batch_size"], "phases": phases, "bytes": sizes, "shares": shares}
 
 
 def all_reduce_seconds(size, processes, links, gpus_per_node):
-    """Returns the seconds of an all-reduce of `size` bytes. Links: in nodes, between nodes."""
+    """Returns the seconds of an all-reduce of `size` bytes in a ring of the processes.
+
+    `links` are the link inside a node and, if there are two, the one between nodes.
+    """
     nodes = math.ceil(processes / gpus_per_node) if len(links) == 2 else 1
-    hops = [link["latency_s"] / (link["processes"] - 1) for link in links]
+    used_links = links if nodes > 1 else links[:1]
+    hops = [link["latency_s"] / (link["processes"] - 1) for link in links]  # of one hop
     latency = hops[0] * (processes - nodes) + hops[-1] * (nodes - 1)
-    bandwidth = min(link["bandwidth_bytes_per_s"] for link in links[:nodes])
+    bandwidth = min(link["bandwidth_bytes_per_s"] for link in used_links)
     return latency + size * 2 * (processes - 1) / processes / bandwidth
 
 
@@ -326,9 +335,10 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
     bucket_ready = 0.0  # in seconds from the beginning of the backward pass
     link_free = 0.0  # likewise: when the all-reduces so far have ended
     for work, all_reduce in zip(step["shares"] * seconds["backward"], all_reduces):
-        busy = max(0.0, link_free - bucket_ready)
-        slowed = min(busy, work / rate)  # seconds of slow work, beside an all-reduce
-        bucket_ready += slowed + work - slowed * rate
+        busy = max(0.0, link_free - bucket_ready)  # so long the link still sends other buckets
+        slowed = min(busy, work / rate)  # seconds of work beside them, at a lower rate
+        rest = work - slowed * rate  # seconds of work at full speed
+        bucket_ready += slowed + rest
         link_free = max(link_free, bucket_ready) + all_reduce
     comm = link_free - bucket_ready
     compute = seconds["forward"] + bucket_ready + optimizer

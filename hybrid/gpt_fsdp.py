@@ -647,9 +647,9 @@ def main(args):
     total_steps = args.epochs * num_steps
     val_tokens = checked_ids(val_tokens, args).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    num_batches = max(
-        1, len(val_split) * args.grad_accum_steps // args.batch_size
-    )  # the same in all
+    # Each process has as many validation batches, since FSDP's collectives need all processes.
+    micro_batch = args.batch_size // args.grad_accum_steps
+    num_batches = max(1, len(val_split) // micro_batch)
     val_batches = []
     for part in val_split[rank::world_size].tensor_split(num_batches):
         val_batches.append((part[:, :-1], part[:, 1:]))

@@ -29,7 +29,7 @@ LINES = {  # of singlegpu, and of multigpu and multinode
 LINES |= {
     "singlegpu/make_bigmnist.py": 155,
     "singlegpu/make_images.py": 145,
-    "report.py": 450,
+    "report.py": 460,
     "hybrid/images.py": 750,
     "hybrid/gpt_pipeline.py": 840,
     "hybrid/gpt_fsdp.py": 790,
