@@ -144,7 +144,7 @@ def read_tokens(args):
 
 
 def checked_ids(tokens, args):
-    """Returns the token ids as int64. Ends the run if the vocabulary does not have all of them."""
+    """Returns the token ids as int64. Ends the run if one of them is not below --vocab_size."""
     if tokens.size > 0 and tokens.max() >= args.vocab_size:
         sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
     return torch.from_numpy(tokens.astype(np.int64))
@@ -152,9 +152,10 @@ def checked_ids(tokens, args):
 
 def batches(tokens, args, epoch, steps, device):
     """Yields a list of micro-batches for each step: token ids (B, T) and the next ids (B, T)."""
+    # Each epoch cuts the tokens at other places, from `start` on.
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
-    start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
+    start = int(torch.randint(args.seq_len, (), generator=generator))  # so one sequence less fits
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]

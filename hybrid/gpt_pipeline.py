@@ -12,7 +12,7 @@ other stages. This is the bubble: (p - 1) / (m + p - 1) of the time with p stage
 batches (Huang et al. 2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add
 up their gradients. The head is the embedding: the first and the last stage hold a copy each. A
 process first builds or loads the full model on its CPU, and rank 0 keeps it there, to save it.
-Snapshots are those of multinode/gpt.py.
+Snapshots have the format of multinode/gpt.py: each resumes the other's.
 Shapes: B sequences of a micro-batch, m micro-batches of a batch in a pipeline, T tokens of a
 sequence, D = d_model, H heads, V vocabulary.
 """
@@ -123,7 +123,7 @@ def read_tokens(args):
 
 
 def checked_ids(tokens, args):
-    """Returns the token ids as int64. Ends the run if the vocabulary does not have all of them."""
+    """Returns the token ids as int64. Ends the run if one of them is not below --vocab_size."""
     if tokens.size > 0 and tokens.max() >= args.vocab_size:
         sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
     return torch.from_numpy(tokens.astype(np.int64))
@@ -131,9 +131,10 @@ def checked_ids(tokens, args):
 
 def batches(tokens, args, epoch, steps, device):
     """Yields this pipeline's batch for each step: token ids (m B, T) and the next ids (m B, T)."""
+    # Each epoch cuts the tokens at other places, from `start` on.
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
-    start = int(torch.randint(args.seq_len, (), generator=generator))  # other cuts in each epoch
+    start = int(torch.randint(args.seq_len, (), generator=generator))  # so one sequence less fits
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     pipeline = dist.get_rank() // args.num_stages
     num_pipelines = dist.get_world_size() // args.num_stages
@@ -184,7 +185,7 @@ class GPTBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some blocks of a GPT, (B, T, D) to (B, T, D). The full GPT is a stage, the only one.
+    """Some blocks of a GPT, (B, T, D) to (B, T, D). With one stage it is the full GPT.
 
     The first stage takes token ids (B, T). The last one has the head and gives logits (B, T, V).
     """
@@ -216,7 +217,7 @@ class Stage(nn.Module):
             if self.is_first:
                 x = self.dropout(self.embedding(x) + self.positions.weight)
             elif torch.is_grad_enabled():
-                x.requires_grad_()  # torch 2.11 does not, in a run that begins with a validation
+                x.requires_grad_()  # torch 2.11 forgets it if the run began with a validation
             x = self.blocks(x)
             if self.is_last:
                 x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
@@ -237,7 +238,7 @@ def run_batch(run, stage, tokens, targets):
     """
     sums = torch.zeros(2, dtype=torch.float64, device=targets.device)
     if stage.is_first:
-        run(tokens.contiguous(), return_outputs=False)  # torch 2.11 refuses a view
+        run(tokens.contiguous(), return_outputs=False)  # torch 2.11 insists on it
     elif stage.is_last:
         losses = []  # run() appends those of the micro-batches
         run(target=targets, losses=losses, return_outputs=False)
@@ -266,8 +267,8 @@ def learning_rate_factor(done):
 
 # ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
 
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-PHASES += ("bubble",)  # waiting for other stages, and for what they send
+# bubble: waiting for other stages, and for what they send
+PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
@@ -350,13 +351,16 @@ class PipelineTimer(Stopwatch):
         self.mark("bubble")
 
     def note_all_reduce(self, work):
-        """Notes the time from now to the end of an all-reduce that has just been started."""
+        """Notes the time from now to the end of an all-reduce that has just been started.
+
+        On a GPU a stream of its own waits for the end, so that the model's stream goes on.
+        """
         start = self.now()
 
-        def note_end(future):  # called when the all-reduce has ended, on a GPU in self.stream
+        def note_end(future):  # called when the all-reduce has ended
             self.spans.append((start, self.now()))
 
-        with torch.cuda.stream(self.stream):  # this stream waits for the end, the model's does not
+        with torch.cuda.stream(self.stream):  # on a CPU there is none
             work.get_future().then(note_end)
 
     def mark_all_reduce(self):
@@ -395,18 +399,19 @@ def print_breakdown(rows):
 
 
 def print_pipelines(rows):
-    """Prints sending, the waiting for a late pipeline, and the bubble of each stage."""
+    """Prints what part of the communication is sending, and what is waiting for a late pipeline."""
+    processes = rows[0]["processes"]
     num_stages = rows[0]["num_stages"]
-    processes = range(rows[0]["processes"])
-    rows_of = {rank: [row for row in rows if row["rank"] == rank] for rank in processes}
-    totals = {}  # {ranks of a pipeline: its seconds of communication in an epoch}
-    for pipeline in range(len(processes) // num_stages):
-        ranks = processes[pipeline * num_stages : (pipeline + 1) * num_stages]
-        totals[ranks] = statistics.mean(mean(rows_of[rank], "comm_total") for rank in ranks)
-    late_pipeline = min(totals, key=totals.get)  # it comes last, so it does not wait
-    sending = totals[late_pipeline]
-    if sending == 0:  # it has resumed with no step left
+    rows_of = {rank: [row for row in rows if row["rank"] == rank] for rank in range(processes)}
+    pipelines = [range(first, first + num_stages) for first in range(0, processes, num_stages)]
+    totals = []  # of each pipeline, in seconds of an epoch
+    for ranks in pipelines:
+        totals.append(statistics.mean(mean(rows_of[rank], "comm_total") for rank in ranks))
+    # The pipeline that comes last never waits in an all-reduce, so all of its time is sending.
+    sending = min(totals)
+    if len(pipelines) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
+    late_pipeline = pipelines[totals.index(sending)]
     # The stages of a pipeline wait for the slowest one: its own bubble is the smallest.
     slowest = min(late_pipeline, key=lambda rank: mean(rows_of[rank], "bubble"))
     waiting = mean(rows, "comm_total") - sending
@@ -417,6 +422,11 @@ def print_pipelines(rows):
         f"waiting {waiting:.3f} s for rank {slowest} on {rows_of[slowest][0]['host']}\n"
         f"R = compute / sending = {compute / sending:.1f}: above 3, more pipelines pay off"
     )
+
+
+def print_bubbles(rows):
+    """Prints the bubble of each stage, beside that of the theory."""
+    num_stages = rows[0]["num_stages"]
     theory = (num_stages - 1) / (rows[0]["num_microbatches"] + num_stages - 1)
     for number in range(num_stages):
         stage_rows = [row for row in rows if row["rank"] % num_stages == number]
@@ -754,7 +764,7 @@ def main(args):
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
             watch.mark("data")
             sums = sums + run_batch(pipeline_schedule.step, stage, tokens, targets)
-            # This stage's gradients are added up over the pipelines, while other stages still work.
+            # The gradients of this stage are added up over the pipelines, while other stages work.
             reducing = dist.all_reduce(gradients, group=replica_group, async_op=True)
             watch.note_all_reduce(reducing)
             watch.mark_bubble(pipeline_group)
@@ -831,6 +841,7 @@ def main(args):
     if rows:  # the summary
         print_breakdown(rows)
         print_pipelines(rows)
+        print_bubbles(rows)
         print_row(rows, "val_loss")
     dist.barrier(patient)
     dist.destroy_process_group()

@@ -82,7 +82,7 @@ def read_tokens(args):
 
 
 def checked_ids(tokens, args):
-    """Returns the token ids as int64. Ends the run if the vocabulary does not have all of them."""
+    """Returns the token ids as int64. Ends the run if one of them is not below --vocab_size."""
     if tokens.size > 0 and tokens.max() >= args.vocab_size:
         sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
     return torch.from_numpy(tokens.astype(np.int64))
