@@ -1,11 +1,11 @@
-"""What takes long or measures: real data to a known quality, compiled models, DDP's logger."""
+"""What takes long or measures: real data to a known quality, compiled models."""
 
 import shutil
 
 import pytest
 from conftest import curve, rows
 from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F401
-from test_training import arguments_of, watched  # noqa: F401
+from test_training import arguments_of
 
 PAIRS = "--dataset multi30k --seq_len 16 --epochs 1"
 SHAKESPEARE = "--dataset {data}/tinyshakespeare/input.txt --seq_len 64"
@@ -71,11 +71,3 @@ def test_torchao(attempt, trained, model):  # noqa: F811
     status, out, err = attempt(script, *more)  # PyTorch warns of torchao's tensors
     assert status == 0, err
     assert_as_good(table(out), QUALITIES[model], smaller=model != "lstm")
-
-
-def test_comm_agrees_with_ddp(watched):  # noqa: F811
-    """Exposed communication within 15% of what DDP's own logger measured in the same steps."""
-    more = ("--model", "vgg11", "--epochs", 1, "--max_steps", 24, "--batch_size", 24)
-    for row, ddp in zip(*watched("cnn", *more)):
-        print(row["comm"] / 24, ddp["comm"])
-        assert row["comm"] / 24 == pytest.approx(ddp["comm"], rel=0.15)
