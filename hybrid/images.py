@@ -412,10 +412,13 @@ class StageTimer(CommTimer):
         if not self.cuda:
             return super().now()
         clock = self.clock
+        streams = [torch.cuda.current_stream(device) for device in self.devices]
         if torch.cuda.current_stream() != torch.cuda.default_stream():
-            clock = self.comm_clock  # an all-reduce has ended: self.clock must not wait for it
-        for device in self.devices:
-            clock.wait_stream(torch.cuda.current_stream(device))
+            # An all-reduce has ended: self.clock must not wait for it, nor it for the other GPUs.
+            clock = self.comm_clock
+            streams = [torch.cuda.current_stream()]
+        for stream in streams:
+            clock.wait_stream(stream)
         return clock.record_event(torch.cuda.Event(enable_timing=True))
 
     def take(self, num_samples):
