@@ -1,4 +1,4 @@
-r"""Train a GPT of which each process holds a shard: FSDP, also known as ZeRO-3.
+r"""Train a GPT whose parameters are split over processes: FSDP, also known as ZeRO-3.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/gpt_fsdp.py
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
@@ -12,8 +12,8 @@ shard. Then an all-reduce averages them over the copies, as DDP does. With --gra
 is done for the last micro-batch alone, and a process holds all gradients until then. With bf16,
 parameters are sent and used in bf16, and so is what blocks add up (the residual stream): under
 multinode/gpt.py's autocast it is fp32. Norms and the loss are computed in fp32 in both. Snapshots
-are those of multinode/gpt.py. For them, rank 0 needs 16 bytes of RAM a parameter while it loads and
-12 while it saves: 112 GB and 84 GB for 7 billion parameters. It keeps none of it.
+have the format of multinode/gpt.py. For them, rank 0 needs 16 bytes of RAM a parameter while it
+loads and 12 while it saves, 112 GB and 84 GB for 7 billion parameters, and frees them afterwards.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -197,8 +197,8 @@ def token_loss(model, tokens, targets, args):
 
 def create_optimizer(model, args):
     """Returns AdamW. The weights of matrices decay, those of vectors do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
@@ -281,7 +281,8 @@ class ShardTimer(Stopwatch):
     def mark(self, phase):
         """Also takes the collectives of a forward or backward pass.
 
-        On a CPU a pass stops for each of them: they are comm. On a GPU the pass goes on meanwhile.
+        On a CPU the pass waits for each of them: this time is taken out of the pass, and is comm.
+        On a GPU the pass goes on meanwhile, and stays whole: only comm_total knows of them.
         """
         if phase in ("forward", "backward"):
             self.spans += self.recent
@@ -350,7 +351,7 @@ class ReduceScatter:
         self.watch = watch
 
     def allocate(self, size, *, dtype, device):
-        self.start = self.watch.now()  # the second call comes just before the sending
+        self.start = self.watch.now()  # that of the second call counts: now FSDP sends
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
@@ -444,8 +445,8 @@ def matmul_speed(device, dtype):
     return 2 * size**3 * count / seconds
 
 
-def model_speed(row, matmul_speed):
-    """Returns the model's tokens/s, its TFLOP/s a device, and their share of a plain matmul's.
+def model_speed(row, reachable):
+    """Returns tokens/s, the model's TFLOP/s a device, and what share of `reachable` they are.
 
     The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
     the data sheet of the card, which a plain matmul does not reach: the share here is larger.
@@ -456,7 +457,7 @@ def model_speed(row, matmul_speed):
     return {
         "tokens/s": tokens_per_second,
         "TFLOP/s": speed / 1e12,
-        "of_matmul": speed / matmul_speed,
+        "of_matmul": speed / reachable,
     }
 
 
@@ -588,7 +589,7 @@ def save_shards(args, model, optimizer, progress):
         full_model = GPT(args)
     full_model.load_state_dict(weights, assign=True)
     full_optimizer = create_optimizer(full_model, args)
-    full_optimizer.load_state_dict(moments)  # from names to the numbers of multinode/gpt.py
+    full_optimizer.load_state_dict(moments)  # its state_dict() has numbers instead of names
     scaler = torch.amp.GradScaler(enabled=False)
     parts = {"model": full_model, "optimizer": full_optimizer, "scaler": scaler}
     save_snapshot(args, parts, progress)
@@ -648,7 +649,7 @@ def main(args):
     total_steps = args.epochs * num_steps
     val_tokens = checked_ids(val_tokens, args).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    # Each process has as many validation batches, since FSDP's collectives need all processes.
+    # All processes need the same number of validation batches: FSDP's collectives wait for all.
     micro_batch = args.batch_size // args.grad_accum_steps
     num_batches = max(1, len(val_split) // micro_batch)
     val_batches = []
@@ -660,7 +661,7 @@ def main(args):
     shard(model, args, device)
     model.to_empty(device=device)
     optimizer = create_optimizer(model, args)
-    parts = None  # those of a snapshot, which only rank 0 reads
+    parts = None  # the full model, which only rank 0 builds or loads
     message = [None]  # what rank 0 tells the others
     if rank == 0:
         parts, progress = load_parts(args)
@@ -704,12 +705,13 @@ def main(args):
         next_check = first_step + 1
         since = time.perf_counter()
         loader = batches(train_tokens, args, epoch, steps, device)
-        # Each process begins with its share of the sums so far: add_up() adds the shares up.
+        # Each process begins with its share of the sums so far, or 0.0. add_up() adds them up.
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
         for micro_batches in bar:
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
+            # For dropout. Numbers have the same hash in every run.
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
             watch.mark("data")
             for number, (tokens, targets) in enumerate(micro_batches, start=1):
                 model.set_requires_gradient_sync(number == args.grad_accum_steps)
@@ -723,7 +725,7 @@ def main(args):
                 group["lr"] = args.learning_rate * learning_rate_factor(done)
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
             watch.mark("optimizer")
-            norm = norm.full_tensor()  # adds up the parts of all processes
+            norm = norm.full_tensor()  # an all-reduce: the norm of the gradients of all shards
             watch.mark_all_reduce()
             nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
@@ -746,13 +748,14 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                catch_signals()  # before the first step a signal just ends the run
+                if last_check == first_step:  # until now a signal has just ended the run
+                    catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break

@@ -474,7 +474,7 @@ def main(rank, args, init_method):
         next_check = first_step + 1
         since = time.perf_counter()
         loader = batches(train_images, args, epoch, steps)
-        # Each process begins with its share of the sums so far: add_up() adds the shares up.
+        # Each process begins with its share of the sums so far, or 0.0. add_up() adds them up.
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
@@ -510,13 +510,14 @@ def main(rank, args, init_method):
                     watch.mark("save")
                 if stop:
                     break
-                catch_signals()  # before the first step a signal just ends the run
+                if last_check == first_step:  # until now a signal has just ended the run
+                    catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break

@@ -190,8 +190,8 @@ def token_loss(model, tokens, targets, args):
 
 def create_optimizer(model, args):
     """Returns AdamW. The weights of matrices decay, those of vectors do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
@@ -395,8 +395,8 @@ def matmul_speed(device, dtype):
     return 2 * size**3 * count / seconds
 
 
-def model_speed(row, matmul_speed):
-    """Returns the model's tokens/s, its TFLOP/s a device, and their share of a plain matmul's.
+def model_speed(row, reachable):
+    """Returns tokens/s, the model's TFLOP/s a device, and what share of `reachable` they are.
 
     The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
     the data sheet of the card, which a plain matmul does not reach: the share here is larger.
@@ -407,7 +407,7 @@ def model_speed(row, matmul_speed):
     return {
         "tokens/s": tokens_per_second,
         "TFLOP/s": speed / 1e12,
-        "of_matmul": speed / matmul_speed,
+        "of_matmul": speed / reachable,
     }
 
 
@@ -586,12 +586,13 @@ def main(rank, args, init_method):
         next_check = first_step + 1
         since = time.perf_counter()
         loader = batches(train_tokens, args, epoch, steps, device)
-        # Each process begins with its share of the sums so far: add_up() adds the shares up.
+        # Each process begins with its share of the sums so far, or 0.0. add_up() adds them up.
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
         for micro_batches in bar:
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
+            # For dropout. Numbers have the same hash in every run.
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
             watch.mark("data")
             for number, (tokens, targets) in enumerate(micro_batches, start=1):
                 is_last = number == args.grad_accum_steps
@@ -628,13 +629,14 @@ def main(rank, args, init_method):
                     watch.mark("save")
                 if stop:
                     break
-                catch_signals()  # before the first step a signal just ends the run
+                if last_check == first_step:  # until now a signal has just ended the run
+                    catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break

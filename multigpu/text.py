@@ -579,12 +579,13 @@ def main(rank, args, init_method):
         since = time.perf_counter()
         optimizer.param_groups[0]["lr"] = args.learning_rate * 0.9**epoch
         loader = batches(train_split, args, epoch, steps)
-        # Each process begins with its share of the sums so far: add_up() adds the shares up.
+        # Each process begins with its share of the sums so far, or 0.0. add_up() adds them up.
         sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
         for micro_batches in bar:
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))  # for dropout
+            # For dropout. Numbers have the same hash in every run.
+            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
             watch.mark("data")
             for number, (tokens, classes) in enumerate(micro_batches, start=1):
                 is_last = number == args.grad_accum_steps
@@ -616,13 +617,14 @@ def main(rank, args, init_method):
                     watch.mark("save")
                 if stop:
                     break
-                catch_signals()  # before the first step a signal just ends the run
+                if last_check == first_step:  # until now a signal has just ended the run
+                    catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, _, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break

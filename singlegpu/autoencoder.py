@@ -374,7 +374,7 @@ def main(args):
                     sys.exit(128 + STOP_REQUESTS[0])
                 catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         val_sums = evaluate(reconstruction_loss, model, val_batches, args)

@@ -175,8 +175,8 @@ def token_loss(model, tokens, targets, args):
 
 def create_optimizer(model, args):
     """Returns AdamW. The weights of matrices decay, those of vectors do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
@@ -291,8 +291,8 @@ def matmul_speed(device, dtype):
     return 2 * size**3 * count / seconds
 
 
-def model_speed(row, matmul_speed):
-    """Returns the model's tokens/s, its TFLOP/s a device, and their share of a plain matmul's.
+def model_speed(row, reachable):
+    """Returns tokens/s, the model's TFLOP/s a device, and what share of `reachable` they are.
 
     The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
     the data sheet of the card, which a plain matmul does not reach: the share here is larger.
@@ -303,7 +303,7 @@ def model_speed(row, matmul_speed):
     return {
         "tokens/s": tokens_per_second,
         "TFLOP/s": speed / 1e12,
-        "of_matmul": speed / matmul_speed,
+        "of_matmul": speed / reachable,
     }
 
 
@@ -457,7 +457,8 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
         for micro_batches in bar:
-            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
+            # For dropout. Numbers have the same hash in every run.
+            torch.manual_seed(hash((args.seed, epoch, progress["step"])))
             watch.mark("data")
             for tokens, targets in micro_batches:
                 loss, loss_sums = token_loss(model, tokens, targets, args)
@@ -492,7 +493,7 @@ def main(args):
                     sys.exit(128 + STOP_REQUESTS[0])
                 catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         val_sums = evaluate(token_loss, model, val_batches, args)

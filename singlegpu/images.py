@@ -425,7 +425,8 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
         for micro_batches in bar:
-            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
+            # For dropout. Numbers have the same hash in every run.
+            torch.manual_seed(hash((args.seed, epoch, progress["step"])))
             watch.mark("data")
             for images, labels in micro_batches:
                 loss, loss_sums = image_loss(model, images, labels, args)
@@ -455,7 +456,7 @@ def main(args):
                     sys.exit(128 + STOP_REQUESTS[0])
                 catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, _, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         if epoch + 1 < args.epochs:

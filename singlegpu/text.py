@@ -447,7 +447,8 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
         for micro_batches in bar:
-            torch.manual_seed(hash((args.seed, epoch, progress["step"])))  # for dropout
+            # For dropout. Numbers have the same hash in every run.
+            torch.manual_seed(hash((args.seed, epoch, progress["step"])))
             watch.mark("data")
             for tokens, classes in micro_batches:
                 loss, loss_sums = text_loss(model, tokens, classes, args)
@@ -477,7 +478,7 @@ def main(args):
                     sys.exit(128 + STOP_REQUESTS[0])
                 catch_signals()  # before the first step a signal just ends the run
                 next_check = time.perf_counter() + CHECK_SECONDS
-                loss_sum, *_, count = progress["sums"]
+                loss_sum, _, count = progress["sums"]
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
 
         val_sums = evaluate(text_loss, model, val_batches, args)
