@@ -7,15 +7,15 @@
 
 A part takes at most 8 minutes on a fast GPU, by estimate. In brackets: seconds on two CPU cores.
 
-    losses     the losses of each script are those of the CPU, in each precision (300)
-    time       a stop and a resume; phases and wall time; what the stopwatch costs (90)
+    losses     the losses of each script are those of the CPU, in each precision (170)
+    time       a stop and a resume; phases and wall time; what the stopwatch costs (40)
     waits      no step waits for the GPU, in the scripts or inside of torch (needs a GPU)
-    ddp        one process and all; DDP's own timer; the hook; a profiler's trace (120)
-    gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (60)
+    ddp        one process and all; DDP's own timer; the hook; a profiler's trace (95)
+    gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (70)
     attention  GPT-2 with FlashAttention and with cuDNN's attention (needs a GPU)
-    cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (60)
-    precision  vgg11 and resnet18: fp32 with and without TF32, bf16, channels_last (60)
-    quantize   what gpt.py has trained, eager and compiled (60)
+    cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
+    precision  vgg11 and resnet18: fp32 with and without TF32, bf16, channels_last (110)
+    quantize   what gpt.py has trained, eager and compiled (15)
 
 It needs torch 2.11 or newer. A line says what is left out: what the GPUs send each other where
 there is one; text.py and translation.py without the package datasets; int8 without torchao.
@@ -37,6 +37,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -130,6 +131,18 @@ def copy_of(script, *replacements):
         yield str(copy)
 
 
+@contextlib.contextmanager
+def few_images():
+    """The flag of a data set that CPU cores validate in a moment. On a GPU: the default one."""
+    with tempfile.TemporaryDirectory() as folder:
+        for split, count in (("train", 160), ("test", 20)):
+            labels = np.arange(count) % 10
+            images = np.repeat(labels, 28 * 28).astype(np.uint8).reshape(count, 28, 28)
+            np.save(f"{folder}/{split}_images.npy", images)
+            np.save(f"{folder}/{split}_labels.npy", labels)
+        yield f"--dataset {folder}" if options.device == "cpu" else ""
+
+
 class DryRun(Exception):
     """Ends a check of which nothing was run."""
 
@@ -150,7 +163,7 @@ def near(values, others, tolerance):
 def in_turn(sides, rounds=3):
     """Runs {name: (script, words, environment)} in turn. Returns {name: median samples/s}."""
     rates = {name: [] for name in sides}
-    for _ in range(rounds):
+    for _ in range(1 if options.device == "cpu" else rounds):
         for name, (script, words, environment) in sides.items():
             rates[name].append(rate(run(script, words, **environment)[0]))
     return {name: statistics.median(values) for name, values in rates.items()}
@@ -287,14 +300,13 @@ def check_all_processes():
     words = f"--model {model} --batch_size {32 * count} --max_steps 40 --epochs 1"
     with tempfile.TemporaryDirectory() as folder:
         rows = run(f"tests/watch.py {folder} multinode/images.py", words, count)[0]
-        if options.dry_run:
-            raise DryRun
-        seen = json.loads(Path(folder, "0.json").read_text())  # of rank 0
-    for name in ("comm", "comm_total"):
-        tell(
-            f"- {count} processes, {model}: {name} {25 * rows[0][name]:.2f} ms a step, with the "
-            f"sums' all-reduce; DDP's logger {25 * seen[name]:.2f} without"
-        )
+        if not options.dry_run:
+            seen = json.loads(Path(folder, "0.json").read_text())  # of rank 0
+            for name in ("comm", "comm_total"):
+                tell(
+                    f"- {count} processes, {model}: {name} {25 * rows[0][name]:.2f} ms a step, with "
+                    f"the sums' all-reduce; DDP's logger {25 * seen[name]:.2f} without"
+                )
     no_hook = (
         ("    ddp_model.register_comm_hook(None, watch.hook)\n", ""),
         ("watch.mark_backward(is_last)", 'watch.mark("backward")'),
@@ -429,9 +441,11 @@ def check_attention():
 
 def check_cnn(batch):
     """The cnn, whose steps are launches of kernels: eager, compiled, and with CUDA graphs."""
-    steps = 9 if options.device == "cpu" else 400
-    words = f"--model cnn --batch_size {batch} --max_steps {steps} --epochs 3"
-    with copy_of(SCRIPT, ("model.compile()", 'model.compile(mode="reduce-overhead")')) as graphs:
+    words = f"--model cnn --batch_size {batch} --max_steps 400 --epochs 3"
+    graph_copy = copy_of(SCRIPT, ("model.compile()", 'model.compile(mode="reduce-overhead")'))
+    with few_images() as data, graph_copy as graphs:
+        if options.device == "cpu":
+            words = f"{words} {data}".replace(f"--batch_size {batch}", f"--batch_size {batch // 4}")
         sides = {"eager": (SCRIPT, words, {}), "compiled": (SCRIPT, f"{words} --compile", {})}
         sides["CUDA graphs"] = (graphs, f"{words} --compile", {})
         rates = in_turn(sides)
@@ -442,19 +456,17 @@ def check_cnn(batch):
 def check_precision(model):
     """A network of many convolutions: fp32 with and without TF32, bf16, channels_last."""
     words = f"--model {model} --learning_rate 1e-4 --batch_size 256 --max_steps 60 --epochs 2"
-    if options.device == "cpu":
-        words = f"--model {model} --batch_size 8 --max_steps 2 --epochs 1"
-    last = (
-        ").to(device)\n    optimizer",
-        ").to(device, memory_format=torch.channels_last)\n    optimizer",
-    )
-    with copy_of(SCRIPT, last) as channels_last:
+    to_device = ").to(device)\n    optimizer"
+    channels_last = ").to(device, memory_format=torch.channels_last)\n    optimizer"
+    with few_images() as data, copy_of(SCRIPT, (to_device, channels_last)) as last:
+        if options.device == "cpu":
+            words = f"{words} {data}".replace("--batch_size 256", "--batch_size 16")
         sides = {"fp32 without TF32": (SCRIPT, words, {"NVIDIA_TF32_OVERRIDE": "0"})}
         sides["fp32"] = (SCRIPT, words, {})
-        sides["fp32, channels_last"] = (channels_last, words, {})
+        sides["fp32, channels_last"] = (last, words, {})
         sides["bf16"] = (SCRIPT, f"{words} --precision bf16", {})
-        sides["bf16, channels_last"] = (channels_last, f"{words} --precision bf16", {})
-        rates = in_turn(sides, rounds=1 if options.device == "cpu" else 3)
+        sides["bf16, channels_last"] = (last, f"{words} --precision bf16", {})
+        rates = in_turn(sides)
     told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
     tell(f"- {model}, images/s: {told}")
 
@@ -533,13 +545,16 @@ def main():
         tell("- left out: what GPUs send each other, as there is one")
         parts["ddp"] = [(check_one_process,)]
     if options.device == "cpu":
-        parts["waits"] = parts["attention"] = []
+        torch.set_num_threads(1)  # as many as the scripts have
+        tell("- left out: waits, attention and the profiler's trace, which need a GPU")
+        parts |= {"waits": [], "attention": []}
         parts["ddp"].remove((check_overlap,))
     for name in names:
         begin = time.monotonic()
         for check, *arguments in parts[name]:
             attempt(" ".join([name, *map(str, arguments)]), check, *arguments)
-        tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
+        if parts[name]:
+            tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 
 

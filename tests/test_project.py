@@ -73,6 +73,14 @@ def test_readme_commands(tmp_path):
         assert [node.wait(TIMEOUT) for node in nodes] == [0] * len(nodes), line
 
 
+def test_gpu_dry_run(tmp_path):
+    """What a GPU would run can be printed; the texts that it replaces in copies are there."""
+    words = [sys.executable, ROOT / "tests/gpu.py", "--dry_run", "--out", tmp_path / "gpu.md"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("\npython ") > 80, done.stderr
+    assert not (tmp_path / "gpu.md").exists()
+
+
 def test_readme_example(run, tmp_path):
     """The example of "Make it yours", pasted into a copy of images.py, trains."""
     copy, script = tmp_path / "mine.py", (ROOT / "singlegpu/images.py").read_text()
