@@ -304,8 +304,8 @@ def check_all_processes():
             seen = json.loads(Path(folder, "0.json").read_text())  # of rank 0
             for name in ("comm", "comm_total"):
                 tell(
-                    f"- {count} processes, {model}: {name} {25 * rows[0][name]:.2f} ms a step, with "
-                    f"the sums' all-reduce; DDP's logger {25 * seen[name]:.2f} without"
+                    f"- {count} processes, {model}: {name} {25 * rows[0][name]:.2f} ms a step with "
+                    f"the all-reduce of sums; DDP's logger {25 * seen[name]:.2f} without"
                 )
     no_hook = (
         ("    ddp_model.register_comm_hook(None, watch.hook)\n", ""),
