@@ -216,7 +216,8 @@ def pays_up_to(runs):
         needed = 1.5 ** math.log2(many / few)
         if gain < needed:
             limit = "1 process" if few == 1 else f"{few} processes"
-            return f"It pays up to {limit}: {many} are {gain:.2f} times as fast, not {needed:.2f}."
+            comparison = f"{many} are {gain:.2f} times as fast as {few}, less than {needed:.2f}"
+            return f"It pays up to {limit}: {comparison}."
     return f"It pays up to {speedups.index.max()} processes, and there are no numbers on more."
 
 

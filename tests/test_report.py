@@ -81,9 +81,9 @@ def test_strong_and_weak(tmp_path):
 def test_how_far_it_pays(tmp_path):
     """Of 2 and 6 processes log2(6 / 2) = 1.58 doublings must pay, 1.5**1.58 = 1.90."""
     cases = {
-        (13, 8, 5): "It pays up to 2 processes: 6 are 1.75 times as fast, not 1.90.",
+        (13, 8, 5): "It pays up to 2 processes: 6 are 1.75 times as fast as 2, less than 1.90.",
         (13, 8, 4.5): "It pays up to 6 processes, and there are no numbers on more.",
-        (13, 11, 4): "It pays up to 1 process: 2 are 1.20 times as fast, not 1.50.",
+        (13, 11, 4): "It pays up to 1 process: 2 are 1.20 times as fast as 1, less than 1.50.",
     }
     for times, sentence in cases.items():
         runs = [rows_of(n, n, [99, time], nodes=n) for n, time in zip((1, 2, 6), times)]
@@ -174,7 +174,7 @@ def test_prediction_by_hand(tmp_path):
     first, rest = (size * 1.5 / 40e6 + 0.03 for size in (1 << 20, 4_000_000 - (1 << 20)))
     comm = max(0.4 * (1 << 20) / 4e6 + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup"]) == pytest.approx(4 * 0.9 / (0.9 + comm), rel=0.004)
-    assert "It pays up to 2 processes: 4 are 1.32 times as fast, not 1.50." in text
+    assert "It pays up to 2 processes: 4 are 1.32 times as fast as 2, less than 1.50." in text
 
 
 def test_prediction_with_buckets(run, data, tmp_path):
