@@ -113,7 +113,7 @@ def learn_vocabulary(batch):
 def encode(batch, tokenizer, labels):
     """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
-    tokens = np.array([encoding.ids for encoding in encodings], np.int16)
+    tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # small in the cache
     tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
     return {
         "tokens": tokens,
