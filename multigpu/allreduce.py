@@ -176,7 +176,7 @@ def main(rank, args, init_method):
 def launch_all(args):
     """Starts the processes, and exits with their exit status."""
     find_device(args.num_gpus - 1)  # a wrong number ends here, not in each process
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     with tempfile.TemporaryDirectory() as folder:
         try:

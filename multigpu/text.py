@@ -662,7 +662,7 @@ def launch_text(args):
     """Starts the processes, passes stop signals on, and exits with their exit status."""
     find_device(args.num_gpus - 1)  # a wrong number ends here, not in each process
     read_texts(args, "cpu")  # so that the data is downloaded and encoded once
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads() // args.num_gpus or 1))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus, join=False)
