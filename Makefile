@@ -1,6 +1,6 @@
 # Each target sets up .venv first. make demo: one process, then two, on synthetic data, and the
 # speedup. make test: the suite, some 9 minutes on 2 cores. make test-oldest: the same with the
-# oldest torch that requirements.txt allows. make soak: what takes long, 40 minutes.
+# oldest torch that requirements.txt allows. make soak: what takes long, 50 minutes.
 PYTHON ?= python3
 RUN := .venv/bin/python
 DEMO := --batch_size 128 --epochs 2 --max_steps 40 --log runs/demo.jsonl
