@@ -689,14 +689,14 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = find_device(int(os.environ["LOCAL_RANK"]))
     setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
     pipeline_group, replica_group, embedding_group = create_groups(args)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    if args.max_steps:
+    if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
     total_steps = args.epochs * num_steps
     val_batches = validation_batches(val_tokens, args, device)
@@ -787,7 +787,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # an epoch, before its validation
+            save = progress["step"] == num_steps  # after the last step, before the validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
@@ -804,7 +804,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until now a signal has just ended the run
+                if last_check == first_step:  # until here a signal just ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)

@@ -274,7 +274,7 @@ class CommTimer(Stopwatch):
         start = self.now()
         self.ready.append((bucket.buffer().nbytes, start))
 
-        def note_end(future):  # on a GPU it runs in a stream that waits for the all-reduce
+        def note_end(future):  # on a GPU, the stream in which it runs waits for the all-reduce
             self.spans.append((start, self.now()))
             return future.value()
 
@@ -527,13 +527,13 @@ def main(rank, args, init_method):
     world_size = args.num_gpus
     device = find_device(rank)
     setup(args, rank, world_size, init_method, device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    if args.max_steps:
+    if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
     total_steps = args.epochs * num_steps
     val_tokens = checked_ids(val_tokens, args).to(device)
@@ -613,7 +613,7 @@ def main(rank, args, init_method):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # an epoch, before its validation
+            save = progress["step"] == num_steps  # after the last step, before the validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
@@ -629,7 +629,7 @@ def main(rank, args, init_method):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until now a signal has just ended the run
+                if last_check == first_step:  # until here a signal just ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
@@ -671,7 +671,7 @@ def main(rank, args, init_method):
         ids = sample(model, val_batches[0][0][:1], args)
         print(ids if os.path.isdir(args.dataset) else bytes(ids).decode(errors="replace"))
     if stop:
-        sys.exit(128 + max(STOP_REQUESTS, default=signal.SIGTERM))
+        sys.exit(128 + max(STOP_REQUESTS, default=signal.SIGTERM))  # or another process was asked
 
 
 def launch_gpt(args):

@@ -146,8 +146,8 @@ def encode_pairs(batch, tokenizers):
 
 def encode_split(texts, tokenizers):
     """Returns the arrays of encode_pairs and the texts, both with the longest sources first."""
-    # map() finds what it has cached by the name of a function's module. The processes of
-    # multigpu/translation.py have another one for this file, and would encode the pairs again.
+    # map() names its cache after the function's module. Where multigpu/translation.py starts a
+    # process, the module is called __mp_main__, and the pairs would be encoded again.
     encode_pairs.__module__ = "__main__"
     encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
     arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
@@ -167,7 +167,7 @@ def read_pairs(args):
 
 
 def select_pairs(split, rows, device):
-    """Returns sources (B, S), targets (B, T + 1) and, on the CPU, the sources' lengths (B,)."""
+    """Returns sources (B, S), their lengths (B,), on the CPU, and targets (B, T + 1)."""
     lengths = split["source_length"][rows]
     longest_target = split["target_length"][rows].max()
     sources = torch.from_numpy(split["sources"][rows, : lengths.max()]).long()
@@ -177,7 +177,7 @@ def select_pairs(split, rows, device):
         targets = targets.pin_memory()
     sources = sources.to(device, non_blocking=True)
     targets = targets.to(device, non_blocking=True)
-    return sources, targets, torch.from_numpy(lengths)
+    return sources, torch.from_numpy(lengths), targets
 
 
 def batches(split, args, epoch, steps, device):
@@ -286,7 +286,7 @@ def create_model(args, source_size, target_size):
     return TransformerTranslator(source_size, target_size, args.seq_len, args.dropout)
 
 
-def translation_loss(model, source, target, lengths, args):
+def translation_loss(model, source, lengths, target, args):
     """Returns the summed loss, for backward(), and the sums (2,) of losses and of tokens."""
     with torch.autocast(source.device.type, DTYPES[args.precision], args.precision != "fp32"):
         logits = model(source, lengths, target[:, :-1]).flatten(0, 1)  # (B x T, V)
@@ -366,7 +366,7 @@ class CommTimer(Stopwatch):
         start = self.now()
         self.ready.append((bucket.buffer().nbytes, start))
 
-        def note_end(future):  # on a GPU it runs in a stream that waits for the all-reduce
+        def note_end(future):  # on a GPU, the stream in which it runs waits for the all-reduce
             self.spans.append((start, self.now()))
             return future.value()
 
@@ -571,7 +571,7 @@ def translate(model, loader, tokenizer, args):
     """Returns translations of the loader's sources: greedily, the likeliest token each time."""
     model.eval()
     translations = []
-    for source, _, lengths in loader:
+    for source, lengths, _ in loader:
         target = torch.full((len(source), 1), START, device=source.device)  # (B, T)
         state = model.encode(source, lengths)
         while target.shape[1] < args.seq_len and not (target == END).any(1).all():
@@ -596,7 +596,7 @@ def main(rank, args, init_method):
     world_size = args.num_gpus
     device = find_device(rank)
     setup(args, rank, world_size, init_method, device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_split, val_split, test_split, texts, tokenizers = read_pairs(args)
     val_batches = validation_batches(val_split, device)
@@ -605,7 +605,7 @@ def main(rank, args, init_method):
     if num_steps == 0 or min(len(val_split["sources"]), len(test_split["sources"])) < world_size:
         sys.exit(f"{args.dataset} is too small for --batch_size or for {world_size} processes")
     mean_tokens = args.batch_size * (train_split["target_length"] - 1).mean()  # of a batch
-    if args.max_steps:
+    if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
@@ -673,7 +673,7 @@ def main(rank, args, init_method):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # an epoch, before its validation
+            save = progress["step"] == num_steps  # after the last step, before the validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
@@ -689,7 +689,7 @@ def main(rank, args, init_method):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until now a signal has just ended the run
+                if last_check == first_step:  # until here a signal just ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)
@@ -740,7 +740,7 @@ def main(rank, args, init_method):
     dist.barrier(patient)
     dist.destroy_process_group()
     if stop:
-        sys.exit(128 + max(STOP_REQUESTS, default=signal.SIGTERM))
+        sys.exit(128 + max(STOP_REQUESTS, default=signal.SIGTERM))  # or another process was asked
 
 
 def launch_translation(args):

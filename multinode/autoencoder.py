@@ -212,7 +212,7 @@ class CommTimer(Stopwatch):
         start = self.now()
         self.ready.append((bucket.buffer().nbytes, start))
 
-        def note_end(future):  # on a GPU it runs in a stream that waits for the all-reduce
+        def note_end(future):  # on a GPU, the stream in which it runs waits for the all-reduce
             self.spans.append((start, self.now()))
             return future.value()
 
@@ -426,7 +426,7 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = find_device(int(os.environ["LOCAL_RANK"]))
     setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # for long waits
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     # Rank 0 prepares the data, then one process of each other node, and then the rest read them.
@@ -441,7 +441,7 @@ def main(args):
     num_steps = len(train_images) // args.batch_size
     if num_steps == 0 or len(val_images) < world_size:
         sys.exit(f"{args.dataset} is too small for --batch_size or for {world_size} processes")
-    if args.max_steps:
+    if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
@@ -507,7 +507,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # an epoch, before its validation
+            save = progress["step"] == num_steps  # after the last step, before the validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             if save or progress["step"] == next_check:
@@ -523,7 +523,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until now a signal has just ended the run
+                if last_check == first_step:  # until here a signal just ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)

@@ -116,8 +116,8 @@ def load_texts(args):
 
 def read_texts(args, device):
     """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
-    # map() finds what it has cached by the name of a function's module. The processes of
-    # multigpu/text.py have another one for this file, and would encode the texts again.
+    # map() names its cache after the function's module. Where multigpu/text.py starts a process,
+    # the module is called __mp_main__, and the texts would be encoded again.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     disable_progress_bars()

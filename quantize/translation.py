@@ -123,8 +123,8 @@ def encode_pairs(batch, tokenizers):
 
 def encode_split(texts, tokenizers):
     """Returns the arrays of encode_pairs and the texts, both with the longest sources first."""
-    # map() finds what it has cached by the name of a function's module. The processes of
-    # multigpu/translation.py have another one for this file, and would encode the pairs again.
+    # map() names its cache after the function's module. Where multigpu/translation.py starts a
+    # process, the module is called __mp_main__, and the pairs would be encoded again.
     encode_pairs.__module__ = "__main__"
     encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
     arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
@@ -134,7 +134,7 @@ def encode_split(texts, tokenizers):
 
 
 def select_pairs(split, rows, device):
-    """Returns sources (B, S), targets (B, T + 1) and, on the CPU, the sources' lengths (B,)."""
+    """Returns sources (B, S), their lengths (B,), on the CPU, and targets (B, T + 1)."""
     lengths = split["source_length"][rows]
     longest_target = split["target_length"][rows].max()
     sources = torch.from_numpy(split["sources"][rows, : lengths.max()]).long()
@@ -144,7 +144,7 @@ def select_pairs(split, rows, device):
         targets = targets.pin_memory()
     sources = sources.to(device, non_blocking=True)
     targets = targets.to(device, non_blocking=True)
-    return sources, targets, torch.from_numpy(lengths)
+    return sources, torch.from_numpy(lengths), targets
 
 
 class StepwiseLSTM(nn.Module):
@@ -375,7 +375,7 @@ def translate_stepwise(model, batches, tokenizer, args):
     """Returns translations by greedy decoding, the likeliest token each time, and sentences/s."""
     translations = []
     start = time.perf_counter()
-    for source, _, lengths in batches:
+    for source, lengths, _ in batches:
         target = torch.full_like(source[:, :1], START)  # (B, T)
         state = model.encode(source, lengths)
         while target.shape[1] < args.seq_len and not (target == END).any(1).all():

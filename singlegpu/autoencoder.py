@@ -304,7 +304,7 @@ def main(args):
     num_steps = len(train_images) // args.batch_size
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
-    if args.max_steps:
+    if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
@@ -358,7 +358,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # an epoch, before its validation
+            save = progress["step"] == num_steps  # after the last step, before the validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             stop = len(STOP_REQUESTS) > 0

@@ -405,7 +405,7 @@ def main(args):
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    if args.max_steps:
+    if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
     total_steps = args.epochs * num_steps
     val_tokens = checked_ids(val_tokens, args).to(device)
@@ -477,7 +477,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # an epoch, before its validation
+            save = progress["step"] == num_steps  # after the last step, before the validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             stop = len(STOP_REQUESTS) > 0

@@ -124,8 +124,8 @@ def load_texts(args):
 
 def read_texts(args, device):
     """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
-    # map() finds what it has cached by the name of a function's module. The processes of
-    # multigpu/text.py have another one for this file, and would encode the texts again.
+    # map() names its cache after the function's module. Where multigpu/text.py starts a process,
+    # the module is called __mp_main__, and the texts would be encoded again.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     disable_progress_bars()
@@ -405,7 +405,7 @@ def main(args):
     num_steps = len(train_split[0]) // args.batch_size
     if num_steps == 0:
         sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
-    if args.max_steps:
+    if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
@@ -462,7 +462,7 @@ def main(args):
             watch.mark("optimizer")
 
             progress["step"] += 1
-            save = progress["step"] == num_steps  # an epoch, before its validation
+            save = progress["step"] == num_steps  # after the last step, before the validation
             if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
                 save = True
             stop = len(STOP_REQUESTS) > 0

@@ -24,7 +24,7 @@ def test_table_and_file(run, tmp_path):
         size, microseconds, algbw, busbw = map(float, row[:4])
         assert microseconds == pytest.approx(1e6 * seconds, abs=0.06)
         assert algbw == pytest.approx(size / seconds / 1e9, abs=6e-4)
-        assert busbw == pytest.approx(algbw * 4 / 3, abs=1e-3)
+        assert busbw == pytest.approx(4 / 3 * size / seconds / 1e9, abs=6e-4)
     assert (found["processes"], found["nodes"]) == (3, 1) and 0 < found["compute_rate"] <= 1
 
 

@@ -138,9 +138,14 @@ def test_ctrl_c_before_the_first_step(start, data):
     for script, processes in (("singlegpu/images.py", 1), ("multigpu/images.py", 2)):
         job = start(script, *arguments_of("cnn", data), "--epochs", 10_000, processes=processes)
         wait_for(lambda job=job: len(job.processes()) > (processes > 1))
-        time.sleep(1)
-        job.process.send_signal(signal.SIGINT)
-        status, out, err = job.wait(60)
+
+        def press(job=job):  # more than once: while torch is imported, a library may swallow it
+            time.sleep(1)
+            job.process.send_signal(signal.SIGINT)
+            return job.process.poll() is not None
+
+        wait_for(press, 60)
+        status, out, err = job.wait()
         assert status and "starting" not in out, (status, out, err)
 
 

@@ -136,12 +136,12 @@ def test_translation_padding_and_order(model):
     model = translation.create_model(args, 30, 30).eval()
     sources, targets, lengths = pairs_of(generator, 5)
     lengths = torch.from_numpy(lengths.copy())
-    together = translation.translation_loss(model, sources, targets, lengths, args)[1]
+    together = translation.translation_loss(model, sources, lengths, targets, args)[1]
     alone = torch.zeros(2, dtype=torch.float64)
     for row in range(5):
         each = slice(row, row + 1)
         words = targets[each, : (targets[row] != translation.PAD).sum()]
-        part = sources[each, : lengths[row]], words, lengths[each]
+        part = sources[each, : lengths[row]], lengths[each], words
         alone += translation.translation_loss(model, *part, args)[1]
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
     changed = targets.clone()
