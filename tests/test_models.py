@@ -198,7 +198,7 @@ def test_translation_does_not_depend_on_the_batches(model):
         for start in range(0, 30, size):
             each = slice(start, start + size)
             part = torch.from_numpy(lengths[each].copy())
-            loader.append((sources[each, : part.max()], targets[each], part))
+            loader.append((sources[each, : part.max()], part, targets[each]))
         found.append(translation.translate(model, loader, Words(), args))
     assert len(found[0]) == 30 and found[0] == found[1] == found[2]
     assert len({len(text.split()) for text in found[0]}) > 4
