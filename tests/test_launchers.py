@@ -133,20 +133,31 @@ def test_a_late_process(run, data, tmp_path, late, processes):
     assert report.returncode == 0 and os.uname().nodename in report.stdout, report.stdout
 
 
-def test_ctrl_c_before_the_first_step(start, data):
+@pytest.mark.parametrize("folder, processes", [("singlegpu", 1), ("multigpu", 2)])
+def test_ctrl_c_before_the_first_step(start, tmp_path, folder, processes):
     """It ends the run at once: nothing is trained that could be saved."""
-    for script, processes in (("singlegpu/images.py", 1), ("multigpu/images.py", 2)):
-        job = start(script, *arguments_of("cnn", data), "--epochs", 10_000, processes=processes)
-        wait_for(lambda job=job: len(job.processes()) > (processes > 1))
+    np.save(tmp_path / "train_images.npy", np.zeros((512, 1, 28, 28), np.uint8))
+    np.save(tmp_path / "train_labels.npy", np.zeros(512, np.uint8))
+    pipe = tmp_path / "test_images.npy"
+    os.mkfifo(pipe)  # nobody writes to it: who reads it waits
+    job = start(f"{folder}/images.py", "--dataset", tmp_path, processes=processes)
 
-        def press(job=job):  # more than once: while torch is imported, a library may swallow it
-            time.sleep(1)
-            job.process.send_signal(signal.SIGINT)
-            return job.process.poll() is not None
+    def is_read():  # a pipe that nobody reads cannot be opened
+        assert job.process.poll() is None, job.wait()
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
 
-        wait_for(press, 60)
-        status, out, err = job.wait()
-        assert status and "starting" not in out, (status, out, err)
+    def press():  # again, if Python has not yet begun to wait for the pipe
+        job.process.send_signal(signal.SIGINT)
+        return job.process.poll() is not None
+
+    writer = wait_for(is_read)
+    wait_for(press, pause=0.5)
+    status, out, err = job.wait()
+    os.close(writer)
+    assert status and "starting" not in out, (status, out, err)
 
 
 @pytest.mark.parametrize("folder", ["singlegpu", "multigpu", "multinode"])
