@@ -155,7 +155,7 @@ def batches(tokens, args, epoch, steps, device):
     # Each epoch cuts the tokens at other places, from `start` on.
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
-    start = int(torch.randint(args.seq_len, (), generator=generator))  # so one sequence less fits
+    start = int(torch.randint(args.seq_len, (), generator=generator))  # costs up to one sequence
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
@@ -380,7 +380,7 @@ def print_collectives(rows):
     """Prints what part of the communication is sending, and what is waiting for a late process.
 
     If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
-    processes are late in turn, the waiting for them counts as sending.
+    another process is late each time, the waiting for it counts as sending.
     """
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
@@ -621,7 +621,7 @@ def gpt_row(settings, progress, val_sums):
     row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
     if os.path.isdir(row["dataset"]):  # its tokens are not bytes
         row["val_bpb"] = math.nan
-    row["val_ppl"] = math.exp(row["val_loss"])
+    row["val_ppl"] = math.exp(min(row["val_loss"], 100))
     return row
 
 
@@ -638,7 +638,7 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = find_device(int(os.environ["LOCAL_RANK"]))
     setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
@@ -710,7 +710,7 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
         for micro_batches in bar:
-            # For dropout. Numbers have the same hash in every run.
+            # A resumed run draws the same dropout: numbers have the same hash in every run.
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
             watch.mark("data")
             for number, (tokens, targets) in enumerate(micro_batches, start=1):
@@ -748,7 +748,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until here a signal just ends the run
+                if last_check == first_step:  # the first check; a signal before it ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)

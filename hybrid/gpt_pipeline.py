@@ -134,7 +134,7 @@ def batches(tokens, args, epoch, steps, device):
     # Each epoch cuts the tokens at other places, from `start` on.
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
-    start = int(torch.randint(args.seq_len, (), generator=generator))  # so one sequence less fits
+    start = int(torch.randint(args.seq_len, (), generator=generator))  # costs up to one sequence
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     pipeline = dist.get_rank() // args.num_stages
     num_pipelines = dist.get_world_size() // args.num_stages
@@ -672,7 +672,7 @@ def gpt_row(settings, progress, val_sums):
     row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
     if os.path.isdir(row["dataset"]):  # its tokens are not bytes
         row["val_bpb"] = math.nan
-    row["val_ppl"] = math.exp(row["val_loss"])
+    row["val_ppl"] = math.exp(min(row["val_loss"], 100))
     return row
 
 
@@ -689,7 +689,7 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = find_device(int(os.environ["LOCAL_RANK"]))
     setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
     pipeline_group, replica_group, embedding_group = create_groups(args)
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
@@ -761,7 +761,7 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         stage.train()
         for tokens, targets in bar:
-            # For dropout. Numbers have the same hash in every run.
+            # A resumed run draws the same dropout: numbers have the same hash in every run.
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
             watch.mark("data")
             sums = sums + run_batch(pipeline_schedule.step, stage, tokens, targets)
@@ -804,7 +804,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until here a signal just ends the run
+                if last_check == first_step:  # the first check; a signal before it ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)

@@ -252,7 +252,7 @@ class CommTimer(Stopwatch):
         self.spans.clear()
 
     def take(self, num_samples):
-        """Also returns each bucket: its bytes, and its seconds from ready to the last one ready."""
+        """Also returns each bucket's bytes, and the seconds until the last bucket was ready."""
         row = super().take(num_samples)
         row["buckets"] = []
         for size, moment in self.ready:
@@ -279,7 +279,7 @@ def print_communication(rows):
     """Prints what part of the communication is sending, and what is waiting for a late process.
 
     If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
-    processes are late in turn, the waiting for them counts as sending.
+    another process is late each time, the waiting for it counts as sending.
     """
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
@@ -426,7 +426,7 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = find_device(int(os.environ["LOCAL_RANK"]))
     setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     torch.backends.cudnn.benchmark = True
     # Rank 0 prepares the data, then one process of each other node, and then the rest read them.
@@ -523,7 +523,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until here a signal just ends the run
+                if last_check == first_step:  # the first check; a signal before it ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)

@@ -5,9 +5,9 @@ r"""Train a GPT on the GPUs of many nodes, or on CPU processes where there is no
         multinode/gpt.py --dataset data/openwebtext --snapshot gpt.pt         # on each of two nodes
     sbatch --nodes=4 --gpus-per-node=4 slurm/multinode_gpt.slurm --dataset input.txt
 
-A text file is read as bytes. A folder holds train.bin and val.bin with 16-bit token ids, as nanoGPT
-writes them. torchrun starts a process for each GPU; the bare -- keeps it from taking --log for its
-own option. To train another network, replace GPT.
+A text file is read as bytes. A folder holds token ids: train and val, as .bin (16 bits, as nanoGPT
+writes them) or .npy. torchrun starts a process for each GPU; the bare -- keeps it from taking
+--log for its own option. To train another network, replace GPT.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -93,7 +93,7 @@ def parse_args():
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--sample", type=int, metavar="N", default=0, help="bytes to generate at the end")
+    add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
@@ -149,7 +149,7 @@ def batches(tokens, args, epoch, steps, device):
     # Each epoch cuts the tokens at other places, from `start` on.
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
-    start = int(torch.randint(args.seq_len, (), generator=generator))  # so one sequence less fits
+    start = int(torch.randint(args.seq_len, (), generator=generator))  # costs up to one sequence
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
@@ -315,7 +315,7 @@ class CommTimer(Stopwatch):
         self.spans.clear()
 
     def take(self, num_samples):
-        """Also returns each bucket: its bytes, and its seconds from ready to the last one ready."""
+        """Also returns each bucket's bytes, and the seconds until the last bucket was ready."""
         row = super().take(num_samples)
         row["buckets"] = []
         for size, moment in self.ready:
@@ -342,7 +342,7 @@ def print_communication(rows):
     """Prints what part of the communication is sending, and what is waiting for a late process.
 
     If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
-    processes are late in turn, the waiting for them counts as sending.
+    another process is late each time, the waiting for it counts as sending.
     """
     totals = []  # of each process, in seconds of an epoch
     for rank in range(rows[0]["processes"]):
@@ -504,7 +504,7 @@ def gpt_row(settings, progress, val_sums):
     row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
     if os.path.isdir(row["dataset"]):  # its tokens are not bytes
         row["val_bpb"] = math.nan
-    row["val_ppl"] = math.exp(row["val_loss"])
+    row["val_ppl"] = math.exp(min(row["val_loss"], 100))
     return row
 
 
@@ -531,7 +531,7 @@ def main(args):
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = find_device(int(os.environ["LOCAL_RANK"]))
     setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # where rank 0 takes long
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
     num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
@@ -599,7 +599,7 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
         for micro_batches in bar:
-            # For dropout. Numbers have the same hash in every run.
+            # A resumed run draws the same dropout: numbers have the same hash in every run.
             torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
             watch.mark("data")
             for number, (tokens, targets) in enumerate(micro_batches, start=1):
@@ -637,7 +637,7 @@ def main(args):
                     watch.mark("save")
                 if stop:
                     break
-                if last_check == first_step:  # until here a signal just ends the run
+                if last_check == first_step:  # the first check; a signal before it ends the run
                     catch_signals()
                 # The mean is the same in all processes, so they check again at the same step.
                 seconds_a_step = seconds / (progress["step"] - last_check)

@@ -5,8 +5,8 @@
     python singlegpu/gpt.py --dataset data/openwebtext --precision bf16 --compile --snapshot gpt.pt
     sbatch slurm/singlegpu_gpt.slurm --dataset input.txt --d_model 768 --n_heads 12 --num_layers 12
 
-A text file is read as bytes. A folder holds train.bin and val.bin with 16-bit token ids, as nanoGPT
-writes them. `diff singlegpu/gpt.py multigpu/gpt.py` shows what all GPUs of a node add,
+A text file is read as bytes. A folder holds token ids: train and val, as .bin (16 bits, as nanoGPT
+writes them) or .npy. `diff singlegpu/gpt.py multigpu/gpt.py` shows what all GPUs of a node add,
 multinode/gpt.py is for many nodes. To train another network, replace GPT.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
@@ -82,7 +82,7 @@ def parse_args():
     add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--sample", type=int, metavar="N", default=0, help="bytes to generate at the end")
+    add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
     add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
     add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
@@ -134,7 +134,7 @@ def batches(tokens, args, epoch, steps, device):
     # Each epoch cuts the tokens at other places, from `start` on.
     generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
     order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
-    start = int(torch.randint(args.seq_len, (), generator=generator))  # so one sequence less fits
+    start = int(torch.randint(args.seq_len, (), generator=generator))  # costs up to one sequence
     sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
@@ -378,7 +378,7 @@ def gpt_row(settings, progress, val_sums):
     row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
     if os.path.isdir(row["dataset"]):  # its tokens are not bytes
         row["val_bpb"] = math.nan
-    row["val_ppl"] = math.exp(row["val_loss"])
+    row["val_ppl"] = math.exp(min(row["val_loss"], 100))
     return row
 
 
@@ -457,7 +457,7 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
         for micro_batches in bar:
-            # For dropout. Numbers have the same hash in every run.
+            # A resumed run draws the same dropout: numbers have the same hash in every run.
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))
             watch.mark("data")
             for tokens, targets in micro_batches:

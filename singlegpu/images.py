@@ -425,7 +425,7 @@ def main(args):
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
         model.train()
         for micro_batches in bar:
-            # For dropout. Numbers have the same hash in every run.
+            # A resumed run draws the same dropout: numbers have the same hash in every run.
             torch.manual_seed(hash((args.seed, epoch, progress["step"])))
             watch.mark("data")
             for images, labels in micro_batches:
