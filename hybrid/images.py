@@ -1,4 +1,4 @@
-"""Train an image classifier: a process splits its layers over GPUs, DDP averages the processes.
+"""Train an image classifier: a process splits its layers over GPUs, DDP averages the gradients.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or CPUs
     sbatch --nodes=4 --gpus-per-node=4 slurm/hybrid_images.slurm --model vgg11
@@ -9,7 +9,7 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width, K clas
 """
 
 import argparse
-import itertools
+import functools
 import json
 import math
 import os
@@ -50,7 +50,7 @@ WINDOW_BYTES = 2**28  # of images that are shuffled together: those of 128 block
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--num_stages", type=int, choices=range(1, 9), default=2, help="GPUs of a process")
+    add("--num_stages", type=int, choices=range(1, 9), default=2, help="GPUs that share a model")
     add("--model", choices=MODELS, default="cnn", help="network to train")
     add(
         "--dataset",
@@ -221,7 +221,7 @@ def num_weights(module):
 
 
 def split_model(model, devices):
-    """Yields the stages, each on its device. The largest stage is as small as possible."""
+    """Yields stages of an nn.Sequential on their devices. The largest is as small as possible."""
     layers = list(model)
     if isinstance(layers[-1], models.VGG):
         vgg = layers.pop()
@@ -233,16 +233,25 @@ def split_model(model, devices):
     with_weights = [number for number, size in enumerate(sizes) if size > 0]
     if len(devices) > len(with_weights):
         sys.exit(f"--num_stages must be at most {len(with_weights)}, the layers that have weights")
-    best_sizes = [math.inf]  # of the stages of the best split so far, the largest first
-    for cuts in itertools.combinations(with_weights[1:], len(devices) - 1):
-        bounds = [0, *cuts, len(layers)]  # a cut is before a layer with weights: DDP needs some
-        stage_sizes = [sum(sizes[start:end]) for start, end in itertools.pairwise(bounds)]
-        stage_sizes.sort(reverse=True)
-        if stage_sizes < best_sizes:
-            best_sizes = stage_sizes
-            best_bounds = bounds
-    for device, (start, end) in zip(devices, itertools.pairwise(best_bounds)):
+
+    @functools.cache
+    def best_split(start, num_stages):
+        """Returns sizes, largest first, and ends of the best stages from layer `start` on."""
+        if num_stages == 1:
+            return [sum(sizes[start:])], [len(layers)]
+        splits = []
+        for end in with_weights:  # a stage begins with weights: DDP needs some
+            if end > start:
+                rest_sizes, rest_ends = best_split(end, num_stages - 1)
+                stage_sizes = sorted([sum(sizes[start:end]), *rest_sizes], reverse=True)
+                splits.append((stage_sizes, [end, *rest_ends]))
+        return min(splits, default=([math.inf], []))
+
+    start = 0
+    _, ends = best_split(with_weights[0], len(devices))
+    for device, end in zip(devices, ends):
         yield nn.Sequential(*layers[start:end]).to(device)
+        start = end
 
 
 class Chain(nn.Sequential):
@@ -414,7 +423,7 @@ class StageTimer(CommTimer):
         clock = self.clock
         streams = [torch.cuda.current_stream(device) for device in self.devices]
         if torch.cuda.current_stream() != torch.cuda.default_stream():
-            # An all-reduce has ended: self.clock must not wait for it, nor it for the other GPUs.
+            # An all-reduce has ended. Its clock does not wait for the stages, nor theirs for it.
             clock = self.comm_clock
             streams = [torch.cuda.current_stream()]
         for stream in streams:
@@ -498,7 +507,7 @@ def find_device(local_rank):
     """Returns the GPU of this process, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
         return torch.device("cuda", local_rank)
     if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
         sys.exit(

@@ -413,7 +413,7 @@ def find_device(local_rank):
     """Returns the GPU of this process, or the CPU if the machine has no GPU."""
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few: each process needs its own")
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
         return torch.device("cuda", local_rank)
     if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
         sys.exit(

@@ -30,7 +30,7 @@ LINES |= {
     "singlegpu/make_bigmnist.py": 155,
     "singlegpu/make_images.py": 145,
     "report.py": 460,
-    "hybrid/images.py": 755,
+    "hybrid/images.py": 765,
     "hybrid/gpt_pipeline.py": 855,
     "hybrid/gpt_fsdp.py": 795,
     "quantize/text.py": 355,

@@ -1,4 +1,4 @@
-"""The parts of text.py, translation.py and gpt.py that have a right answer."""
+"""The parts of the scripts that have a right answer."""
 
 import argparse
 import importlib.util
@@ -235,3 +235,14 @@ def test_the_schedule_follows(run, data, tmp_path):
     assert "learning rate" not in run("singlegpu/gpt.py", *words)
     assert "learning rate" not in run("singlegpu/gpt.py", *words)
     assert "the learning rate jumps" in run("multigpu/gpt.py", *words, "--epochs", 2, processes=2)
+
+
+def test_splitting_into_stages():
+    """Of 100 layers, too, each stage has its tenth; a stage without weights is not one."""
+    hybrid = module("hybrid/images.py")
+    layers = [torch.nn.Flatten()]
+    for _ in range(100):
+        layers += [torch.nn.ReLU(), torch.nn.Linear(4, 4)]
+    stages = list(hybrid.split_model(torch.nn.Sequential(*layers), [CPU] * 10))
+    assert [layer for stage in stages for layer in stage] == layers
+    assert [hybrid.num_weights(stage) for stage in stages] == [10 * 20] * 10
