@@ -428,7 +428,7 @@ def find_device(local_rank):
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
         return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         sys.exit(
             f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
             "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"

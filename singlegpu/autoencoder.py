@@ -62,7 +62,7 @@ def parse_args():
     args = parser.parse_args()
     if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log)):
+    for path in filter(None, (args.snapshot, args.log, args.reconstructions)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             parser.error(f"there is no folder for {path}")
     return args
@@ -226,7 +226,7 @@ def find_device(local_rank):
         if local_rank >= torch.cuda.device_count():
             sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
         return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         sys.exit(
             f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
             "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"

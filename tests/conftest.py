@@ -29,6 +29,8 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine mee
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 ENVIRONMENT["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
 torch.set_num_threads(1)
+# A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

@@ -231,6 +231,9 @@ def test_bad_arguments(fork_server, attempt, data):
         assert status and "--batch_size must be" in err, err
     status, _, err = attempt("multigpu/allreduce.py", processes=1)
     assert status == 2 and "one process has nobody to send to" in err, err
+    for flag in ("--snapshot", "--log", "--reconstructions"):
+        status, _, err = attempt("singlegpu/autoencoder.py", flag, "none/file")
+        assert status == 2 and "no folder for none/file" in err, err
 
 
 PRETENDS_A_GPU = """import os, runpy, sys
@@ -258,8 +261,10 @@ def test_gpus_that_torch_cannot_use(attempt, data, tmp_path):
         assert status == 1 and "cannot use the GPUs" in err and err.count("\n") == 1, (script, err)
         assert not out
     words = (*cases["multigpu/images.py"], "--max_steps", 1, "--epochs", 1)
-    status, out, err = attempt("multigpu/images.py", *words, before=(wrapper,), processes=2)
-    assert status == 0 and "device CPU" in out, err
+    for hidden in ("", "-1"):
+        more = {"before": (wrapper,), "CUDA_VISIBLE_DEVICES": hidden}
+        status, out, err = attempt("multigpu/images.py", *words, processes=2, **more)
+        assert status == 0 and "device CPU" in out, err
 
 
 def test_missing_data(attempt, tmp_path):
