@@ -640,7 +640,9 @@ def main(args):
             stage, process_group=group, gradient_as_bucket_view=True
         )
         ddp_stage.broadcast_buffers = False  # BatchNorm's: sent once, before a validation
-        ddp_stage.register_comm_hook(group, watch.of_stage(stage_device).hook)
+        comm_hook = COMM_HOOKS[args.comm_hook]
+        comm_hook = watch.of_stage(stage_device).hook  # calls it, and notes the time
+        ddp_stage.register_comm_hook(group, comm_hook)
         if args.compile:
             ddp_stage.compile()
         ddp_model.append(ddp_stage)

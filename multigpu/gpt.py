@@ -550,9 +550,11 @@ def main(rank, args, init_method):
     progress = load_snapshot(args, parts)
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
-    watch = CommTimer(device, COMM_HOOKS[args.comm_hook])
+    comm_hook = COMM_HOOKS[args.comm_hook]
+    watch = CommTimer(device, comm_hook)
     watch.matmul_speed = speed  # for model_speed()
-    ddp_model.register_comm_hook(None, watch.hook)
+    comm_hook = watch.hook  # calls it, and notes the time
+    ddp_model.register_comm_hook(None, comm_hook)
     if args.compile:
         ddp_model.compile()
 

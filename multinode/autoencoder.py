@@ -455,8 +455,10 @@ def main(args):
     if len(set(starts)) > 1:
         sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    watch = CommTimer(device, COMM_HOOKS[args.comm_hook])
-    ddp_model.register_comm_hook(None, watch.hook)
+    comm_hook = COMM_HOOKS[args.comm_hook]
+    watch = CommTimer(device, comm_hook)
+    comm_hook = watch.hook  # calls it, and notes the time
+    ddp_model.register_comm_hook(None, comm_hook)
     if args.compile:
         ddp_model.compile()
 

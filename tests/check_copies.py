@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 LINES = {  # of singlegpu, and of multigpu and multinode
     "images": (485, 670),
-    "autoencoder": (400, 580),
-    "text": (505, 685),
+    "autoencoder": (400, 585),
+    "text": (505, 690),
     "gpt": (525, 705),
-    "translation": (585, 770),
+    "translation": (585, 775),
 }
 LINES |= {
     "singlegpu/make_bigmnist.py": 155,

@@ -308,7 +308,7 @@ def check_all_processes():
                     f"the all-reduce of sums; DDP's logger {25 * seen[name]:.2f} without"
                 )
     no_hook = (
-        ("    ddp_model.register_comm_hook(None, watch.hook)\n", ""),
+        ("    ddp_model.register_comm_hook(None, comm_hook)\n", ""),
         ("watch.mark_backward(is_last)", 'watch.mark("backward")'),
         ("moment, self.ready[-1][1]", "moment, moment"),
     )

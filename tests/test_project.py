@@ -122,3 +122,6 @@ def test_a_copy_without_its_stopwatch(run, tmp_path, script):
     words = (*words, "--batch_size", 24, "--max_steps", 20, "--epochs", 2, "--log", log)
     out = run(copy, *words, processes=2)
     assert curve(log)[1, 0] < curve(log)[0, 0] and "where" not in out, out
+    if "multigpu" in script:  # what is left still sends gradients as --comm_hook says
+        run(copy, *words, "--comm_hook", "bf16", processes=2)
+        assert curve(log)[2, 0] != curve(log)[0, 0]
