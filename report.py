@@ -7,7 +7,7 @@
 
 The report compares runs that have the same settings and different numbers of processes N. Strong
 scaling keeps the global batch, weak scaling keeps the batch of a process. Numbers are means over
-the processes and over the epochs after the first. What is not known is printed as -.
+the processes and, if there are several, the epochs after the first. - is what is not known.
 
     seconds       wall time of an epoch, with its evaluation and its snapshots
     samples/s     speed of the training alone
@@ -52,7 +52,7 @@ from matplotlib import pyplot as plt
 SAME = (
     "script model dataset precision size parameters source target vocab_size d_model n_heads "
     "num_layers seq_len learning_rate dropout grad_accum_steps compile max_steps num_stages "
-    "num_microbatches schedule checkpoint_activations"
+    "num_microbatches schedule checkpoint_activations device"
 ).split()
 TITLE = SAME[:4]
 RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
@@ -182,6 +182,7 @@ def groups_of(runs):
         alike.setdefault(("strong", run["batch_size"], settings), []).append(run)
         alike.setdefault(("weak", local_batch, settings), []).append(run)
     groups = []
+    titles = []
     for scaling, batch, settings in sorted(alike):
         kept = "global batch" if scaling == "strong" else "batch of a process"
         title = f"{scaling} scaling, {', '.join(settings[: len(TITLE)])}, {kept} {batch:g}"
@@ -190,7 +191,10 @@ def groups_of(runs):
             group = members[(members["processes"] == 1) | (members["comm_hook"] == hook)]
             if group["processes"].nunique() > 1:
                 group = with_speedups(group.sort_values(["processes", "nodes"], kind="stable"))
-                groups.append(group.assign(group=title, serial=serial_fraction(group)))
+                titles.append(title)
+                repeated = f" ({titles.count(title)})" if titles.count(title) > 1 else ""
+                serial = serial_fraction(group) if scaling == "strong" else math.nan
+                groups.append(group.assign(group=title + repeated, serial=serial))
     return groups
 
 
@@ -246,7 +250,7 @@ def comparison(group):
     for name, value in settings_of(first).items():
         if name not in TITLE and value not in ("", "0", "0.0", "False"):
             facts.append(f"{name} {value}")
-    for name in ("comm_hook", "device", "threads"):
+    for name in ("comm_hook", "threads"):
         facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
     quality = next((name for name in QUALITY if name in first), "val_loss")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
@@ -263,8 +267,7 @@ def application(groups):
     lines += ["An epoch takes these seconds and device-hours. A process has a device of its own."]
     lines += ["peak_MB is the memory of the process that has held the most.", ""]
     for group in groups:
-        devices = " / ".join(group["device"].unique())
-        lines += [f"**{group['group'].iloc[0]}, device {devices}**", ""]
+        lines += [f"**{group['group'].iloc[0]}, device {group['device'].iloc[0]}**", ""]
         lines += [table(APPLICATION, group), "", pays_up_to(group), ""]
     return lines
 
@@ -295,7 +298,7 @@ def step_of(run, runs):
     seconds = {0: dict.fromkeys(PHASES, 0.0)}  # a batch of 0 takes no time
     slowest_last = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
     for other in [*slowest_last, run]:  # a later run replaces one of the same batch
-        if settings_of(other) == settings_of(run) and other["device"] == run["device"]:
+        if settings_of(other) == settings_of(run):
             steps = other["samples/s"] * other["training"] / other["batch_size"]
             seconds[other["batch_size"]] = {name: other[name] / steps for name in PHASES}
     phases = pd.DataFrame.from_dict(seconds, orient="index").sort_index()
@@ -401,7 +404,8 @@ def write_all(groups, predictions, lines, out):
     for processes in sorted({2, *measured["processes"]} - {1}):
         speedup = processes * r / (1 + r)  # T seconds become T / N + T / N / R
         axes.loglog(r, speedup, label=f"{processes} processes, nothing hidden")
-    for frame, style in (measured, "o"), (predicted, "x:"):
+    from_one = measured.groupby("group")["processes"].transform("min") == 1  # as the curves
+    for frame, style in (measured[from_one], "o"), (predicted, "x:"):
         for title, rows in frame.groupby("group", sort=False):
             axes.plot(rows["R"], rows["speedup"], style, label=title)
     axes.set(xlabel="R = compute / sending", ylabel="speedup")
@@ -418,12 +422,12 @@ def main():
     add("--predict", nargs="+", default=[], metavar="LINK.json", help="files of allreduce.py")
     add("--gpus_per_node", type=int, default=0, help="processes of a node, for two link files")
     args = parser.parse_args()
-    if len(args.predict) > 2 or len(args.predict) == 2 and args.gpus_per_node < 1:
+    if len(args.predict) > 2 or (len(args.predict) == 2) != (args.gpus_per_node > 0):
         parser.error("--predict takes one link file, or two of them with --gpus_per_node")
     rows, notes = read_logs(args.paths)
     runs = runs_of(rows, args.warmup, notes)
     links = read_links(args.predict)
-    singles = [run for run in runs if run["processes"] == 1]
+    singles = [run for run in runs if run["processes"] == 1 and links]  # to predict from
     if links and not singles:
         sys.exit("--predict needs the log of a run of one process")
 
@@ -433,13 +437,14 @@ def main():
     for group in groups:
         lines += comparison(group)
         compared.update(group[RUN].itertuples(index=False, name=None))
+    compared.update(tuple(run[name] for name in RUN) for run in singles)
     alone = [run for run in runs if tuple(run[name] for name in RUN) not in compared]
-    if alone and not links:
+    if alone:
         columns = [*TITLE, "processes", "batch_size", "seconds", "samples/s", "device-hours"]
         lines += ["## not compared: no other run differs in the number of processes alone", ""]
         lines += [table(columns, alone), "", table(COMMUNICATION, alone), ""]
     predictions = []
-    for run, scaling in itertools.product(singles if links else [], ("strong", "weak")):
+    for run, scaling in itertools.product(singles, ("strong", "weak")):
         title = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
         title += f"batch {run['batch_size']}, run {run['run']}"
         found, sentence = predict(step_of(run, singles), scaling, links, args.gpus_per_node)

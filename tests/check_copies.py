@@ -29,7 +29,7 @@ LINES = {  # of singlegpu, and of multigpu and multinode
 LINES |= {
     "singlegpu/make_bigmnist.py": 155,
     "singlegpu/make_images.py": 145,
-    "report.py": 460,
+    "report.py": 465,
     "hybrid/images.py": 765,
     "hybrid/gpt_pipeline.py": 855,
     "hybrid/gpt_fsdp.py": 795,

@@ -114,12 +114,17 @@ def test_a_late_process(tmp_path):
 
 def test_what_is_compared(tmp_path):
     """Runs that differ in what a user chose have no speedup; threads and nodes may differ."""
-    changes = {"precision": "bf16", "model": "mlp", "max_steps": 10, "dataset": "cifar10"}
+    changes = {"precision": "bf16", "model": "mlp", "max_steps": 10, "device": "another"}
     others = [rows_of(name, 2, [9, 6], **{name: value}) for name, value in changes.items()]
     others += [rows_of("precision", 2, [9, 5], nodes=2), rows_of("c", 2, [9, 3], comm_hook="bf16")]
-    _, bf16, plain, alone = tables(write(tmp_path / "a", rows_of("a", 1, [9, 9]), *others))
+    log = write(tmp_path / "a", rows_of("a", 1, [9, 9]), *others)
+    _, bf16, plain, alone = tables(log, "--out", tmp_path)
     assert [row["speedup"] for row in bf16 + plain] == ["1.00", "4.00", "1.00", "2.00"]
     assert len(alone) == 4 and "speedup" not in alone[0]
+    measured = csv.DictReader((tmp_path / "tables/measured.csv").read_text().splitlines())
+    assert len({row["group"] for row in measured}) == 2, "a name for each group"
+    _, *same, _, _ = tables(log, "--predict", link(tmp_path / "l.json"))
+    assert same == [bf16, plain, alone], "a prediction comes after them"
 
 
 def test_repeated_epochs_and_skew(tmp_path):
@@ -207,7 +212,13 @@ def test_bad_input(tmp_path):
     one, two = (write(tmp_path / f"{n}.jsonl", rows_of("a", n, [11, 11])) for n in (1, 2))
     good, nan = link(tmp_path / "good.json"), link(tmp_path / "nan.json", bandwidth=math.nan)
     (bad := tmp_path / "bad.json").write_text("[1")
-    cases = {"bad.json": (one, bad), "nan.json": (one, nan), "--gpus_per_node": (one, good, good)}
-    for message, (log, *links) in {**cases, "one process": (two, good)}.items():
-        done = run_report(log, "--predict", *links)
+    needs_two = "two of them with --gpus_per_node"
+    for message, (log, *more) in (
+        ("bad.json", (one, bad)),
+        ("nan.json", (one, nan)),
+        ("one process", (two, good)),
+        (needs_two, (one, good, good)),
+        (needs_two, (one, good, "--gpus_per_node", 8)),
+    ):
+        done = run_report(log, "--predict", *more)
         assert done.returncode and message in done.stderr.splitlines()[-1], done.stderr
