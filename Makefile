@@ -1,14 +1,15 @@
 # Each target sets up .venv first. make demo: one process, then two, on synthetic data, and the
-# speedup. make test: the suite, some 9 minutes on 2 cores. make test-oldest: the same with the
-# oldest torch that requirements.txt allows. make soak: what takes long, 50 minutes.
+# speedup. make test: the suite, some 9 minutes on 2 cores. make test-torch TORCH=2.12.1: the same
+# with that torch, by default the oldest of requirements.txt. make soak: what takes long, 50 minutes.
 PYTHON ?= python3
+TORCH ?= $(shell sed -n 's/^torch>=\([0-9.]*\).*/\1/p' requirements.txt)
 RUN := .venv/bin/python
 DEMO := --batch_size 128 --epochs 2 --max_steps 40 --log runs/demo.jsonl
 # One thread a process; glibc keeps memory that is freed, which a CPU's next step asks for again.
 DEMO_ENV := OMP_NUM_THREADS=1 MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1073741824
 DEMO_ENV += MALLOC_TOP_PAD_=67108864
 
-.PHONY: demo test test-oldest soak lint
+.PHONY: demo test test-torch soak lint
 
 demo: .venv/installed
 	@mkdir -p runs && rm -f runs/demo.jsonl
@@ -20,8 +21,8 @@ demo: .venv/installed
 test: .venv/installed lint
 	$(RUN) -m pytest
 
-test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest
+test-torch: .venv-$(TORCH)/installed
+	.venv-$(TORCH)/bin/python -m pytest
 
 soak: .venv/installed
 	$(RUN) -m pytest -n 0 -vv -s --durations=0 -o python_files='soak_*.py' tests/soak
@@ -36,7 +37,7 @@ lint: .venv/installed
 	.venv/bin/pip install --quiet --requirement requirements.txt
 	touch $@
 
-.venv-oldest/installed: requirements.txt
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --quiet torch==2.11.0 torchvision==0.26.0 -r requirements.txt
+.venv-$(TORCH)/installed: requirements.txt
+	$(PYTHON) -m venv .venv-$(TORCH)
+	.venv-$(TORCH)/bin/pip install --quiet torch==$(TORCH) --requirement requirements.txt
 	touch $@

@@ -273,10 +273,10 @@ class ShardTimer(Stopwatch):
         self.recent = []  # (start, end) of each collective since the last mark
         self.spans = []  # (start, end) of those in training steps since the last flush
         for module in (*model.blocks, model):
-            reduce_scatter = ReduceScatter(self)
+            timed_reduce_scatter = ReduceScatter(self)
             module.set_custom_all_gather(AllGather(self))
-            module.set_custom_reduce_scatter(reduce_scatter)
-            module.set_all_reduce_hook(reduce_scatter.note_end)
+            module.set_custom_reduce_scatter(timed_reduce_scatter)
+            module.set_all_reduce_hook(timed_reduce_scatter.note_end)
 
     def mark(self, phase):
         """Also takes the collectives of a forward or backward pass.
@@ -325,6 +325,11 @@ class ShardTimer(Stopwatch):
         return row
 
 
+# Newer versions of torch deprecate the old names of these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class AllGather:
     """Brings the shards of a block together. FSDP calls allocate() and then the object itself."""
 
@@ -336,7 +341,7 @@ class AllGather:
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         start = self.watch.now()
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
+        all_gather(output_tensor, input_tensor, group)
         self.watch.recent.append((start, self.watch.now()))
 
 
@@ -355,7 +360,7 @@ class ReduceScatter:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+        reduce_scatter(output_tensor, input_tensor, op, group)
 
     def note_end(self, gradients):
         self.watch.recent.append((self.start, self.watch.now()))

@@ -73,6 +73,17 @@ def test_readme_commands(tmp_path):
         assert [node.wait(TIMEOUT) for node in nodes] == [0] * len(nodes), line
 
 
+def test_deprecations_do_not_fail(run, tmp_path):
+    """A library may deprecate a name at any site. Every other warning of a script is a failure."""
+    script = tmp_path / "warns.py"
+    script.write_text("import warnings\nwarnings.warn('old name', FutureWarning)")
+    with pytest.warns(UserWarning, match="deprecated: .*FutureWarning: old name"):
+        run(script)
+    script.write_text("import warnings\nwarnings.warn('wrong value', RuntimeWarning)")
+    with pytest.raises(AssertionError, match="RuntimeWarning: wrong value"):
+        run(script)
+
+
 def test_gpu_dry_run(tmp_path):
     """What a GPU would run can be printed; the texts that it replaces in copies are there."""
     words = [sys.executable, ROOT / "tests/gpu.py", "--dry_run", "--out", tmp_path / "gpu.md"]
