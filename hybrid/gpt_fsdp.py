@@ -53,6 +53,7 @@ SAME_ON_RESUME = (
     "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
     "precision seed"
 ).split()
+SUMS = ("loss", "count")  # of an epoch, as a snapshot names them
 
 
 class GPT(nn.Module):
@@ -152,11 +153,8 @@ def checked_ids(tokens, args):
 
 def batches(tokens, args, epoch, steps, device):
     """Yields a list of micro-batches for each step: token ids (B, T) and the next ids (B, T)."""
-    # Each epoch cuts the tokens at other places, from `start` on.
-    generator = torch.Generator().manual_seed(hash((args.seed, epoch)))
-    order = torch.randperm(len(tokens) // args.seq_len - 1, generator=generator).numpy()
-    start = int(torch.randint(args.seq_len, (), generator=generator))  # costs up to one sequence
-    sequences = sliding_window_view(tokens[start:], args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
+    sequences = sliding_window_view(tokens, args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
+    order = np.random.default_rng((args.seed, epoch)).permutation(len(sequences))
     for step in steps:
         numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
         numbers = numbers[dist.get_rank() :: dist.get_world_size()]
@@ -203,11 +201,11 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
-def learning_rate_factor(done):
-    """Returns the factor of the learning rate when this share of all steps is done."""
+def learning_rate(args, done):
+    """Returns the learning rate when this share of all steps, 0 to 1, is done."""
     if done < 0.05:
-        return 20 * done  # rises to 1
-    return 1.05 - done  # falls to 0.05
+        return args.learning_rate * 20 * done  # it rises to --learning_rate
+    return args.learning_rate * (1.05 - done)  # and falls to a twentieth
 
 
 # ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
@@ -520,7 +518,7 @@ def save_snapshot(args, parts, progress):
 def load_snapshot(args, parts):
     """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
+        return {"run_id": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": {}}
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
@@ -601,13 +599,14 @@ def save_shards(args, model, optimizer, progress):
 
 
 def add_up(sums, since):
-    """Adds up over processes. Returns the sums, whether one was asked to stop, mean seconds."""
+    """Adds up over processes. Returns named sums, whether one was asked to stop, mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
     dist.all_reduce(totals)
     *total_sums, stop_requests, total_seconds = totals.tolist()
-    return total_sums, stop_requests > 0, total_seconds / dist.get_world_size()
+    named_sums = dict(zip(SUMS, total_sums))
+    return named_sums, stop_requests > 0, total_seconds / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -619,9 +618,9 @@ def evaluate(batch_loss, model, loader, args):
 
 def gpt_row(settings, progress, val_sums):
     """Returns settings and losses of an epoch, for the log."""
-    train_loss, train_count = progress["sums"]
+    train_loss, train_count = progress["sums"].values()
     val_loss, val_count = val_sums.tolist()
-    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
+    row = settings | {"run": progress["run_id"], "epoch": progress["epoch"]}
     row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
     row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
     if os.path.isdir(row["dataset"]):  # its tokens are not bytes
@@ -646,12 +645,11 @@ def main(args):
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
     train_tokens, val_tokens = read_tokens(args)
-    num_steps = (len(train_tokens) // args.seq_len - 1) // args.batch_size
+    num_steps = (len(train_tokens) - 1) // args.seq_len // args.batch_size
     if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
         sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
     if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
-    total_steps = args.epochs * num_steps
     val_tokens = checked_ids(val_tokens, args).to(device)
     val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
     # All processes need the same number of validation batches: FSDP's collectives wait for all.
@@ -695,11 +693,8 @@ def main(args):
     if rank == 0:
         facts = ", ".join(f"{name} {value}" for name, value in settings.items())
         print(textwrap.fill(facts, 100))
-        if progress.get("total_steps", total_steps) != total_steps:
-            print("note: the learning rate jumps: --epochs or --max_steps is not what it was")
         print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
         print(*(f"{name:>10}" for name in SHOWN))
-    progress["total_steps"] = total_steps  # which the learning rate follows
     rows = []  # rank 0 collects those of all epochs and processes
     stop = False
     while progress["epoch"] < args.epochs:
@@ -710,8 +705,9 @@ def main(args):
         next_check = first_step + 1
         since = time.perf_counter()
         loader = batches(train_tokens, args, epoch, steps, device)
-        # Each process begins with its share of the sums so far, or 0.0. add_up() adds them up.
-        sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
+        # Each process begins with an equal share of the sums so far. add_up() adds them up.
+        shares = [progress["sums"].get(name, 0.0) / world_size for name in SUMS]
+        sums = torch.tensor(shares, dtype=torch.float64, device=device)
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
         for micro_batches in bar:
@@ -725,9 +721,9 @@ def main(args):
                 watch.mark("forward")
                 (loss / args.grad_accum_steps).backward()
                 watch.mark("backward")
-            done = (epoch * num_steps + progress["step"] + 1) / total_steps
+            done = (epoch + (progress["step"] + 1) / num_steps) / args.epochs
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * learning_rate_factor(done)
+                group["lr"] = learning_rate(args, done)
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
             watch.mark("optimizer")
             norm = norm.full_tensor()  # an all-reduce: the norm of the gradients of all shards
@@ -745,7 +741,7 @@ def main(args):
                 progress["sums"], stop, seconds = add_up(sums, since)
                 watch.mark_all_reduce()
                 watch.flush()
-                if not all(map(math.isfinite, progress["sums"])):
+                if not all(map(math.isfinite, progress["sums"].values())):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or stop:
                     save_shards(args, model, optimizer, progress)
@@ -760,7 +756,7 @@ def main(args):
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                loss_sum, count = progress["sums"]
+                loss_sum, count = progress["sums"].values()
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break
@@ -774,7 +770,7 @@ def main(args):
         row |= model_speed(row, watch.matmul_speed)
         epoch_rows = [None] * world_size
         dist.all_gather_object(epoch_rows, row)
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": {}}
         if rank == 0:
             rows += epoch_rows
             print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))

@@ -19,7 +19,6 @@ import statistics
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import numpy as np
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
 from torchvision import datasets, models
 from tqdm import tqdm
 
@@ -41,22 +41,15 @@ COMM_HOOKS = {
 }
 SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
-MODELS = ("cnn", "mlp", "vgg11", "resnet18")
-DATASETS = ("synthetic", "mnist", "cifar10")  # others are folders of .npy files
-BLOCK_BYTES = 2**21  # of images that lie next to each other in the file
-WINDOW_BYTES = 2**28  # of images that are shuffled together: those of 128 blocks
+SUMS = ("loss", "acc", "count")  # of an epoch, as a snapshot names them
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--num_stages", type=int, choices=range(1, 9), default=2, help="GPUs that share a model")
-    add("--model", choices=MODELS, default="cnn", help="network to train")
-    add(
-        "--dataset",
-        default="synthetic",
-        help=f"{', '.join(DATASETS)}, or what make_images.py wrote",
-    )
+    add("--model", choices=("cnn", "mlp", "vgg11", "resnet18"), default="cnn", help="network")
+    add("--dataset", default="synthetic", help="or mnist, cifar10, a folder of .npy files")
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--epochs", type=int, default=2, help="passes over the training images")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
@@ -73,8 +66,6 @@ def parse_args():
     add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     args = parser.parse_args()
-    if args.dataset not in DATASETS and not os.path.isdir(folder_of(args)):
-        parser.error(f"--dataset {args.dataset} is not a folder, nor one of {', '.join(DATASETS)}")
     if "WORLD_SIZE" not in os.environ:
         parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
     shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
@@ -86,10 +77,63 @@ def parse_args():
     return args
 
 
-def folder_of(args):
-    """Returns the folder of the data set: in --data_dir, or else where its name says."""
+class Images(Dataset):
+    """Images (N, C, H, W) uint8 and their labels (N,)."""
+
+    def __init__(self, images, labels):
+        self.images = images
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitems__(self, indices):
+        """Returns a whole batch: images (B, C, H, W) uint8 and labels (B,)."""
+        labels = self.labels[indices].astype(np.int64)
+        return torch.from_numpy(self.images[indices]), torch.from_numpy(labels)
+
+
+def read_data(args):
+    """Returns the data to train on and to validate on, two map-style datasets.
+
+    The test images of the data sets serve for validation.
+    """
+    try:
+        train_data = Images(*read_images(args, "train"))
+        val_data = Images(*read_images(args, "test"))
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
+    if val_data.images.shape[1:] != train_data.images.shape[1:]:
+        sys.exit(f"{args.dataset}: images of train and test differ in shape")
+    if val_data.labels.max() > train_data.labels.max():
+        sys.exit(f"{args.dataset}: test has classes that train has not")
+    return train_data, val_data
+
+
+def read_images(args, split):
+    """Returns images (N, C, H, W) uint8 and labels (N,) of a split, "train" or "test"."""
+    if args.dataset == "synthetic":
+        return synthetic_images(60_000 if split == "train" else 10_000)
+    if args.dataset == "mnist":
+        source = datasets.MNIST(args.data_dir, train=split == "train", download=True)
+        return source.data.numpy().reshape(-1, 1, 28, 28), source.targets.numpy()
+    if args.dataset == "cifar10":
+        source = datasets.CIFAR10(args.data_dir, train=split == "train", download=True)
+        images = np.ascontiguousarray(source.data.transpose(0, 3, 1, 2))
+        return images, np.array(source.targets)
     folder = os.path.join(args.data_dir, args.dataset)
-    return folder if os.path.isdir(folder) else args.dataset
+    if not os.path.isdir(folder):
+        folder = args.dataset
+    # Mapped files are read piece by piece. They may be larger than memory.
+    images = np.load(f"{folder}/{split}_images.npy", mmap_mode="r")
+    labels = np.load(f"{folder}/{split}_labels.npy", mmap_mode="r")
+    if images.ndim == 3:
+        images = images.reshape(len(images), 1, *images.shape[1:])  # one channel
+    if images.ndim != 4 or images.dtype != np.uint8 or images.size == 0:
+        raise ValueError(f"{split} images are {images.dtype} {images.shape}")
+    if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise ValueError(f"{split} labels are {labels.dtype} {labels.shape}")
+    return images, labels
 
 
 def synthetic_images(num_images):
@@ -103,94 +147,54 @@ def synthetic_images(num_images):
     return images.numpy(), labels.numpy()
 
 
-def read_images(args, split):
-    """Returns images (N, C, H, W) uint8 and labels (N,) of a split, "train" or "test"."""
-    if args.dataset == "synthetic":
-        return synthetic_images(60_000 if split == "train" else 10_000)
-    try:
-        if args.dataset == "mnist":
-            source = datasets.MNIST(args.data_dir, train=split == "train", download=True)
-            return source.data.numpy().reshape(-1, 1, 28, 28), source.targets.numpy()
-        if args.dataset == "cifar10":
-            source = datasets.CIFAR10(args.data_dir, train=split == "train", download=True)
-            return source.data.transpose(0, 3, 1, 2), np.asarray(source.targets)
-        path = os.path.join(folder_of(args), split)
-        images = np.load(f"{path}_images.npy", mmap_mode="r")  # mapped: it may exceed the memory
-        labels = np.load(f"{path}_labels.npy", mmap_mode="r")
-        if images.ndim == 3:
-            images = images.reshape(len(images), 1, *images.shape[1:])
-        if images.ndim != 4 or images.dtype != np.uint8 or images.size == 0:
-            raise ValueError(f"{split} images are {images.dtype} {images.shape}")
-        if labels.shape != images.shape[:1] or labels.dtype.kind not in "iu" or labels.min() < 0:
-            raise ValueError(f"{split} labels are {labels.dtype} {labels.shape}")
-        return images, labels
-    except (OSError, RuntimeError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
+def training_order(data, args, epoch):
+    """Returns the indices (N,) of all images, in the order in which an epoch trains on them.
 
-
-def batches(split, args, epoch, steps, device):
-    """Yields None, and then micro-batches for each step: images (B, C, H, W) uint8, labels (B,).
-
-    Blocks of neighbouring images come in random order, and the images of a window, 128 blocks, are
-    shuffled. A thread reads this process's share of a window while the model trains on the one
-    before. The thread and the model hold at most three shares, 768 MiB / processes, or three
-    batches.
+    A file larger than memory is read in blocks of 2 MiB. They come in random order, and the images
+    of 128 blocks at a time are shuffled. Smaller data is one such pool.
     """
-    num_images = len(split[1])
-    image_bytes = split[0][0].nbytes
-    block_size = max(1, BLOCK_BYTES // image_bytes)
-    window_size = max(1, WINDOW_BYTES // image_bytes // args.batch_size) * args.batch_size
     generator = np.random.default_rng((args.seed, epoch))
-    shift = generator.integers(num_images)  # block 0 begins at this image
-    blocks = generator.permutation(num_images // block_size)
-    blocks = np.append(blocks, len(blocks))  # the last block is short, and stays the last
-
-    def read_window(number):
-        """Returns this process's images and labels of a window, shuffled, on the device."""
-        start = number * window_size
-        size = max(0, min(window_size, num_images - start))
-        order = np.random.default_rng((args.seed, epoch, number)).permutation(size)
-        positions = start + order[dist.get_rank() :: dist.get_world_size()]
-        block, offset = np.divmod(positions, block_size)
-        indices = (shift + blocks[block] * block_size + offset) % num_images  # in the file
-        ascending = np.argsort(indices)  # the file is read from front to back
-        original = torch.from_numpy(np.argsort(ascending)).to(device)  # undoes this order
-        return [torch.from_numpy(array[indices[ascending]]).to(device)[original] for array in split]
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        reading = thread.submit(read_window, steps.start * args.batch_size // window_size)
-        yield None  # next() has begun the reading, and comes back here
-        for step in steps:
-            window, start = divmod(step * args.batch_size, window_size)
-            if start == 0 or step == steps.start:
-                images, labels = reading.result()
-                reading = thread.submit(read_window, window + 1)
-            start //= dist.get_world_size()  # in this process's share of the window
-            share = slice(start, start + args.batch_size // dist.get_world_size())
-            parts = args.grad_accum_steps
-            yield list(zip(images[share].chunk(parts), labels[share].chunk(parts)))
+    block_size = max(1, 2**21 // data.images[0].nbytes)
+    block_starts = generator.permutation(np.arange(0, len(data), block_size))
+    order = (block_starts[:, None] + np.arange(block_size)).flatten()  # (blocks x block_size,)
+    order = order[order < len(data)]  # the last block may be short
+    pool_size = 128 * block_size
+    for start in range(0, len(data), pool_size):
+        generator.shuffle(order[start : start + pool_size])  # in place
+    return order
 
 
-def validation_batches(split, device):
-    """Yields this process's images (B, C, H, W) uint8 and labels (B,) of the validation split."""
-    share = [array[dist.get_rank() :: dist.get_world_size()] for array in split]
-    for start in range(0, len(share[1]), 128):
-        yield [torch.tensor(array[start : start + 128]).to(device) for array in share]
+def batches(data, args, epoch, steps, device):
+    """Yields micro-batches for each step: images (B, C, H, W) uint8 and labels (B,)."""
+    order = training_order(data, args, epoch)
+    for step in steps:
+        batch = order[step * args.batch_size : (step + 1) * args.batch_size]
+        share = batch[dist.get_rank() :: dist.get_world_size()]
+        micro_batches = map(data.__getitems__, share.reshape(args.grad_accum_steps, -1))
+        yield [(images.to(device), labels.to(device)) for images, labels in micro_batches]
 
 
-def create_model(args, image_shape, num_classes):
-    """Returns a network from images (B, *image_shape) to logits (B, K)."""
-    channels, height, width = image_shape
-    dropout = nn.Dropout(args.dropout)
+def validation_batches(data, device):
+    """Yields this process's images (B, C, H, W) uint8 and labels (B,) of the validation data."""
+    share = np.arange(dist.get_rank(), len(data), dist.get_world_size())
+    for start in range(0, len(share), 128):
+        images, labels = data.__getitems__(share[start : start + 128])
+        yield images.to(device), labels.to(device)
+
+
+def create_model(args, data):
+    """Returns a network from images (B, C, H, W) uint8 to logits (B, K)."""
+    channels, height, width = data.images.shape[1:]
+    num_classes = int(data.labels.max()) + 1
     if args.model == "mlp":
         return nn.Sequential(
             nn.Flatten(),
             nn.Linear(channels * height * width, 512),
             nn.ReLU(),
-            dropout,
+            nn.Dropout(args.dropout),
             nn.Linear(512, 512),
             nn.ReLU(),
-            dropout,
+            nn.Dropout(args.dropout),
             nn.Linear(512, num_classes),
         )
     if args.model == "cnn":  # the network of pytorch/examples/mnist
@@ -201,10 +205,10 @@ def create_model(args, image_shape, num_classes):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            dropout,
+            nn.Dropout(args.dropout),
             nn.Linear(64 * (height // 2 - 2) * (width // 2 - 2), 128),  # 4 pixels fewer, and half
             nn.ReLU(),
-            dropout,
+            nn.Dropout(args.dropout),
             nn.Linear(128, num_classes),
         )
     if args.model == "resnet18":
@@ -269,7 +273,7 @@ def image_loss(model, images, labels, args):
     """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
     with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
         logits = model(images.float() / 255)  # (B, K)
-        loss = nn.functional.cross_entropy(logits, labels.long())
+        loss = nn.functional.cross_entropy(logits, labels)
     count = torch.full_like(loss, len(labels))
     right = (logits.argmax(1) == labels).sum()
     sums = torch.stack((loss.detach() * count, right, count))
@@ -549,7 +553,7 @@ def save_snapshot(args, parts, progress):
 def load_snapshot(args, parts):
     """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
+        return {"run_id": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": {}}
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
@@ -562,13 +566,14 @@ def load_snapshot(args, parts):
 
 
 def add_up(sums, since):
-    """Adds up over processes. Returns the sums, whether one was asked to stop, mean seconds."""
+    """Adds up over processes. Returns named sums, whether one was asked to stop, mean seconds."""
     local_sums = sums.tolist()  # waits for the GPU, before the time is taken
     seconds = time.perf_counter() - since
     totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
     dist.all_reduce(totals)
     *total_sums, stop_requests, total_seconds = totals.tolist()
-    return total_sums, stop_requests > 0, total_seconds / dist.get_world_size()
+    named_sums = dict(zip(SUMS, total_sums))
+    return named_sums, stop_requests > 0, total_seconds / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -580,9 +585,9 @@ def evaluate(batch_loss, model, loader, args):
 
 def epoch_row(settings, progress, val_sums):
     """Returns settings, losses and accuracies of an epoch, for the log."""
-    train_loss, train_right, train_count = progress["sums"]
+    train_loss, train_right, train_count = progress["sums"].values()
     val_loss, val_right, val_count = val_sums.tolist()
-    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
+    row = settings | {"run": progress["run_id"], "epoch": progress["epoch"]}
     row |= {"train_loss": train_loss / train_count, "train_acc": train_right / train_count}
     row |= {"val_loss": val_loss / val_count, "val_acc": val_right / val_count}
     return row
@@ -608,22 +613,17 @@ def main(args):
     turn = int(rank > 0) + int(os.environ["LOCAL_RANK"] != "0")
     for _ in range(turn):
         dist.barrier(patient)
-    train_split = read_images(args, "train")
-    val_split = read_images(args, "test")
+    train_data, val_data = read_data(args)
     for _ in range(turn, 2):  # each process passes two barriers
         dist.barrier(patient)
-    image_shape = train_split[0].shape[1:]
-    num_classes = int(train_split[1].max()) + 1
-    if val_split[0].shape[1:] != image_shape or val_split[1].max() >= num_classes:
-        sys.exit(f"{args.dataset}: train and test differ in the shape of images, or in classes")
-    num_steps = len(train_split[1]) // args.batch_size
-    if num_steps == 0 or len(val_split[1]) < world_size:
+    num_steps = len(train_data) // args.batch_size
+    if num_steps == 0 or len(val_data) < world_size:
         sys.exit(f"{args.dataset} is too small for --batch_size or for {world_size} processes")
     if args.max_steps > 0:
         num_steps = min(num_steps, args.max_steps)
 
     torch.manual_seed(args.seed)
-    model = create_model(args, image_shape, num_classes)
+    model = create_model(args, train_data)
     stages = list(split_model(model, devices))
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
@@ -666,17 +666,16 @@ def main(args):
         print(*(f"{name:>10}" for name in SHOWN))
     rows = []  # rank 0 collects those of all epochs and processes
     stop = False
-    steps = range(progress["step"], num_steps)
-    loader = batches(train_split, args, progress["epoch"], steps, device)
-    next(loader)  # begins to read
     while progress["epoch"] < args.epochs:
         epoch = progress["epoch"]
         first_step = progress["step"]
         last_check = first_step
         next_check = first_step + 1
         since = time.perf_counter()
-        # Each process begins with its share of the sums so far, or 0.0. add_up() adds them up.
-        sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
+        loader = batches(train_data, args, epoch, range(first_step, num_steps), device)
+        # Each process begins with an equal share of the sums so far. add_up() adds them up.
+        shares = [progress["sums"].get(name, 0.0) / world_size for name in SUMS]
+        sums = torch.tensor(shares, dtype=torch.float64, device=device)
         bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
         model.train()
         for micro_batches in bar:
@@ -705,7 +704,7 @@ def main(args):
                 progress["sums"], stop, seconds = add_up(sums, since)
                 watch.mark_all_reduce()
                 watch.flush()
-                if not all(map(math.isfinite, progress["sums"])):
+                if not all(map(math.isfinite, progress["sums"].values())):
                     sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
                 if save or stop:
                     if rank == 0:
@@ -721,18 +720,15 @@ def main(args):
                 last_check = progress["step"]
                 next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
                 since = time.perf_counter()
-                loss_sum, _, count = progress["sums"]
+                loss_sum, _, count = progress["sums"].values()
                 bar.set_postfix(train_loss=loss_sum / count, refresh=False)
         if stop:
             break
 
-        if epoch + 1 < args.epochs:
-            loader = batches(train_split, args, epoch + 1, range(num_steps), device)
-            next(loader)  # begins to read, during the validation
         for stage, group in zip(stages, groups):
             for buffer in stage.buffers():  # BatchNorm's statistics: rank 0's, which are saved
                 dist.broadcast(buffer, 0, group)
-        val_loader = validation_batches(val_split, device)
+        val_loader = validation_batches(val_data, device)
         val_sums = evaluate(image_loss, Chain(*stages), val_loader, args)
         dist.all_reduce(val_sums, group=groups[0])
         watch.mark("eval")
@@ -743,7 +739,7 @@ def main(args):
         dist.all_gather_object(epoch_rows, row)
         for process_row in epoch_rows:
             process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
+        progress |= {"epoch": epoch + 1, "step": 0, "sums": {}}
         if rank == 0:
             rows += epoch_rows
             print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))

@@ -5,22 +5,28 @@
     python multigpu/autoencoder.py --precision bf16 --snapshot auto.pt  # run it again: it resumes
     sbatch slurm/multigpu_autoencoder.slurm --dataset mnist --epochs 3
 
-`diff singlegpu/autoencoder.py multigpu/autoencoder.py` shows what is new.
+For your own data and model, replace the first of the three parts. The other two are the same in all
+scripts of this folder.
+`diff singlegpu/autoencoder.py multigpu/autoencoder.py` shows what distribution adds.
 Shapes: N images of a split, B of a batch, C channels, H height, W width.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
+import random
 import re
 import signal
 import statistics
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -29,28 +35,22 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import datasets
 from torchvision.utils import save_image
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-SHOWN = "epoch train_loss val_loss seconds samples/s".split()
+COLUMNS = "epoch train_loss val_loss seconds samples/s".split()
+METRIC = "val_loss"  # in the row for results.md
 SAME_ON_RESUME = ("dataset", "batch_size", "learning_rate", "precision", "seed")
-
-COMM_HOOKS = {
-    "none": default_hooks.allreduce_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
+MAX_GRAD_NORM = None  # gradients are not clipped
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--num_gpus", type=int, default=torch.cuda.device_count() or 2, help="processes to start")
     add(
         "--dataset",
         choices=("synthetic", "mnist", "cifar10"),
@@ -58,27 +58,11 @@ def parse_args():
         help="images to train on",
     )
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
-    add("--epochs", type=int, default=2, help="passes over the training images")
-    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
-    add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
-    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
-    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
-    add("--seed", type=int, default=1, help="seed of weights and data order")
-    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
     add("--reconstructions", metavar="FILE.png", help="draw 16 images above their reconstructions")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
-    args = parser.parse_args()
-    shares = args.num_gpus * args.grad_accum_steps
-    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
-        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log, args.reconstructions)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"there is no folder for {path}")
+    args = parse_run_args(parser, epochs=2, batch_size=64)
+    if args.reconstructions and not os.path.isdir(os.path.dirname(args.reconstructions) or "."):
+        parser.error(f"there is no folder for {args.reconstructions}")
+    args.model = "conv"
     return args
 
 
@@ -93,31 +77,51 @@ def synthetic_images(num_images):
     return images.numpy(), labels.numpy()
 
 
-def read_pixels(args, split):
+class Images(Dataset):
+    """Images (N, C, H, W) uint8."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitems__(self, indices):
+        """Returns a whole batch: images (B, C, H, W) uint8."""
+        return torch.from_numpy(self.images[indices])
+
+
+def read_images(args, split):
     """Returns the images (N, C, H, W) uint8 of a split, "train" or "test"."""
     if args.dataset == "synthetic":
-        return torch.tensor(synthetic_images(60_000 if split == "train" else 10_000)[0])
+        images, _ = synthetic_images(60_000 if split == "train" else 10_000)
+        return images
     dataset = datasets.MNIST if args.dataset == "mnist" else datasets.CIFAR10
     try:
         source = dataset(args.data_dir, train=split == "train", download=True)
     except (OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
-    images = np.asarray(source.data)
-    return torch.tensor(images.transpose(0, 3, 1, 2) if images.ndim == 4 else images[:, None])
+    if args.dataset == "mnist":
+        return source.data.numpy().reshape(-1, 1, 28, 28)
+    return np.ascontiguousarray(source.data.transpose(0, 3, 1, 2))
 
 
-def batches(images, args, epoch, steps):
-    """Yields these steps' batches, as tuples of micro-batches (B, C, H, W), in random order."""
-    order = np.random.default_rng((args.seed, epoch)).permutation(len(images))
-    order = torch.from_numpy(order).to(images.device)
-    for step in steps:
-        start, end = step * args.batch_size, (step + 1) * args.batch_size
-        share = slice(start + dist.get_rank(), end, dist.get_world_size())
-        yield images[order[share]].chunk(args.grad_accum_steps)
+def read_data(args):
+    """Returns the data to train on and to validate on, two map-style datasets.
+
+    The test images of the data sets serve for validation.
+    """
+    return Images(read_images(args, "train")), Images(read_images(args, "test"))
 
 
-def create_model(channels):
+def training_order(data, args, epoch):
+    """Returns the indices (N,) of all images, in the order in which an epoch trains on them."""
+    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
+
+
+def create_model(args, data):
     """Returns a network from images (B, C, H, W) to their reconstructions (B, C, H, W)."""
+    channels = data.images.shape[1]
     return nn.Sequential(
         nn.Conv2d(channels, 32, 3, stride=2, padding=1),
         nn.ReLU(),
@@ -132,433 +136,435 @@ def create_model(channels):
     )
 
 
-def reconstruction_loss(model, images, args):
-    """Returns the mean squared error of pixels in 0..1, and the sums (2,) of losses and images."""
-    images = images.float() / 255
-    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        loss = nn.functional.mse_loss(model(images), images)
-    count = torch.full_like(loss, len(images))
-    return loss, torch.stack((loss.detach() * count, count)).double()
+def create_optimizer(model, args):
+    return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
 
 
-# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
-
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
-
-
-class Stopwatch:
-    """Times phases. mark() ends a phase, which began at the mark before."""
-
-    def __init__(self, device):
-        self.cuda = device.type == "cuda"
-        self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
-        self.marks = []
-        self.last = self.now()
-
-    def now(self):
-        if self.cuda:
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-        return time.perf_counter()
-
-    def between(self, start, end):
-        return start.elapsed_time(end) / 1000 if self.cuda else end - start
-
-    def mark(self, phase):
-        self.marks.append((phase, self.now()))
-
-    def flush(self):
-        """Adds the marked phases to self.seconds. Waits for the GPU."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        for phase, moment in self.marks:
-            self.seconds[phase] += self.between(self.last, moment)
-            self.last = moment
-        self.marks.clear()
-
-    def take(self, num_samples):
-        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
-        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
-        training = row["seconds"] - row["eval"] - row["save"]
-        row["samples/s"] = num_samples / max(training, 1e-9)
-        row["peak_MB"] = peak_bytes() / 1e6
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-        return row
+def learning_rate(args, done):
+    """Returns the learning rate when this share of all steps, 0 to 1, is done."""
+    return args.learning_rate
 
 
-def peak_bytes():
-    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    if not os.path.exists("/proc/self/status"):  # only Linux tells
-        return math.nan
-    with open("/proc/self/status") as file:
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
+def batch_loss(model, batch, args):
+    """Returns the mean squared error of pixels in 0..1, and sums. Rows show sums / count."""
+    images = batch.float() / 255
+    loss = nn.functional.mse_loss(model(images), images)
+    return loss, {"loss": loss * len(images), "count": len(images)}
 
 
-class CommTimer(Stopwatch):
-    """Also times the all-reduces. DDP calls hook() for each bucket (set) of gradients."""
-
-    def __init__(self, device, comm_hook):
-        super().__init__(device)
-        self.comm_hook = comm_hook
-        self.spans = []  # (start, end) of each all-reduce since the last flush
-        self.ready = []  # (bytes, moment) of each bucket of this step
-        self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
-
-    def hook(self, process_group, bucket):
-        """Sends a bucket with comm_hook, and notes when the all-reduce begins and ends."""
-        if bucket.index() == 0:
-            self.ready = []
-        start = self.now()
-        self.ready.append((bucket.buffer().nbytes, start))
-
-        def note_end(future):  # on a GPU, the stream in which it runs waits for the all-reduce
-            self.spans.append((start, self.now()))
-            return future.value()
-
-        # comm_hook() can make the current stream wait for its all-reduce. The backward pass must
-        # not wait for it, so comm_hook() runs in a stream of its own. On a CPU there are none.
-        if self.cuda:
-            self.stream.wait_stream(torch.cuda.current_stream())  # it needs the gradients
-        with torch.cuda.stream(self.stream):
-            return self.comm_hook(process_group, bucket).then(note_end)
-
-    def mark_backward(self, is_last):
-        """Marks a backward pass. The last one of a step also waits for the all-reduces."""
-        if is_last:
-            _, last_ready = self.ready[-1]  # hook() has noted when the last gradients were there
-            self.marks.append(("backward", last_ready))
-            self.mark("comm")
-        else:
-            self.mark("backward")
-
-    def mark_all_reduce(self):
-        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
-        _, start = self.marks[-1]
-        self.spans.append((start, self.now()))
-        self.mark("comm")
-
-    def flush(self):
-        """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin = self.last  # before flush() moves it
-        super().flush()
-        spans = []  # in seconds after the origin
-        for start, end in self.spans:
-            spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0  # what overlaps with a span before it is not counted again
-        for start, end in sorted(spans):
-            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
-            counted_until = max(counted_until, end)
-        self.spans.clear()
-
-    def take(self, num_samples):
-        """Also returns each bucket's bytes, and the seconds until the last bucket was ready."""
-        row = super().take(num_samples)
-        row["buckets"] = []
-        for size, moment in self.ready:
-            row["buckets"].append([size, self.between(moment, self.ready[-1][1])])
-        return row
+def more_columns(row):
+    """Returns what the log shows beyond time, memory and the means of batch_loss."""
+    return {}
 
 
-def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several epochs does not count."""
-    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
-    return statistics.mean(later or [row[name] for row in rows])
+@torch.no_grad()
+def finish(model, data, args, device):
+    """Rank 0 calls it when the training is complete. Draws --reconstructions of 16 images."""
+    if args.reconstructions:
+        images = data.__getitems__(slice(16)).to(device) / 255
+        save_image(torch.cat((images, model(images))), args.reconstructions, nrow=len(images))
 
 
-def print_breakdown(rows):
-    """Prints where an epoch's time goes."""
-    seconds = mean(rows, "seconds")
-    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = mean(rows, phase) / seconds
-        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-
-
-def print_communication(rows):
-    """Prints what part of the communication is sending, and what is waiting for a late process.
-
-    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
-    another process is late each time, the waiting for it counts as sending.
-    """
-    totals = []  # of each process, in seconds of an epoch
-    for rank in range(rows[0]["processes"]):
-        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    # The process that comes last never waits in an all-reduce, so all of its time is sending.
-    sending = min(totals)
-    if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
-        return
-    late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
-    waiting = mean(rows, "comm_total") - sending
-    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
-    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
-    print(
-        f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
-        f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
-        f"R = compute / sending = {compute / sending:.1f}: above 3, more processes pay off"
-    )
-
-
-def print_row(rows, metric):
-    """Prints the peak memory of a process, and a row for results.md."""
-    peak = max(row["peak_MB"] for row in rows)
-    print(f"peak memory {peak:,.0f} MB\n")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[-1][name]) for name in names}
-    cells[metric] = cell(rows[-1][metric])
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        cells[name] = cell(mean(rows, name))
-    cells["peak_MB"] = cell(peak)
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
-        print("|", " | ".join(line), "|")
-
-
-# ============================================= The run. ===========================================
+# ============================ The run: steps, snapshots, processes. Keep. =========================
+# main() calls train(), which calls train_epoch(), evaluate() and log_epoch() in turn. train_epoch()
+# calls train_step(), and save_snapshot() at its end. The other functions serve these.
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
-BAR = {"leave": False}  # on a terminal
-if not sys.stderr.isatty():  # in a file, a line a minute
-    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
-    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMM_HOOKS = {
+    "none": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 
 
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
+def main(rank, args, init_method):
+    """Trains in one process. Every process runs it; rank 0 also prints and saves."""
+    sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
+    torch.backends.cudnn.benchmark = True
+    run = SimpleNamespace()  # what these functions share
+    run.rank = run.local_rank = rank
+    run.world_size = args.num_gpus
+    run.nodes = 1
+    run.run_id = f"{time.time_ns():x}"  # names the run in the log; a resumed run keeps it
+    run.epoch = 0
+    run.step = 0  # steps of this epoch that are done
+    run.sums = {}  # of batch_loss, over this process's samples of this epoch
+    join_process_group(run, args, init_method)  # sets run.device and run.patient_group
+    random.seed(args.seed)  # so that a random split of the data is the same in all processes
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    if run.rank > 0:
+        dist.barrier(run.patient_group)  # until rank 0 has prepared the data
+    train_data, val_data = read_data(args)
+    if run.rank == 0:
+        dist.barrier(run.patient_group)
+    run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
+    if run.num_steps == 0 or len(val_data) < run.world_size:
+        sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
+    if args.max_steps > 0:
+        run.num_steps = min(run.num_steps, args.max_steps)
+
+    torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
+    run.model = create_model(args, train_data).to(run.device)
+    run.optimizer = create_optimizer(run.model, args)
+    run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
+    load_snapshot(run, args)
+    for name in run.sums:
+        run.sums[name] /= run.world_size  # each process begins with an equal share
+    run.ddp_model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
+    run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics, once
+    comm_hook = COMM_HOOKS[args.comm_hook]
+    run.watch = Stopwatch(run.device)
+    comm_hook = run.watch.timed(comm_hook)
+    run.ddp_model.register_comm_hook(None, comm_hook)
+    if args.compile:
+        run.ddp_model.compile()
+
+    run.settings = describe(run, args)
+    if run.rank == 0:
+        settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
+        print(textwrap.fill(settings, 100))
+        print(f"starting at epoch {run.epoch}, step {run.step}:")
+        print(*(f"{name:>10}" for name in COLUMNS))
+    rows = train(run, train_data, val_data, args)
+    dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
+    dist.destroy_process_group()
+    if run.rank == 0:
+        print_summary(rows)  # the times of run.watch
+        if run.epoch == args.epochs:
+            run.model.eval()
+            finish(run.model, val_data, args, run.device)
+    if run.epoch < args.epochs:
+        sys.exit(128 + signal.SIGTERM)  # the status of a process that SIGTERM has ended
 
 
-def setup(args, rank, world_size, init_method, device):
-    """Joins the process group."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    timeout = timedelta(seconds=args.timeout)
-    backend, device_id = "gloo", None
-    if device.type == "cuda":
-        backend, device_id = "nccl", device
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
-
-
-def catch_signals():
-    """From now on a signal is a request to stop, which the run notices at its next check."""
-    for signum in SIGNALS:
+def train(run, train_data, val_data, args):
+    """Trains until all epochs are done or a signal stops it. Returns the rows for the log."""
+    rows = []
+    indices = training_indices(train_data, run.epoch, run.step, run, args)
+    batches = iter(create_loader(train_data, indices, run, args))
+    for signum in SIGNALS:  # until here, a signal just ends the process
         signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+    while run.epoch < args.epochs:
+        first_step = run.step
+        is_stopped = train_epoch(run, batches, args)
+        if is_stopped:
+            return rows
+        val_sums = evaluate(run, val_data, args)
+        num_samples = (run.step - first_step) * args.batch_size
+        rows += log_epoch(run, val_sums, num_samples, args)
+        run.epoch += 1
+        run.step = 0
+        run.sums = {}
+    save_snapshot(run, args)  # the same command has nothing left to do
+    for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
+        signal.signal(signum, signal.SIG_DFL)
+    return rows
 
 
-def save_snapshot(args, parts, progress):
-    """Writes a temporary file and renames it: a snapshot is never half written."""
-    if args.snapshot:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
+def train_epoch(run, batches, args):
+    """Trains to the end of the epoch, and saves. Returns True if a signal stopped it early.
+
+    About once a second, after the same step, all processes look at the loss, which waits for the
+    GPU, and tell each other whether they have been asked to stop.
+    """
+    run.model.train()
+    bar = progress_bar(run)
+    is_stopped = False
+    last_look = run.step
+    next_look = run.step + 1
+    start = time.perf_counter()
+    while run.step < run.num_steps and not is_stopped:
+        train_step(run, batches, args)
+        run.step += 1
+        bar.update()
+        if run.step == next_look:
+            loss = float(run.sums["loss"] / run.sums["count"])  # of this process
+            steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
+            news = torch.tensor([len(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
+            dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
+            run.watch.mark("comm")
+            run.watch.flush()
+            num_requests, is_not_finite, steps_per_second = news.tolist()
+            if is_not_finite:
+                sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
+            is_stopped = num_requests > 0
+            bar.set_postfix(train_loss=loss, refresh=False)
+            last_look = run.step
+            next_look = run.step + max(1, int(steps_per_second))
+            start = time.perf_counter()
+        is_due = args.snapshot_every > 0 and run.step % args.snapshot_every == 0
+        if is_stopped or is_due or run.step == run.num_steps:
+            save_snapshot(run, args)
+    bar.close()
+    if is_stopped and run.rank == 0:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at epoch {run.epoch}, step {run.step}; saved {saved}")
+    return is_stopped
+
+
+def train_step(run, batches, args):
+    """Takes one step of the optimizer, over all micro-batches of a batch."""
+    done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
+    for group in run.optimizer.param_groups:
+        group["lr"] = float(learning_rate(args, done))
+    # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
+    torch.manual_seed(hash((args.seed, run.epoch, run.step, run.rank)))
+    for micro_step in range(args.grad_accum_steps):
+        batch = to_device(next(batches), run.device)
+        run.watch.mark("data")
+        is_last = micro_step == args.grad_accum_steps - 1
+        run.ddp_model.require_backward_grad_sync = is_last  # False: no all-reduce, as in no_sync()
+        loss = add_batch(run, run.ddp_model, batch, run.sums, args)
+        run.watch.mark("forward")
+        run.scaler.scale(loss / args.grad_accum_steps).backward()
+        run.watch.mark("comm" if is_last else "backward")  # timed_hook has marked the last backward
+    if MAX_GRAD_NORM:
+        run.scaler.unscale_(run.optimizer)
+        nn.utils.clip_grad_norm_(run.model.parameters(), MAX_GRAD_NORM)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad()
+    run.watch.mark("optimizer")
+
+
+def add_batch(run, model, batch, totals, args):
+    """Returns the loss of a batch, and adds the batch's sums to the totals."""
+    with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        result = batch_loss(model, batch, args)
+    if not isinstance(result, tuple) or not {"loss", "count"} <= set(result[1]):
+        sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
+    loss, sums = result
+    for name, value in sums.items():
+        if torch.is_tensor(value):
+            value = value.detach().double()
+        totals[name] = totals.get(name, 0.0) + value
+    return loss
+
+
+def all_reduce_sums(sums):
+    """Returns the sums over all processes, as numbers."""
+    totals = torch.tensor([float(value) for value in sums.values()], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return dict(zip(sums, totals.tolist()))
+
+
+@torch.no_grad()
+def evaluate(run, data, args):
+    """Returns the sums of batch_loss over this process's share of the data."""
+    for buffer in run.model.buffers():  # BatchNorm's statistics: those of rank 0, which are saved
+        dist.broadcast(buffer, src=0)
+    run.model.eval()
+    share = np.arange(run.rank, len(data), run.world_size)
+    size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
+    indices = [share[start : start + size].tolist() for start in range(0, len(share), size)]
+    totals = {}
+    for batch in create_loader(data, indices, run, args):
+        add_batch(run, run.model, to_device(batch, run.device), totals, args)
+    return totals
+
+
+def training_indices(data, first_epoch, first_step, run, args):
+    """Yields the indices of the samples of each micro-batch of this process, for all epochs."""
+    for epoch in range(first_epoch, args.epochs):
+        order = training_order(data, args, epoch)
+        if len(order) < run.num_steps * args.batch_size:
+            sys.exit(f"training_order returned {len(order)} indices for {len(data)} samples")
+        for step in range(first_step, run.num_steps):
+            batch = order[step * args.batch_size : (step + 1) * args.batch_size]
+            share = np.asarray(batch[run.rank :: run.world_size])
+            yield from share.reshape(args.grad_accum_steps, -1).tolist()
+        first_step = 0
+
+
+def create_loader(data, indices, run, args):
+    """Returns a loader that makes a batch for each list of `indices`."""
+    return DataLoader(
+        data,
+        batch_sampler=indices,
+        collate_fn=collate,
+        num_workers=args.num_workers,
+        # Workers draw from it. Dropout does not, and so is the same for any number of workers.
+        generator=torch.Generator().manual_seed(args.seed + run.rank),
+        # A forked worker starts at once and shares the data's memory. Others import all anew.
+        multiprocessing_context="fork" if args.num_workers else None,
+        worker_init_fn=ignore_signals,
+        pin_memory=run.device.type == "cuda",
+    )
+
+
+def collate(samples):
+    """Makes a batch of a list of samples. What the data's __getitems__ returns is one already."""
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
+def ignore_signals(worker):
+    """Slurm signals the loader's workers, too. They ignore it: only their own process ends them."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait_for_parent():
+        while os.getppid() == parent:  # while it is alive
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == parent:
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+
+
+def to_device(batch, device):
+    """Returns the batch with its tensors on the device. What is not a tensor stays as it is."""
+    if isinstance(batch, dict):
+        return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [to_device(part, device) for part in batch]
+    return batch.to(device, non_blocking=True) if torch.is_tensor(batch) else batch
+
+
+def save_snapshot(run, args):
+    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
+    sums = all_reduce_sums(run.sums)
+    if args.snapshot and run.rank == 0:
+        snapshot = {name: getattr(run, name).state_dict() for name in STATES}
+        if not all(weights.isfinite().all() for weights in snapshot["model"].values()):
+            sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
-        torch.save(snapshot | {"progress": progress}, args.snapshot + ".tmp")
-        os.replace(args.snapshot + ".tmp", args.snapshot)
+        progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
+        torch.save(snapshot | {"progress": progress}, f"{args.snapshot}.tmp")
+        os.replace(f"{args.snapshot}.tmp", args.snapshot)
+    dist.barrier(run.patient_group)
+    run.watch.mark("save")
 
 
-def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
+def load_snapshot(run, args):
+    """Restores the snapshot, if there is one."""
     if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
+        return
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
             raise ValueError(f"it was made with {snapshot['settings']}")
-        for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
-        return snapshot["progress"]
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
 
 
-def add_up(sums, since):
-    """Adds up over processes. Returns the sums, whether one was asked to stop, mean seconds."""
-    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
-    seconds = time.perf_counter() - since
-    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
-    dist.all_reduce(totals)
-    *total_sums, stop_requests, total_seconds = totals.tolist()
-    return total_sums, stop_requests > 0, total_seconds / dist.get_world_size()
+def progress_bar(run):
+    """Returns a progress bar or, where there is no terminal, a line of progress a minute."""
+    options = {"total": run.num_steps, "initial": run.step, "disable": run.rank > 0}
+    options["desc"] = f"epoch {run.epoch}"
+    if sys.stderr.isatty():
+        return tqdm(leave=False, **options)
+    line = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+    return tqdm(bar_format=line, delay=60, mininterval=60, miniters=1, **options)
 
 
-@torch.no_grad()
-def evaluate(batch_loss, model, loader, args):
-    """Returns the sums that batch_loss gives, added up over all batches."""
-    model.eval()
-    return sum(batch_loss(model, *batch, args)[1] for batch in loader)
-
-
-def autoencoder_row(settings, progress, val_sums):
-    """Returns settings and losses of an epoch, for the log."""
-    train_loss, train_count = progress["sums"]
-    val_loss, val_count = val_sums.tolist()
-    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
-    return row
-
-
-def cell(value):
-    """Returns the number with five significant digits; without decimals if whole or large."""
-    has_decimals = isinstance(value, float) and abs(value) < 1000
-    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
-
-
-@torch.no_grad()
-def save_reconstructions(model, images, path):
-    """Writes a picture of images (B, C, H, W) above their reconstructions."""
-    model.eval()
-    images = images.float() / 255
-    save_image(torch.cat((images, model(images))), path, nrow=len(images))
-
-
-def main(rank, args, init_method):
-    world_size = args.num_gpus
-    device = find_device(rank)
-    setup(args, rank, world_size, init_method, device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
-    torch.backends.cudnn.benchmark = True
-    train_images = read_pixels(args, "train").to(device)
-    val_images = read_pixels(args, "test").to(device)
-    val_batches = [(images,) for images in val_images[rank::world_size].split(128)]
-    num_steps = len(train_images) // args.batch_size
-    if num_steps == 0 or len(val_images) < world_size:
-        sys.exit(f"{args.dataset} is too small for --batch_size or for {world_size} processes")
-    if args.max_steps > 0:
-        num_steps = min(num_steps, args.max_steps)
-
-    torch.manual_seed(args.seed)
-    model = create_model(train_images.shape[1]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    progress = load_snapshot(args, parts)
-    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    comm_hook = COMM_HOOKS[args.comm_hook]
-    watch = CommTimer(device, comm_hook)
-    comm_hook = watch.hook  # calls it, and notes the time
-    ddp_model.register_comm_hook(None, comm_hook)
-    if args.compile:
-        ddp_model.compile()
-
-    settings = vars(args) | {
-        "model": "conv",
-        "script": "multigpu/autoencoder.py",
-        "processes": world_size,
-        "nodes": 1,
-        "rank": rank,
+def describe(run, args):
+    """Returns all settings, which are printed at the start and in each row of the log."""
+    return vars(args) | {
+        "script": os.path.join(*os.path.abspath(__file__).split(os.sep)[-2:]),
+        "processes": run.world_size,
+        "nodes": run.nodes,
+        "rank": run.rank,
         "host": os.uname().nodename,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "device": torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
     }
-    if rank == 0:
-        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
-        print(textwrap.fill(facts, 100))
-        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
-        print(*(f"{name:>10}" for name in SHOWN))
-    rows = []  # rank 0 collects those of all epochs and processes
-    stop = False
-    while progress["epoch"] < args.epochs:
-        epoch = progress["epoch"]
-        first_step = progress["step"]
-        steps = range(first_step, num_steps)
-        last_check = first_step
-        next_check = first_step + 1
-        since = time.perf_counter()
-        loader = batches(train_images, args, epoch, steps)
-        # Each process begins with its share of the sums so far, or 0.0. add_up() adds them up.
-        sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device) / world_size
-        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
-        model.train()
-        for micro_batches in bar:
-            watch.mark("data")
-            for number, images in enumerate(micro_batches, start=1):
-                is_last = number == args.grad_accum_steps
-                ddp_model.require_backward_grad_sync = is_last  # as no_sync() does
-                loss, loss_sums = reconstruction_loss(ddp_model, images, args)
-                sums = sums + loss_sums
-                watch.mark("forward")
-                scaler.scale(loss / args.grad_accum_steps).backward()
-                watch.mark_backward(is_last)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            watch.mark("optimizer")
-
-            progress["step"] += 1
-            save = progress["step"] == num_steps  # after the last step, before the validation
-            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
-                save = True
-            if save or progress["step"] == next_check:
-                progress["sums"], stop, seconds = add_up(sums, since)
-                watch.mark_all_reduce()
-                watch.flush()
-                if not all(map(math.isfinite, progress["sums"])):
-                    sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or stop:
-                    if rank == 0:
-                        save_snapshot(args, parts, progress)
-                    dist.barrier(patient)
-                    watch.mark("save")
-                if stop:
-                    break
-                if last_check == first_step:  # the first check; a signal before it ends the run
-                    catch_signals()
-                # The mean is the same in all processes, so they check again at the same step.
-                seconds_a_step = seconds / (progress["step"] - last_check)
-                last_check = progress["step"]
-                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
-                since = time.perf_counter()
-                loss_sum, count = progress["sums"]
-                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
-        if stop:
-            break
-
-        val_sums = evaluate(reconstruction_loss, model, val_batches, args)
-        dist.all_reduce(val_sums)
-        watch.mark("eval")
-        watch.flush()
-        row = autoencoder_row(settings, progress, val_sums)
-        row |= watch.take(len(steps) * args.batch_size)
-        epoch_rows = [None] * world_size
-        dist.all_gather_object(epoch_rows, row)
-        for process_row in epoch_rows:
-            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        if rank == 0:
-            rows += epoch_rows
-            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
-            if args.log:
-                with open(args.log, "a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
-    if rank == 0 and not stop:  # complete
-        save_snapshot(args, parts, progress)
-    if rows:  # the summary
-        print_breakdown(rows)
-        print_communication(rows)
-        print_row(rows, "val_loss")
-    dist.barrier(patient)
-    dist.destroy_process_group()
-    if args.reconstructions and rank == 0 and not stop:
-        save_reconstructions(model, val_images[:16], args.reconstructions)
-    if stop:
-        sys.exit(128 + max(STOP_REQUESTS, default=signal.SIGTERM))  # default: another one was asked
 
 
-def launch_autoencoder(args):
-    """Starts the processes, passes stop signals on, and exits with their exit status."""
-    find_device(args.num_gpus - 1)  # a wrong number ends here, not in each process
-    read_pixels(args, "train")  # so that missing data is downloaded once
+def log_epoch(run, val_sums, num_samples, args):
+    """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
+    row = run.settings | {"epoch": run.epoch}
+    for split, sums in (("train", run.sums), ("val", val_sums)):
+        totals = all_reduce_sums(sums)
+        for name in totals:
+            row[f"{split}_{name}"] = totals[name] / totals["count"]
+    run.watch.mark("eval")
+    row |= run.watch.end_epoch(num_samples)
+    row |= more_columns(row)
+    rows = [None] * run.world_size if run.rank == 0 else None
+    dist.gather_object(row, rows)
+    if run.rank > 0:
+        return []
+    for process_row in rows:
+        process_row["run"] = run.run_id
+    print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
+    if args.log:
+        with open(args.log, "a") as file:
+            file.writelines(json.dumps(process_row) + "\n" for process_row in rows)
+    return rows
+
+
+def short(value):
+    """Returns a number as text: five digits, or all before the decimal point; "-" for nan."""
+    if isinstance(value, str):
+        return value
+    if math.isnan(value):
+        return "-"
+    return f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def join_process_group(run, args, init_method):
+    """Connects this process with the others."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    group = {"init_method": init_method, "rank": run.rank, "world_size": run.world_size}
+    group["timeout"] = timedelta(seconds=args.timeout)
+    if torch.cuda.is_available():
+        if run.local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
+        run.device = torch.device("cuda", run.local_rank)
+        torch.cuda.set_device(run.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=run.device, **group)
+    else:
+        run.device = torch.device("cpu")
+        dist.init_process_group("gloo", **group)
+    # Rank 0 may take long to read or to save. The others wait for it in this group.
+    run.patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+def parse_run_args(parser, **defaults):
+    """Adds the flags of the run to those of the parser, and parses and checks them."""
+    add = parser.add_argument_group("the run").add_argument
+    add("--num_gpus", type=int, default=torch.cuda.device_count() or 2, help="processes to start")
+    add("--epochs", type=int, help="passes over the data; if changed, the learning rate jumps")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
+    add("--batch_size", type=int, help="global batch: samples per optimizer step")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of AdamW")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
+    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
+    parser.set_defaults(**defaults)
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and value < 0:
+            parser.error(f"--{name} must not be negative")
+    divisor = args.num_gpus * args.grad_accum_steps
+    if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
+        parser.error("--batch_size must be a multiple of --num_gpus x --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
+    return args
+
+
+def launch(args):
+    """Starts the processes, asks them to stop when it gets a signal, and exits as they do."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     with tempfile.TemporaryDirectory() as folder:
@@ -566,8 +572,7 @@ def launch_autoencoder(args):
 
         def pass_on(signum, frame):
             for process in context.processes:
-                if process.is_alive():
-                    os.kill(process.pid, signum)
+                process.terminate()  # sends SIGTERM
 
         for signum in SIGNALS:
             signal.signal(signum, pass_on)
@@ -578,5 +583,158 @@ def launch_autoencoder(args):
             sys.exit(error.exit_code if error.exit_code > 0 else str(error))
 
 
+# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
+
+PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+
+class Stopwatch:
+    """Times the phases of training, and the all-reduces that the backward pass hides.
+
+    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    """
+
+    def __init__(self, device):
+        self.cuda = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(priority=-1) if self.cuda else None for _ in range(2)]
+        self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
+        self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.spans = []  # (start, end) of all-reduces since the last flush
+        self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
+
+    def now(self):
+        if self.cuda:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return time.perf_counter()
+
+    def between(self, start, end):
+        return start.elapsed_time(end) / 1000 if self.cuda else end - start
+
+    def mark(self, phase):
+        """Gives the time since the last mark to this phase."""
+        self.marks.append((phase, self.now()))
+
+    def timed(self, comm_hook):
+        """Returns a hook that DDP calls for each bucket of gradients: comm_hook, and its times."""
+
+        def timed_hook(process_group, bucket):
+            start = self.now()
+            if bucket.index() == 0:
+                self.buckets = []
+            self.buckets.append((bucket.buffer().nbytes, start))
+            if bucket.is_last():
+                self.marks.append(("backward", start))
+
+            def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
+                self.spans.append((start, self.now()))
+                return future.value()
+
+            # comm_hook can make its stream wait for the all-reduce. The backward pass must not
+            # wait for it, nor must the next bucket: two side streams take turns. On a CPU, None
+            # stands for no stream.
+            stream = self.streams[bucket.index() % 2]
+            if self.cuda:
+                stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
+            with torch.cuda.stream(stream):
+                return comm_hook(process_group, bucket).then(note_end)
+
+        return timed_hook
+
+    def flush(self):
+        """Adds up the times since the last flush. Waits for the GPU."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        for (_, start), (phase, end) in itertools.pairwise(self.marks):
+            self.seconds[phase] += self.between(start, end)
+            if phase == "comm":
+                self.spans.append((start, end))
+        _, origin = self.marks[0]
+        spans = []  # in seconds after the last flush
+        for start, end in self.spans:
+            spans.append((self.between(origin, start), self.between(origin, end)))
+        counted_until = 0.0  # where all-reduces overlap, the time counts once
+        for start, end in sorted(spans):
+            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
+            counted_until = max(counted_until, end)
+        del self.marks[:-1]
+        self.spans.clear()
+
+    def end_epoch(self, num_samples):
+        """Returns the columns of time and memory, and starts again from 0."""
+        self.flush()
+        row = self.seconds
+        self.seconds = dict.fromkeys(row, 0.0)
+        row["seconds"] = sum(row[phase] for phase in PHASES)
+        training = row["seconds"] - row["eval"] - row["save"]
+        row["samples/s"] = num_samples / training if num_samples else math.nan
+        row["peak_MB"] = peak_bytes() / 1e6
+        row["buckets"] = []  # bytes, and seconds before the last one was ready
+        for size, moment in self.buckets:
+            row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
+        return row
+
+
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
+
+
+def mean(rows, name):
+    return statistics.mean(row[name] for row in rows)
+
+
+def print_summary(all_rows):
+    """Prints where the time of these rows goes: those of all epochs and processes."""
+    # The first of several epochs is slower than the others.
+    rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
+    if not rows:
+        return
+    seconds = mean(rows, "seconds")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    for phase in PHASES:
+        share = mean(rows, phase) / seconds
+        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+    print_communication(rows)
+    peak = max(row["peak_MB"] for row in all_rows)
+    print(f"peak memory {short(peak)} MB\n")
+
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1].get(name, "-")) for name in names}
+    cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = short(mean(rows, name))
+    cells["peak_MB"] = short(peak)
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print("|", " | ".join(line), "|")
+
+
+def print_communication(rows):
+    """Prints how much of the communication is sending, and how much is waiting for a late process.
+
+    R says how many times as long a process computes as it sends. If nothing is hidden, N processes
+    are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
+    turn, the waiting for them counts as sending.
+    """
+    totals = []  # the mean comm_total of each process
+    for rank in range(rows[0]["processes"]):
+        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
+    # The process that comes last never waits in an all-reduce: all of its time is sending.
+    sending = min(totals)
+    if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
+        return
+    waiting = mean(rows, "comm_total") - sending
+    late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
+    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
+    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    print(
+        f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
+        f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
+        f"R = compute / sending = {compute / sending:.1f}: above 3, more processes pay off"
+    )
+
+
 if __name__ == "__main__":
-    launch_autoencoder(parse_args())
+    launch(parse_args())

@@ -4,36 +4,45 @@
     python singlegpu/text.py --model transformer --dataset imdb --snapshot text.pt  # or resumes
     sbatch slurm/singlegpu_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
+Your own texts are a folder or a hub name: splits train and test, columns text and label.
+
+For your own data and model, replace the first of the three parts. The other two are the same in all
+scripts of this folder.
 `diff singlegpu/text.py multigpu/text.py` shows what distribution adds.
-To train on your own texts, name their folder: splits train and test, columns text and label.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
+import random
 import re
 import signal
 import statistics
 import sys
 import textwrap
+import threading
 import time
+from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import torch
-from datasets import Dataset, disable_progress_bars, exceptions, load_dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
+COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
+METRIC = "val_acc"  # in the row for results.md
 SAME_ON_RESUME = (
     "model size dataset seq_len batch_size learning_rate dropout precision seed"
 ).split()
+MAX_GRAD_NORM = None  # gradients are not clipped
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
 VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
@@ -47,25 +56,8 @@ def parse_args():
     add("--dataset", default="synthetic", help="or ag_news, imdb, a folder, a name on the hub")
     add("--data_dir", default="data", help="folder in which --dataset is looked for first")
     add("--seq_len", type=int, default=256, help="tokens of a text that the model reads")
-    add("--epochs", type=int, default=5, help="passes over the training texts")
-    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
-    add("--batch_size", type=int, default=64, help="global batch: texts per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="rate of AdamW; x 0.9 after each epoch")
     add("--dropout", type=float, default=0.0, help="dropout probability in blocks and classifier")
-    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
-    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    args = parser.parse_args()
-    if min(args.batch_size, args.grad_accum_steps) < 1 or args.batch_size % args.grad_accum_steps:
-        parser.error("--batch_size must be a multiple of --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"there is no folder for {path}")
-    return args
+    return parse_run_args(parser, epochs=5, batch_size=64)
 
 
 def synthetic_texts():
@@ -108,27 +100,50 @@ def encode(batch, tokenizer, labels):
 def load_texts(args):
     """Returns the training texts, the test texts (columns text and label), and the K labels."""
     if args.dataset == "synthetic":
-        splits = Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
+        splits = datasets.Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
         return splits["train"], splits["test"], [0, 1, 2, 3]
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        train_texts, test_texts = load_dataset(path, split=["train", "test"])
+        train_texts, test_texts = datasets.load_dataset(path, split=["train", "test"])
         train_texts = train_texts.select_columns(["text", "label"])
         test_texts = test_texts.select_columns(["text", "label"])
         labels = {*train_texts.unique("label"), *test_texts.unique("label")}
         return train_texts, test_texts, sorted(labels)
-    except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
+    except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         sys.exit(f"cannot read {path}: {error}")
 
 
-def read_texts(args, device):
-    """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
+class Texts(Dataset):
+    """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
+
+    def __init__(self, encoded, num_classes):
+        arrays = encoded.with_format("numpy")[:]
+        order = np.argsort(arrays["length"], stable=True)
+        self.tokens = arrays["tokens"][order]
+        self.lengths = arrays["length"][order]
+        self.classes = arrays["class"][order]
+        self.num_classes = num_classes
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitems__(self, indices):
+        """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
+        tokens = self.tokens[indices, : self.lengths[indices].max()]
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices])
+
+
+def read_data(args):
+    """Returns the data to train on and to validate on, two map-style datasets.
+
+    The test texts of the data sets serve for validation.
+    """
     # map() names its cache after the function's module. Where multigpu/text.py starts a process,
     # the module is called __mp_main__, and the texts would be encoded again.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
-    disable_progress_bars()
+    datasets.disable_progress_bars()
     train_texts, test_texts, labels = load_texts(args)
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
@@ -136,46 +151,20 @@ def read_texts(args, device):
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
     options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
-    splits = []
-    for texts in (train_texts, test_texts):
-        encoded = texts.map(encode, **options)
-        order = np.argsort(encoded["length"][:], stable=True)
-        tensors = encoded.select(order).with_format("torch", device=device)[:]
-        splits.append((tensors["tokens"], tensors["length"], tensors["class"]))
-    train_split, test_split = splits
-    return train_split, test_split, labels
+    return [Texts(texts.map(encode, **options), len(labels)) for texts in (train_texts, test_texts)]
 
 
-def batches(split, args, epoch, steps):
-    """Yields a list of micro-batches for each step: tokens (B, T), classes (B,)."""
-    tokens, lengths, classes = split
-    num_texts = len(lengths) // args.batch_size * args.batch_size  # the rest fills no batch
+def training_order(data, args, epoch):
+    """Returns the indices of all texts that fill a batch, in the order of an epoch."""
+    num_texts = len(data) // args.batch_size * args.batch_size  # the rest fills no batch
     generator = np.random.default_rng((args.seed, epoch))
-    shuffled = generator.permutation(len(lengths))[:num_texts]
-    # The split is sorted by length, so that sorted numbers are texts sorted by length. 100 random
+    shuffled = generator.permutation(len(data))[:num_texts]
+    # The data is sorted by length, so that sorted numbers are texts sorted by length. 100 random
     # batches at a time are sorted, to need little padding, and then all batches are shuffled.
     pools = []
     for start in range(0, num_texts, 100 * args.batch_size):
         pools.append(np.sort(shuffled[start : start + 100 * args.batch_size]))
-    order = generator.permutation(np.concatenate(pools).reshape(-1, args.batch_size))
-    order = torch.from_numpy(order).to(lengths.device)  # (steps, B)
-    longest = lengths[order].amax(1).tolist()
-    for step in steps:
-        texts = order[step]
-        micro_batches = []
-        for numbers in texts.chunk(args.grad_accum_steps):
-            micro_batches.append((tokens[numbers, : longest[step]], classes[numbers]))
-        yield micro_batches
-
-
-def validation_batches(split):
-    """Returns a list of tokens (B, T) and classes (B,)."""
-    tokens, lengths, classes = split
-    found = []
-    for numbers in torch.arange(len(lengths)).split(128):
-        longest = lengths[numbers].max()
-        found.append((tokens[numbers, :longest], classes[numbers]))
-    return found
+    return generator.permutation(np.concatenate(pools).reshape(-1, args.batch_size)).flatten()
 
 
 class TextEncoder(nn.Module):
@@ -211,44 +200,393 @@ class TextEncoder(nn.Module):
         return (self.norm(x) * real[:, :, None]).sum(1) / real.sum(1, keepdim=True)
 
 
-def create_model(args, num_classes):
+def create_model(args, data):
     """Returns a network from token ids (B, T) to logits (B, K)."""
     d_model = SIZES[args.size][0]
     if args.model == "transformer":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes long for each new shape
         encoder = TextEncoder(args)
     else:
         encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
-    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, num_classes))
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, data.num_classes))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
     return model
 
 
-def text_loss(model, tokens, classes, args):
-    """Returns the mean loss, and the sums (3,) of losses, right answers and texts."""
-    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(tokens)  # (B, K)
-        loss = nn.functional.cross_entropy(logits, classes)
-    count = torch.full_like(loss, len(classes))
-    right = (logits.argmax(1) == classes).sum()
-    sums = torch.stack((loss.detach() * count, right, count))
-    return loss, sums.double()
+def create_optimizer(model, args):
+    return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
 
 
-# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
+def learning_rate(args, done):
+    """Returns the learning rate when this share of all steps, 0 to 1, is done."""
+    return args.learning_rate * 0.9 ** (done * args.epochs)
 
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+
+def batch_loss(model, batch, args):
+    """Returns the mean loss of a batch, and sums over its texts. Rows show sums / count."""
+    tokens, classes = batch
+    logits = model(tokens)  # (B, K)
+    loss = nn.functional.cross_entropy(logits, classes)
+    correct = (logits.argmax(1) == classes).sum()
+    return loss, {"loss": loss * len(classes), "acc": correct, "count": len(classes)}
+
+
+def more_columns(row):
+    """Returns what the log shows beyond time, memory and the means of batch_loss."""
+    return {}
+
+
+def finish(model, data, args, device):
+    """Rank 0 calls it with the validation data when the training is complete."""
+
+
+# ============================ The run: steps, snapshots, processes. Keep. =========================
+# main() calls train(), which calls train_epoch(), evaluate() and log_epoch() in turn. train_epoch()
+# calls train_step(), and save_snapshot() at its end. The other functions serve these.
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(args):
+    """Trains in one process."""
+    sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
+    torch.backends.cudnn.benchmark = True
+    run = SimpleNamespace()  # what these functions share
+    run.run_id = f"{time.time_ns():x}"  # names the run in the log; a resumed run keeps it
+    run.epoch = 0
+    run.step = 0  # steps of this epoch that are done
+    run.sums = {}  # of batch_loss, over the samples of this epoch
+    run.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    random.seed(args.seed)  # so that a random split of the data is the same in a resumed run
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    train_data, val_data = read_data(args)
+    run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
+    if run.num_steps == 0 or len(val_data) == 0:
+        sys.exit("the data is too small for --batch_size")
+    if args.max_steps > 0:
+        run.num_steps = min(run.num_steps, args.max_steps)
+
+    torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
+    run.model = create_model(args, train_data).to(run.device)
+    run.optimizer = create_optimizer(run.model, args)
+    run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
+    load_snapshot(run, args)
+    run.watch = Stopwatch(run.device)
+    if args.compile:
+        run.model.compile()
+
+    run.settings = describe(run, args)
+    settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
+    print(textwrap.fill(settings, 100))
+    print(f"starting at epoch {run.epoch}, step {run.step}:")
+    print(*(f"{name:>10}" for name in COLUMNS))
+    rows = train(run, train_data, val_data, args)
+    print_summary(rows)  # the times of run.watch
+    if run.epoch == args.epochs:
+        run.model.eval()
+        finish(run.model, val_data, args, run.device)
+    if run.epoch < args.epochs:
+        sys.exit(128 + signal.SIGTERM)  # the status of a process that SIGTERM has ended
+
+
+def train(run, train_data, val_data, args):
+    """Trains until all epochs are done or a signal stops it. Returns the rows for the log."""
+    rows = []
+    indices = training_indices(train_data, run.epoch, run.step, run, args)
+    batches = iter(create_loader(train_data, indices, run, args))
+    for signum in SIGNALS:  # until here, a signal just ends the process
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+    while run.epoch < args.epochs:
+        first_step = run.step
+        is_stopped = train_epoch(run, batches, args)
+        if is_stopped:
+            return rows
+        val_sums = evaluate(run, val_data, args)
+        num_samples = (run.step - first_step) * args.batch_size
+        rows += log_epoch(run, val_sums, num_samples, args)
+        run.epoch += 1
+        run.step = 0
+        run.sums = {}
+    save_snapshot(run, args)  # the same command has nothing left to do
+    for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
+        signal.signal(signum, signal.SIG_DFL)
+    return rows
+
+
+def train_epoch(run, batches, args):
+    """Trains to the end of the epoch, and saves. Returns True if a signal stopped it early.
+
+    About once a second it looks at the loss, which waits for the GPU, and whether the process has
+    been asked to stop.
+    """
+    run.model.train()
+    bar = progress_bar(run)
+    is_stopped = False
+    last_look = run.step
+    next_look = run.step + 1
+    start = time.perf_counter()
+    while run.step < run.num_steps and not is_stopped:
+        train_step(run, batches, args)
+        run.step += 1
+        bar.update()
+        if run.step == next_look:
+            loss = float(run.sums["loss"] / run.sums["count"])
+            steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
+            run.watch.flush()
+            if not math.isfinite(loss):
+                sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
+            is_stopped = len(STOP_REQUESTS) > 0
+            bar.set_postfix(train_loss=loss, refresh=False)
+            last_look = run.step
+            next_look = run.step + max(1, int(steps_per_second))
+            start = time.perf_counter()
+        is_due = args.snapshot_every > 0 and run.step % args.snapshot_every == 0
+        if is_stopped or is_due or run.step == run.num_steps:
+            save_snapshot(run, args)
+    bar.close()
+    if is_stopped:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at epoch {run.epoch}, step {run.step}; saved {saved}")
+    return is_stopped
+
+
+def train_step(run, batches, args):
+    """Takes one step of the optimizer, over all micro-batches of a batch."""
+    done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
+    for group in run.optimizer.param_groups:
+        group["lr"] = float(learning_rate(args, done))
+    # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
+    torch.manual_seed(hash((args.seed, run.epoch, run.step)))
+    for _ in range(args.grad_accum_steps):
+        batch = to_device(next(batches), run.device)
+        run.watch.mark("data")
+        loss = add_batch(run, run.model, batch, run.sums, args)
+        run.watch.mark("forward")
+        run.scaler.scale(loss / args.grad_accum_steps).backward()
+        run.watch.mark("backward")
+    if MAX_GRAD_NORM:
+        run.scaler.unscale_(run.optimizer)
+        nn.utils.clip_grad_norm_(run.model.parameters(), MAX_GRAD_NORM)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad()
+    run.watch.mark("optimizer")
+
+
+def add_batch(run, model, batch, totals, args):
+    """Returns the loss of a batch, and adds the batch's sums to the totals."""
+    with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        result = batch_loss(model, batch, args)
+    if not isinstance(result, tuple) or not {"loss", "count"} <= set(result[1]):
+        sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
+    loss, sums = result
+    for name, value in sums.items():
+        if torch.is_tensor(value):
+            value = value.detach().double()
+        totals[name] = totals.get(name, 0.0) + value
+    return loss
+
+
+@torch.no_grad()
+def evaluate(run, data, args):
+    """Returns the sums of batch_loss over the data."""
+    run.model.eval()
+    order = np.arange(len(data))
+    size = args.batch_size // args.grad_accum_steps  # as in training
+    indices = [order[start : start + size].tolist() for start in range(0, len(order), size)]
+    totals = {}
+    for batch in create_loader(data, indices, run, args):
+        add_batch(run, run.model, to_device(batch, run.device), totals, args)
+    return totals
+
+
+def training_indices(data, first_epoch, first_step, run, args):
+    """Yields the indices of the samples of each micro-batch, for all epochs."""
+    for epoch in range(first_epoch, args.epochs):
+        order = training_order(data, args, epoch)
+        if len(order) < run.num_steps * args.batch_size:
+            sys.exit(f"training_order returned {len(order)} indices for {len(data)} samples")
+        for step in range(first_step, run.num_steps):
+            batch = order[step * args.batch_size : (step + 1) * args.batch_size]
+            yield from np.asarray(batch).reshape(args.grad_accum_steps, -1).tolist()
+        first_step = 0
+
+
+def create_loader(data, indices, run, args):
+    """Returns a loader that makes a batch for each list of `indices`."""
+    return DataLoader(
+        data,
+        batch_sampler=indices,
+        collate_fn=collate,
+        num_workers=args.num_workers,
+        # Workers draw from it. Dropout does not, and so is the same for any number of workers.
+        generator=torch.Generator().manual_seed(args.seed),
+        # A forked worker starts at once and shares the data's memory. Others import all anew.
+        multiprocessing_context="fork" if args.num_workers else None,
+        worker_init_fn=ignore_signals,
+        pin_memory=run.device.type == "cuda",
+    )
+
+
+def collate(samples):
+    """Makes a batch of a list of samples. What the data's __getitems__ returns is one already."""
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
+def ignore_signals(worker):
+    """Slurm signals the loader's workers, too. They ignore it: only their own process ends them."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait_for_parent():
+        while os.getppid() == parent:  # while it is alive
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == parent:
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+
+
+def to_device(batch, device):
+    """Returns the batch with its tensors on the device. What is not a tensor stays as it is."""
+    if isinstance(batch, dict):
+        return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [to_device(part, device) for part in batch]
+    return batch.to(device, non_blocking=True) if torch.is_tensor(batch) else batch
+
+
+def save_snapshot(run, args):
+    """Writes a temporary file and renames it, so that no snapshot is half written."""
+    sums = {name: float(value) for name, value in run.sums.items()}
+    if args.snapshot:
+        snapshot = {name: getattr(run, name).state_dict() for name in STATES}
+        if not all(weights.isfinite().all() for weights in snapshot["model"].values()):
+            sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
+        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
+        torch.save(snapshot | {"progress": progress}, f"{args.snapshot}.tmp")
+        os.replace(f"{args.snapshot}.tmp", args.snapshot)
+    run.watch.mark("save")
+
+
+def load_snapshot(run, args):
+    """Restores the snapshot, if there is one."""
+    if not args.snapshot or not os.path.exists(args.snapshot):
+        return
+    try:
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
+            raise ValueError(f"it was made with {snapshot['settings']}")
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
+
+
+def progress_bar(run):
+    """Returns a progress bar or, where there is no terminal, a line of progress a minute."""
+    options = {"total": run.num_steps, "initial": run.step, "desc": f"epoch {run.epoch}"}
+    if sys.stderr.isatty():
+        return tqdm(leave=False, **options)
+    line = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+    return tqdm(bar_format=line, delay=60, mininterval=60, miniters=1, **options)
+
+
+def describe(run, args):
+    """Returns all settings, which are printed at the start and in each row of the log."""
+    return vars(args) | {
+        "script": os.path.join(*os.path.abspath(__file__).split(os.sep)[-2:]),
+        "processes": 1,
+        "nodes": 1,
+        "rank": 0,
+        "host": os.uname().nodename,
+        "device": torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "comm_hook": "none",
+        "torch": torch.__version__,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+    }
+
+
+def log_epoch(run, val_sums, num_samples, args):
+    """Prints the epoch's row and appends it to --log. Returns it in a list."""
+    row = run.settings | {"run": run.run_id, "epoch": run.epoch}
+    for split, sums in (("train", run.sums), ("val", val_sums)):
+        for name in sums:
+            row[f"{split}_{name}"] = float(sums[name] / sums["count"])
+    run.watch.mark("eval")
+    row |= run.watch.end_epoch(num_samples)
+    row |= more_columns(row)
+    print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
+    if args.log:
+        with open(args.log, "a") as file:
+            file.write(json.dumps(row) + "\n")
+    return [row]
+
+
+def short(value):
+    """Returns a number as text: five digits, or all before the decimal point; "-" for nan."""
+    if isinstance(value, str):
+        return value
+    if math.isnan(value):
+        return "-"
+    return f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def parse_run_args(parser, **defaults):
+    """Adds the flags of the run to those of the parser, and parses and checks them."""
+    add = parser.add_argument_group("the run").add_argument
+    add("--epochs", type=int, help="passes over the data; if changed, the learning rate jumps")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
+    add("--batch_size", type=int, help="global batch: samples per optimizer step")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of AdamW")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
+    add("--num_workers", type=int, default=0, help="processes that load data")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch, for report.py")
+    parser.set_defaults(**defaults)
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and value < 0:
+            parser.error(f"--{name} must not be negative")
+    divisor = args.grad_accum_steps
+    if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
+        parser.error("--batch_size must be a multiple of --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
+    return args
+
+
+# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
+
+PHASES = ("data", "forward", "backward", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases. mark() ends a phase, which began at the mark before."""
+    """Times the phases of training.
+
+    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    """
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
-        self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
-        self.marks = []
-        self.last = self.now()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
 
     def now(self):
         if self.cuda:
@@ -259,24 +597,26 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
     def mark(self, phase):
+        """Gives the time since the last mark to this phase."""
         self.marks.append((phase, self.now()))
 
     def flush(self):
-        """Adds the marked phases to self.seconds. Waits for the GPU."""
+        """Adds up the times since the last flush. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, moment in self.marks:
-            self.seconds[phase] += self.between(self.last, moment)
-            self.last = moment
-        self.marks.clear()
+        for (_, start), (phase, end) in itertools.pairwise(self.marks):
+            self.seconds[phase] += self.between(start, end)
+        del self.marks[:-1]
 
-    def take(self, num_samples):
-        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
-        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+    def end_epoch(self, num_samples):
+        """Returns the columns of time and memory, and starts again from 0."""
+        self.flush()
+        row = self.seconds
+        self.seconds = dict.fromkeys(row, 0.0)
+        row["seconds"] = sum(row[phase] for phase in PHASES)
         training = row["seconds"] - row["eval"] - row["save"]
-        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["samples/s"] = num_samples / training if num_samples else math.nan
         row["peak_MB"] = peak_bytes() / 1e6
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
         return row
 
 
@@ -284,218 +624,36 @@ def peak_bytes():
     """Returns the most memory that this process has held: on its GPU, or else in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    if not os.path.exists("/proc/self/status"):  # only Linux tells
-        return math.nan
     with open("/proc/self/status") as file:
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
 def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several epochs does not count."""
-    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
-    return statistics.mean(later or [row[name] for row in rows])
+    return statistics.mean(row[name] for row in rows)
 
 
-def print_breakdown(rows):
-    """Prints where an epoch's time goes."""
+def print_summary(all_rows):
+    """Prints where the time of these rows goes: those of all epochs."""
+    # The first of several epochs is slower than the others.
+    rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
+    if not rows:
+        return
     seconds = mean(rows, "seconds")
-    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
+    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over later epochs)")
     for phase in PHASES:
         share = mean(rows, phase) / seconds
         print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+    peak = max(row["peak_MB"] for row in all_rows)
+    print(f"peak memory {short(peak)} MB\n")
 
-
-def print_row(rows, metric):
-    """Prints the peak memory of a process, and a row for results.md."""
-    peak = max(row["peak_MB"] for row in rows)
-    print(f"peak memory {peak:,.0f} MB\n")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[-1][name]) for name in names}
-    cells[metric] = cell(rows[-1][metric])
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        cells[name] = cell(mean(rows, name))
-    cells["peak_MB"] = cell(peak)
+    cells = {name: str(rows[-1].get(name, "-")) for name in names}
+    cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
+    for name in ("seconds", "samples/s", *PHASES):
+        cells[name] = short(mean(rows, name))
+    cells["peak_MB"] = short(peak)
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
-
-
-# ============================================= The run. ===========================================
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
-BAR = {"leave": False}  # on a terminal
-if not sys.stderr.isatty():  # in a file, a line a minute
-    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
-    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
-
-
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
-
-
-def catch_signals():
-    """From now on a signal is a request to stop, which the run notices at its next check."""
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
-
-
-def save_snapshot(args, parts, progress):
-    """Writes a temporary file and renames it: a snapshot is never half written."""
-    if args.snapshot:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
-        torch.save(snapshot | {"progress": progress}, args.snapshot + ".tmp")
-        os.replace(args.snapshot + ".tmp", args.snapshot)
-
-
-def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": 0.0}
-    try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
-            raise ValueError(f"it was made with {snapshot['settings']}")
-        for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
-        return snapshot["progress"]
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
-
-
-@torch.no_grad()
-def evaluate(batch_loss, model, loader, args):
-    """Returns the sums that batch_loss gives, added up over all batches."""
-    model.eval()
-    return sum(batch_loss(model, *batch, args)[1] for batch in loader)
-
-
-def epoch_row(settings, progress, val_sums):
-    """Returns settings, losses and accuracies of an epoch, for the log."""
-    train_loss, train_right, train_count = progress["sums"]
-    val_loss, val_right, val_count = val_sums.tolist()
-    row = settings | {"run": progress["run"], "epoch": progress["epoch"]}
-    row |= {"train_loss": train_loss / train_count, "train_acc": train_right / train_count}
-    row |= {"val_loss": val_loss / val_count, "val_acc": val_right / val_count}
-    return row
-
-
-def cell(value):
-    """Returns the number with five significant digits; without decimals if whole or large."""
-    has_decimals = isinstance(value, float) and abs(value) < 1000
-    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
-
-
-def main(args):
-    device = find_device(0)
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
-    train_split, val_split, labels = read_texts(args, device)
-    val_batches = validation_batches(val_split)
-    num_steps = len(train_split[0]) // args.batch_size
-    if num_steps == 0:
-        sys.exit(f"--batch_size {args.batch_size} is larger than the training split")
-    if args.max_steps > 0:
-        num_steps = min(num_steps, args.max_steps)
-
-    torch.manual_seed(args.seed)
-    model = create_model(args, len(labels)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    progress = load_snapshot(args, parts)
-    watch = Stopwatch(device)
-    if args.compile:
-        model.compile()
-
-    settings = vars(args) | {
-        "model": f"{args.model}-{args.size}",
-        "script": "singlegpu/text.py",
-        "processes": 1,
-        "nodes": 1,
-        "rank": 0,
-        "host": os.uname().nodename,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
-        "comm_hook": "none",
-        "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    facts = ", ".join(f"{name} {value}" for name, value in settings.items())
-    print(textwrap.fill(facts, 100))
-    print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
-    print(*(f"{name:>10}" for name in SHOWN))
-    rows = []
-    while progress["epoch"] < args.epochs:
-        epoch = progress["epoch"]
-        first_step = progress["step"]
-        steps = range(first_step, num_steps)
-        next_check = 0.0
-        optimizer.param_groups[0]["lr"] = args.learning_rate * 0.9**epoch
-        loader = batches(train_split, args, epoch, steps)
-        sums = torch.tensor(progress["sums"], dtype=torch.float64, device=device)
-        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, **BAR)
-        model.train()
-        for micro_batches in bar:
-            # A resumed run draws the same dropout: numbers have the same hash in every run.
-            torch.manual_seed(hash((args.seed, epoch, progress["step"])))
-            watch.mark("data")
-            for tokens, classes in micro_batches:
-                loss, loss_sums = text_loss(model, tokens, classes, args)
-                sums = sums + loss_sums
-                watch.mark("forward")
-                scaler.scale(loss / args.grad_accum_steps).backward()
-                watch.mark("backward")
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            watch.mark("optimizer")
-
-            progress["step"] += 1
-            save = progress["step"] == num_steps  # after the last step, before the validation
-            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
-                save = True
-            stop = len(STOP_REQUESTS) > 0
-            if save or stop or time.perf_counter() > next_check:
-                progress["sums"] = sums.tolist()
-                watch.flush()
-                if not all(map(math.isfinite, progress["sums"])):
-                    sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or stop:
-                    save_snapshot(args, parts, progress)
-                    watch.mark("save")
-                if stop:
-                    sys.exit(128 + STOP_REQUESTS[0])
-                catch_signals()  # before the first step a signal just ends the run
-                next_check = time.perf_counter() + CHECK_SECONDS
-                loss_sum, _, count = progress["sums"]
-                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
-
-        val_sums = evaluate(text_loss, model, val_batches, args)
-        watch.mark("eval")
-        watch.flush()
-        row = epoch_row(settings, progress, val_sums)
-        row |= watch.take(len(steps) * args.batch_size)
-        rows.append(row)
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": 0.0}
-        print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
-        if args.log:
-            with open(args.log, "a") as file:
-                file.write(json.dumps(row) + "\n")
-    save_snapshot(args, parts, progress)  # complete
-    if rows:  # the summary
-        print_breakdown(rows)
-        print_row(rows, "val_acc")
 
 
 if __name__ == "__main__":

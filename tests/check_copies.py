@@ -3,115 +3,109 @@
     python tests/check_copies.py          # exit status 1, and a diff for each broken promise
     python tests/check_copies.py --fix    # carry an edit made in one script to its copies
 
-What bears the same name in two scripts has the same text. Each hunk of `diff singlegpu/x.py
-multigpu/x.py` is about distribution. Scripts keep within their lines and 100 columns. The job
-files of a folder differ in the script's name and arguments. --fix takes the uncommitted text.
+A band is the same in three folders or in the five scripts of a folder. What bears the same name has
+the same text. --fix carries the text of a copy if no other copy is new since the last commit.
 """
 
-import argparse
 import ast
 import difflib
-import itertools
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+os.chdir(Path(__file__).resolve().parent.parent)
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
-LINES = {  # of singlegpu, and of multigpu and multinode
-    "images": (485, 670),
-    "autoencoder": (400, 585),
-    "text": (505, 690),
-    "gpt": (525, 705),
-    "translation": (585, 775),
+TASKS = ("images", "autoencoder", "text", "translation", "gpt")
+SCRIPTS = [Path(folder, f"{task}.py") for folder in FOLDERS[:3] for task in TASKS]
+PATHS = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.py"))]
+RULER = re.compile(r"^(# =+ .* =+)\n", re.M)
+YOURS, RUN, TIMING = RULER.findall(Path("multigpu/images.py").read_text())
+OF_FOLDER = "head main parse_args parse_run_args".split()  # differ between all folders
+OF_SINGLEGPU = """train_epoch train_step evaluate training_indices create_loader save_snapshot
+    progress_bar describe log_epoch PHASES Stopwatch print_summary""".split()  # differ only there
+MAY_DIFFER = """head main parse_args create_model batches validation_batches train DTYPES PHASES
+    SAME_ON_RESUME SHOWN SUMS HUB""".split()  # in hybrid and quantize, which have an older run
+# fmt: off
+BOUNDS = {  # in lines; those of a folder are for the run, the timing and main
+    "head": 45, "images": 170, "autoencoder": 125, "text": 210, "translation": 280, "gpt": 180,
+    "singlegpu": [330, 85, 60], "multigpu": [415, 150, 60], "multinode": [415, 150, 60],
+    "singlegpu/make_bigmnist.py": 155, "singlegpu/make_images.py": 145, "report.py": 465,
+    "multigpu/allreduce.py": 190, "multinode/allreduce.py": 180, "hybrid/images.py": 765,
+    "hybrid/gpt_pipeline.py": 855, "hybrid/gpt_fsdp.py": 800, "quantize/text.py": 355,
+    "quantize/gpt.py": 330, "quantize/translation.py": 455, "distinct": 1800,
 }
-LINES |= {
-    "singlegpu/make_bigmnist.py": 155,
-    "singlegpu/make_images.py": 145,
-    "report.py": 465,
-    "hybrid/images.py": 765,
-    "hybrid/gpt_pipeline.py": 855,
-    "hybrid/gpt_fsdp.py": 798,
-    "quantize/text.py": 355,
-    "quantize/gpt.py": 330,
-    "quantize/translation.py": 455,
-    "multigpu/allreduce.py": 190,
-    "multinode/allreduce.py": 180,
-}
-BANDS = (  # of a training script, in this order, each under a ruler
-    "Yours: flags, data, model, loss. Replace.",
-    "Where the time goes. Without it, delete this part, each line with watch and the summary.",
-    "The run.",
-)
-MAY_DIFFER = {
-    "DTYPES",
-    "PHASES",
-    "main",
-    "parse_args",
-    "create_model",
-    "batches",
-    "validation_batches",
-    "train",
-}
-TASK = {"SAME_ON_RESUME", "SHOWN", "HUB", "SPLITS"}  # constants: the same within a task
-DISTRIBUTION = re.compile(
-    r"rank|world_size|dist\.|distributed|ddp|comm|all_(reduce|gather)|process|torchrun|node|check|"
-    r"num_gpus|launch|init_method|tempfile|timedelta|timeout|singlegpu|GPUs|stop\b|STOP_REQUESTS|is_last|facts",
-    re.I,
-)
+# fmt: on
+DISTRIBUTION = r"(?i)rank|dist|ddp|comm|reduce|process|nodes|gpu[s/]|same_start|requests|temp|delta"
 
 
-def blocks(source):
-    """Returns the text of each top-level function, class and constant: {name: text}."""
-    lines, found = source.splitlines(keepends=True), {}
+def pieces(source):
+    """Returns {name: text} of the head, the bands by their rulers, and each top-level name."""
+    head, *bands = RULER.split(source.partition("\nif __name__ == ")[0])
+    found = {"head": head} | dict(zip(bands[::2], bands[1::2]))
+    lines = source.splitlines(keepends=True)
     for node in ast.parse(source).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            name = node.name
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name, first = node.targets[0].id, node.lineno - 1
-        else:
-            continue
-        found[name] = "".join(lines[first : node.end_lineno])
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign)):
+            name = getattr(node, "name", "") or ast.unparse(node.targets[0])
+            starts = [part.lineno for part in (node, *getattr(node, "decorator_list", ()))]
+            found[name] = "".join(lines[min(starts) - 1 : node.end_lineno])
     return found
 
 
-def drifted(paths):
-    """Yields (name, {path: text}) for each block whose copies differ."""
+def drifted():
+    """Returns (name, {path: text}) of what must be the same and differs: bands, then names."""
     copies = {}
-    for path in paths:
-        for block, text in blocks(path.read_text()).items():
-            key = block, path.name if block in TASK else "all"
-            copies.setdefault(key, {})[path] = text
-    for (block, _), texts in copies.items():
-        if block not in MAY_DIFFER and len(set(texts.values())) > 1:
-            yield block, texts
+    for path in PATHS:
+        source = path.read_text()
+        folder = path.parent.name
+        common = dict.fromkeys((TIMING, *OF_SINGLEGPU), folder == "singlegpu") | {RUN: folder}
+        if path in SCRIPTS:
+            common |= dict.fromkeys((YOURS, *pieces(pieces(source).get(YOURS, ""))), path.stem)
+        own = OF_FOLDER if folder in FOLDERS[:3] else MAY_DIFFER + RULER.findall(source)
+        for name, text in pieces(source).items():
+            if name not in own:
+                copies.setdefault((name, own is OF_FOLDER, common.get(name)), {})[path] = text
+    groups = [(name, texts) for (name, *_), texts in copies.items() if len({*texts.values()}) > 1]
+    return sorted(groups, key=lambda group: group[0][0] != "#")
 
 
-def fix(name, copies):
+def carry(name, copies):
     """Writes the one text that is new since the last commit to all copies, if there is one."""
-    new = set()
-    for path, text in copies.items():
-        show = ["git", "show", f"HEAD:{path.relative_to(ROOT).as_posix()}"]
-        old = subprocess.run(show, cwd=ROOT, capture_output=True, text=True).stdout
-        if text != blocks(old).get(name):
-            new.add(text)
-    if len(new) != 1:
-        return False
-    for path in copies:
-        path.write_text(path.read_text().replace(copies[path], *new))
-    return True
+    old = {p: pieces(subprocess.getoutput(f"git show HEAD:./{p} 2> /dev/null")) for p in copies}
+    new = {text for path, text in copies.items() if text != old[path].get(name)}
+    for path, text in copies.items() if len(new) == 1 else ():
+        path.write_text(path.read_text().replace(f"\n{text}", f"\n{min(new)}", 1))
 
 
-def foreign_hunks(a, b):
-    """Yields the hunks between two files in which no line is about distribution."""
-    left, right = a.read_text().splitlines(), b.read_text().splitlines()
-    matcher = difflib.SequenceMatcher(None, left, right, autojunk=False)
-    for tag, i, j, k, m in matcher.get_opcodes():
-        text = "\n".join(left[i:j] + right[k:m])
-        if tag != "equal" and text.strip() and not DISTRIBUTION.search(text):
-            yield f"{a.relative_to(ROOT)}:{i + 1} against {b.relative_to(ROOT)}:{k + 1}\n{text}"
+def diff(a, b, context=3):
+    """Returns the hunks of a diff of two texts."""
+    lines = difflib.unified_diff(a.splitlines(), b.splitlines(), n=context, lineterm="")
+    return re.split(r"^@@ .*\n", "\n".join(lines), flags=re.M)[1:]
+
+
+def oversized():
+    """Yields what has other rulers or is over its bound. Prints the lines of the scripts."""
+    distinct = set()
+    print(f"{'':26} head yours   run timing main")
+    for path in [*PATHS, Path("report.py")]:
+        source = path.read_text()
+        counts = [len(source.splitlines())]
+        bounds = [BOUNDS.get(str(path), 150)]  # a new tool has 150 lines
+        if path in SCRIPTS:
+            texts = [pieces(source).get(name, "") for name in ("head", YOURS, RUN, TIMING, "main")]
+            distinct |= {*pieces(source).values()} - {*texts[:4]}
+            counts = [len(text.strip().splitlines()) for text in texts]
+            bounds = [BOUNDS[key] for key in ("head", path.stem)] + BOUNDS[path.parent.name]
+            print(f"{path!s:25}", *(f"{count:5}" for count in counts))
+            if RULER.findall(source) != [YOURS, RUN, TIMING]:
+                yield f"{path}: not the rulers of multigpu/images.py"
+        if any(map(int.__gt__, counts, bounds)) or max(map(len, source.splitlines())) > 100:
+            yield f"{path}: {counts} lines of {bounds}, or more than 100 columns"
+    count = sum(len(text.splitlines()) for text in distinct)
+    print(f"{count} distinct lines in {len(SCRIPTS)} scripts")
+    if count > BOUNDS["distinct"]:
+        yield f"{count} distinct lines of {BOUNDS['distinct']}"
 
 
 def job_text(path):
@@ -123,44 +117,24 @@ def job_text(path):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fix", action="store_true", help="carry an edit to its copies")
-    args = parser.parse_args()
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
-    problems = []
-    for name, copies in drifted(paths):
-        where = ", ".join(str(path.relative_to(ROOT)) for path in copies)
-        if args.fix and fix(name, copies):
-            print(f"{name}: carried to {where}")
-        else:
-            a, b = [text.splitlines() for text in sorted(set(copies.values()))[:2]]
-            diff = difflib.unified_diff(a, b, lineterm="")
-            problems.append("\n".join([f"{name} differs between {where}", *diff]))
-    for first, second in itertools.pairwise(FOLDERS[:3]):
-        for path in sorted((ROOT / first).glob("*.py")):
-            other = ROOT / second / path.name
-            if other.exists():
-                problems += foreign_hunks(path, other)
-    for path in paths:
-        text = path.read_text()
-        rulers = tuple(re.findall(r"^# =+ (.*) =+$", text, re.M))
-        if "class Stopwatch" in text and rulers != BANDS:
-            problems.append(f"{path.relative_to(ROOT)}: not the rulers of the bands: {rulers}")
-    for path in [*paths, ROOT / "report.py"]:
-        name, lines = path.relative_to(ROOT).as_posix(), path.read_text().splitlines()
-        bound = LINES.get(name) or LINES[path.stem][path.parent.name != "singlegpu"]
-        if len(lines) > bound or max(map(len, lines)) > 100:
-            problems.append(f"{name}: {len(lines)} lines of {bound}, or more than 100 columns")
-    for folder in (*FOLDERS, "singlegpu_make"):  # make_*.py save to a folder, not to a snapshot
-        files = sorted((ROOT / "slurm").glob(f"{folder}_*.slurm"))
-        if folder == "singlegpu":
-            files = [path for path in files if "_make_" not in path.name]
-        for path in files[1:]:
-            if job_text(path) != job_text(files[0]):
-                problems.append(f"slurm/{path.name} and {files[0].name} differ in more than a name")
-    print(*problems, sep="\n\n", file=sys.stderr)
-    return bool(problems)
+    for name, copies in drifted() if "--fix" in sys.argv else ():
+        carry(name, copies)
+    problems = [*oversized()]
+    for name, copies in drifted():
+        texts = sorted(copies.values(), key=lambda text: ([*copies.values()].count(text), text))
+        where = ", ".join(str(path) for path in copies if copies[path] == texts[0])
+        problems.append("\n".join([f"{name}\ndiffers in {where}:", *diff(texts[-1], texts[0])]))
+    for path, other in zip(SCRIPTS, SCRIPTS[len(TASKS) :]):
+        a, b = [pieces(each.read_text()) for each in (path, other)]
+        for hunk in diff(a["head"] + a.get(RUN, ""), b["head"] + b.get(RUN, ""), context=0):
+            if re.search(r"\w", hunk) and not re.search(DISTRIBUTION, hunk):
+                problems.append(f"{path.parent} to {other.parent}: not distribution:\n{hunk}")
+    for folder in ("singlegpu_[!m]", "singlegpu_make", *FOLDERS[1:]):  # make_*.py have no snapshot
+        texts = {str(job_text(path)): path for path in Path("slurm").glob(f"{folder}*.slurm")}
+        if len(texts) > 1:
+            problems.append(f"{' and '.join(map(str, texts.values()))} differ in more than a name")
+    sys.exit("\n\n".join(dict.fromkeys(problems)) or 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

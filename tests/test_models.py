@@ -3,7 +3,9 @@
 import argparse
 import importlib.util
 import math
+from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,7 @@ gpt, text, translation = (module(f"singlegpu/{name}.py") for name in ("gpt", "te
 def namespace(**changes):
     """The arguments that the functions below read."""
     found = {"seed": 1, "batch_size": 12, "seq_len": 16, "vocab_size": 64, "d_model": 32}
-    found |= {"n_heads": 4, "num_layers": 2, "dropout": 0.0, "grad_accum_steps": 1}
+    found |= {"n_heads": 4, "num_layers": 2, "dropout": 0.0, "grad_accum_steps": 1, "epochs": 1}
     found |= {"model": "transformer", "size": "small", "precision": "fp32", "dataset": "words"}
     return argparse.Namespace(**found | changes)
 
@@ -57,20 +59,35 @@ def test_gpt_is_causal():
 
 
 def test_gpt_batches():
-    """An epoch's sequences do not overlap; the next one has other cuts; a resumed one goes on."""
-    tokens, args = (
-        np.arange(4000, dtype=np.uint16),
-        namespace(vocab_size=4000),
-    )
-    found = []
-    for epoch, first in ((0, 0), (1, 0), (0, 7)):
-        loader = gpt.batches(tokens, args, epoch, range(first, 20), CPU)
-        found.append(torch.stack([torch.stack(micro_batch) for (micro_batch,) in loader]))
-    assert found[0].shape == (20, 2, 12, 16) and torch.equal(found[2], found[0][7:])
-    assert torch.equal(found[0][:, 0] + 1, found[0][:, 1]), "the target is the next token"
-    for epoch in found[:2]:
-        assert len(epoch[:, 0].unique()) == 20 * 12 * 16
-    assert (found[0] != found[1]).float().mean() > 0.9
+    """An epoch's sequences do not overlap, and targets are the next tokens; epochs differ."""
+    args = namespace(vocab_size=4000)
+    data = gpt.Tokens(np.arange(4000, dtype=np.uint16), args)
+    orders = [gpt.training_order(data, args, epoch) for epoch in (0, 1)]
+    assert len(data) == 249 and (orders[0] != orders[1]).mean() > 0.9
+    for order in orders:
+        tokens, targets = data.__getitems__(order)
+        assert tokens.shape == (249, 16) and torch.equal(tokens + 1, targets)
+        assert len(tokens.unique()) == 249 * 16
+
+
+def test_shares_of_the_processes():
+    """Processes have equal, disjoint shares of a batch; an epoch goes on where it stopped."""
+    multi, args = module("multigpu/gpt.py"), namespace(grad_accum_steps=2, epochs=2)
+    data = gpt.Tokens(np.zeros(16 * 100 + 1, np.uint8), args)
+
+    def batches_of(script, rank, world_size, start=(0, 0)):
+        """The indices (steps, micro-batches, B) of a process."""
+        process = SimpleNamespace(rank=rank, world_size=world_size, num_steps=8)
+        found = list(script.training_indices(data, *start, process, args))
+        return np.array(found).reshape(-1, 2, 12 // world_size // 2)
+
+    whole = batches_of(gpt, 0, 1)
+    assert whole.shape == (16, 2, 6) and (whole[:8] != whole[8:]).any()
+    for world_size in (1, 2, 3):
+        shares = [batches_of(multi, rank, world_size) for rank in range(world_size)]
+        together = np.concatenate(shares, 2).reshape(16, -1)
+        assert (np.sort(together) == np.sort(whole.reshape(16, -1))).all()
+    assert (batches_of(multi, 1, 2, (1, 3)) == batches_of(multi, 1, 2)[8 + 3 :]).all()
 
 
 def test_gpt_token_files(run, tmp_path):
@@ -78,18 +95,22 @@ def test_gpt_token_files(run, tmp_path):
     ids = np.random.default_rng(0).integers(0, 300, 8000).astype(np.uint16)
     for name, part in (("train", ids[:7000]), ("val", ids[7000:])):
         (tmp_path / f"{name}.bin").write_bytes(part.tobytes())
-    words = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --sample 5"
+    words = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --sample 40"
     words = (*words.split(), "--max_steps", 3, "--vocab_size", 512, "--dataset", tmp_path)
     run("singlegpu/gpt.py", *words, "--log", tmp_path / "log.jsonl")
     _, val_loss, val_ppl = curve(tmp_path / "log.jsonl", "val_ppl")[0]
     assert val_ppl == pytest.approx(math.exp(val_loss)) and 300 < val_ppl < 520
+    (tmp_path / "a.txt").write_bytes(b"text " * 999)  # of a text, each sampled token is a byte
+    run("singlegpu/gpt.py", *words[:-1], tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("model", ["nbow", "transformer"])
 def test_text_padding_changes_nothing(model):
     """A text's logits do not depend on its batch mates, however long; every word counts."""
     torch.manual_seed(0)
-    model = text.create_model(namespace(model=model, seq_len=64), 4).eval()
+    model = text.create_model(
+        namespace(model=model, seq_len=64), SimpleNamespace(num_classes=4)
+    ).eval()
     lengths = torch.tensor([3, 60, 17])
     tokens = torch.randint(2, 100, (3, 60)) * (torch.arange(60) < lengths[:, None])
     together = model(tokens)
@@ -102,21 +123,44 @@ def test_text_padding_changes_nothing(model):
 
 
 def test_text_batches():
-    """An epoch takes each text once; a batch needs little padding; epochs differ."""
-    lengths = torch.from_numpy(np.sort(np.random.default_rng(0).integers(5, 65, 2501)))
-    numbers = torch.arange(2501)
-    tokens = (numbers[:, None] + 1) * (torch.arange(64) < lengths[:, None])
-    found = []
-    for epoch in (0, 1):
-        loader = text.batches((tokens, lengths, numbers), namespace(), epoch, range(208))
-        parts = [micro_batch for (micro_batch,) in loader]
-        found.append(torch.stack([classes for _, classes in parts]))
-        assert len(found[-1].unique()) == 208 * 12
+    """An epoch takes each text at most once, in batches of little padding; epochs differ."""
+    lengths = np.random.default_rng(0).integers(5, 65, 2501)
+    numbers = np.arange(2501)
+    tokens = (numbers[:, None] + 1) * (np.arange(64) < lengths[:, None])
+    columns = {"tokens": tokens, "length": lengths, "class": numbers}
+    data = text.Texts(datasets.Dataset.from_dict(columns), 2501)
+    orders = [text.training_order(data, namespace(), epoch) for epoch in (0, 1)]
+    for order in orders:
+        assert len(set(order)) == len(order) == 208 * 12
+        parts = [data.__getitems__(batch) for batch in order.reshape(208, 12)]
         for words, classes in parts:
-            assert ((words > 0).sum(1) == lengths[classes]).all(), "no word is cut off"
+            real = words > 0
+            assert (real.sum(1) == torch.from_numpy(lengths)[classes]).all(), "no word is cut off"
         real = sum((words > 0).sum().item() for words, _ in parts)
         assert real > 0.95 * sum(words.numel() for words, _ in parts)
-    assert (found[0].sort(1)[0] != found[1].sort(1)[0]).any()
+    assert set(orders[0][:12]) != set(orders[1][:12])
+
+
+class Vocabulary:
+    """In place of a tokenizer: so many words, and the ids themselves."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def get_vocab_size(self):
+        return self.size
+
+    def decode_batch(self, sequences, skip_special_tokens):
+        return [
+            " ".join("[END]" if number == translation.END else str(number) for number in ids)
+            for ids in sequences
+        ]
+
+
+def vocabularies(source_size, target_size):
+    """In place of a dataset of pairs: what create_model needs of it."""
+    tokenizers = {"source": Vocabulary(source_size), "target": Vocabulary(target_size)}
+    return SimpleNamespace(tokenizers=tokenizers)
 
 
 def pairs_of(generator, count):
@@ -133,17 +177,22 @@ def test_translation_padding_and_order(model):
     """A pair's loss does not depend on its batch mates, nor a word on those after it."""
     torch.manual_seed(0)
     args, generator = namespace(model=model, seq_len=20), np.random.default_rng(0)
-    model = translation.create_model(args, 30, 30).eval()
+    model = translation.create_model(args, vocabularies(30, 30)).eval()
     sources, targets, lengths = pairs_of(generator, 5)
-    lengths = torch.from_numpy(lengths.copy())
-    together = translation.translation_loss(model, sources, lengths, targets, args)[1]
-    alone = torch.zeros(2, dtype=torch.float64)
+    lengths = lengths.copy()
+    loss, together = translation.batch_loss(model, (sources, lengths, targets), args)
+    losses = []
+    alone = dict.fromkeys(together, 0.0)
     for row in range(5):
         each = slice(row, row + 1)
         words = targets[each, : (targets[row] != translation.PAD).sum()]
         part = sources[each, : lengths[row]], lengths[each], words
-        alone += translation.translation_loss(model, *part, args)[1]
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
+        part_loss, sums = translation.batch_loss(model, part, args)
+        losses.append(part_loss)
+        alone = {name: alone[name] + sums[name] for name in sums}
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0, check_dtype=False)
+    mean = torch.stack(losses).mean()  # as over processes: their tokens differ in number
+    torch.testing.assert_close(loss, mean, rtol=1e-5, atol=0)
     changed = targets.clone()
     changed[0, 5] = 4 if changed[0, 5] != 4 else 5
     before, after = (model(sources, lengths, words)[0] for words in (targets, changed))
@@ -151,55 +200,23 @@ def test_translation_padding_and_order(model):
     assert not torch.allclose(before[5:], after[5:])
 
 
-@pytest.mark.parametrize("script", ["images", "text", "translation", "gpt"])
-def test_shares(monkeypatch, script):
-    """Of each batch two processes have a half each, and together all of it."""
-    numbers, args = np.arange(600), namespace(grad_accum_steps=2, vocab_size=1000)
-    ids = np.repeat(numbers.astype(np.int16)[:, None] + 1, 16, 1)
-    lengths = {"source_length": np.full(600, 16), "target_length": np.full(600, 16)}
-    tensors = torch.from_numpy(ids), torch.full((600,), 16), torch.from_numpy(numbers)
-    pairs = lengths | {"sources": ids, "targets": ids}
-    images, tokens = (ids[:, :, None, None], numbers), np.arange(1000)
-    split = {"images": images, "text": tensors, "translation": pairs, "gpt": tokens}[script]
-
-    def batch_of(script):
-        more = [] if "text" in script else [CPU]
-        loader = module(script).batches(split, args, 0, range(3, 4), *more)
-        batch = next(micro_batches for micro_batches in loader if micro_batches is not None)
-        return sorted(row for part in batch for row in part[0].flatten(1).tolist())
-
-    whole, halves = batch_of(f"singlegpu/{script}.py"), []
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    for rank in (0, 1):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        halves.append(batch_of(f"multigpu/{script}.py"))
-    assert len(halves[0]) == len(halves[1]) == 6 and sorted(sum(halves, [])) == whole
-
-
-class Words:
-    """In place of a tokenizer: the ids themselves."""
-
-    def decode(self, ids, skip_special_tokens):
-        return " ".join("[END]" if number == translation.END else str(number) for number in ids)
-
-
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
 def test_translation_does_not_depend_on_the_batches(model):
     """Greedy decoding gives the same words however the sentences are batched."""
     torch.manual_seed(0)
     args, found = namespace(model=model, seq_len=20), []
-    model = translation.create_model(args, 30, 12)
+    model = translation.create_model(args, vocabularies(30, 12))
     for name, parameter in model.named_parameters():  # untrained, they hardly ever end a sentence
         if parameter.dim() == 2 and name not in ("source.weight", "target.weight"):
             parameter.data *= 6
-    sources, targets, lengths = pairs_of(np.random.default_rng(0), 30)
+    sources, _, lengths = pairs_of(np.random.default_rng(0), 30)
     for size in (30, 1, 7):
-        loader = []
+        translated = []
         for start in range(0, 30, size):
-            each = slice(start, start + size)
-            part = torch.from_numpy(lengths[each].copy())
-            loader.append((sources[each, : part.max()], part, targets[each]))
-        found.append(translation.translate(model, loader, Words(), args))
+            part = lengths[start : start + size].copy()
+            words = sources[start : start + size, : part.max()]
+            translated += translation.translate(model, words, part, Vocabulary(12), args)
+        found.append(translated)
     assert len(found[0]) == 30 and found[0] == found[1] == found[2]
     assert len({len(text.split()) for text in found[0]}) > 4
 
@@ -224,17 +241,6 @@ def test_token_files(run, attempt, tmp_path):
     assert status and "is not below --vocab_size 50304" in err, err
     status, _, err = attempt("singlegpu/gpt.py", *words, "--dataset", tmp_path / "signed")
     assert status and "int64" in err and "Traceback" not in err, err
-
-
-def test_the_schedule_follows(run, data, tmp_path):
-    """With other epochs, the learning rate of a run that goes on jumps, and a line says so."""
-    words = (
-        "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2".split()
-    )
-    words += ["--dataset", data / "words.txt", "--snapshot", tmp_path / "s.pt"]
-    assert "learning rate" not in run("singlegpu/gpt.py", *words)
-    assert "learning rate" not in run("singlegpu/gpt.py", *words)
-    assert "the learning rate jumps" in run("multigpu/gpt.py", *words, "--epochs", 2, processes=2)
 
 
 def test_splitting_into_stages():

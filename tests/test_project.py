@@ -7,7 +7,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port
 from PIL import Image
@@ -93,18 +92,19 @@ def test_gpu_dry_run(tmp_path):
 
 
 def test_readme_example(run, tmp_path):
-    """The example of "Make it yours", pasted into a copy of images.py, trains."""
+    """The example of "Make it yours", in place of three functions of images.py, trains."""
     copy, script = tmp_path / "mine.py", (ROOT / "singlegpu/images.py").read_text()
     example = re.search(r"^    from torchvision.transforms.*?^(?=\S)", README, re.M | re.S)[0]
-    example = textwrap.dedent(example).strip() + "\n\n\n"
-    script, count = re.subn(r"^def create_model\(.*?\n\n\n", example, script, flags=re.M | re.S)
-    assert count == 1
-    copy.write_text(script)
-    for split in ("train", "test"):
-        images = np.zeros((12, 3, 224, 224), np.uint8)
-        np.save(tmp_path / f"{split}_images.npy", images)
-        np.save(tmp_path / f"{split}_labels.npy", np.arange(12) % 5)
-    run(copy, "--dataset", tmp_path, "--batch_size", 6, "--epochs", 1)
+    example = textwrap.dedent(example).strip().replace('"photos/', f'"{tmp_path}/')
+    for function in re.findall(r"^def \w+", example, re.M):
+        script, count = re.subn(rf"^{function}\(.*?\n\n\n", "", script, flags=re.M | re.S)
+        assert count == 1, function
+    copy.write_text(script.replace("\nclass Images", f"\n{example}\n\nclass Images", 1))
+    for number in range(24):
+        path = tmp_path / ("val", "train")[number % 2] / f"{number % 4 // 2}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(path)
+    run(copy, "--batch_size", 6, "--epochs", 1, "--num_workers", 2)
 
 
 def test_readme_token_files(run, tmp_path):
@@ -120,15 +120,15 @@ def test_readme_token_files(run, tmp_path):
 
 @pytest.mark.parametrize("script", ["multigpu/images.py", "singlegpu/gpt.py"])
 def test_a_copy_without_its_stopwatch(run, tmp_path, script):
-    """Without the middle band, the lines with watch and the summary, what is left trains."""
+    """Without the last band and the lines with watch, among them the summary, the rest trains."""
     copy, log = tmp_path / script, tmp_path / "log.jsonl"
     copy.parent.mkdir()
     lines = (ROOT / script).read_text().splitlines(keepends=True)
-    _, start, end = [number for number, line in enumerate(lines) if line.startswith("# ==")]
+    *_, start = [number for number, line in enumerate(lines) if line.startswith("# ==")]
+    end = lines.index('if __name__ == "__main__":\n')
     kept = "".join(line for line in lines[:start] + lines[end:] if "watch" not in line)
-    text, count = re.subn(r"^    if rows:  # the summary\n(        .*\n)+", "", kept, flags=re.M)
-    assert count == 1
-    copy.write_text(text)
+    assert "print_summary" not in kept
+    copy.write_text(kept)
     words = ("--dataset", ROOT / "report.py", "--seq_len", 32) if "gpt" in script else ()
     words = (*words, "--batch_size", 24, "--max_steps", 20, "--epochs", 2, "--log", log)
     out = run(copy, *words, processes=2)

@@ -3,9 +3,10 @@
     torchrun --standalone --nproc_per_node=2 -- tests/watch.py FOLDER multinode/images.py ...
 
 Each process writes FOLDER/<rank>.json: `written`, the moment (s) at which it wrote each epoch's
-rows; `all_reduces`, the seconds of each all-reduce that the script itself called; and what DDP's
-own runtime logger found, in seconds of all steps: `comm_total`, all communication of gradients,
-and `comm`, what was not hidden behind the backward pass.
+rows; `all_reduces`, the seconds of each all-reduce of the script's own that counts as `comm`, that
+of its news about once a second; and what DDP's own runtime logger found, in seconds of all steps:
+`comm_total`, all communication of gradients, and `comm`, what was not hidden behind the backward
+pass.
 """
 
 import builtins
@@ -19,7 +20,10 @@ import torch.distributed as dist
 import torch.nn.parallel
 
 folder, script = sys.argv[1:3]
-models, steps, written, all_reduces = [], [], [], []
+models = []
+steps = []
+written = []
+all_reduces = []
 
 
 class WatchedDDP(torch.nn.parallel.DistributedDataParallel):
@@ -40,10 +44,10 @@ def watched_open(file, *args, **kwargs):
     return plain_open(file, *args, **kwargs)
 
 
-def watched_all_reduce(*args, **kwargs):
+def watched_all_reduce(tensor, op=dist.ReduceOp.SUM, **kwargs):
     start = time.perf_counter()
-    work = plain_all_reduce(*args, **kwargs)
-    if not kwargs.get("async_op"):  # DDP's are
+    work = plain_all_reduce(tensor, op, **kwargs)
+    if op == dist.ReduceOp.MAX:  # the news; sums count as save and eval
         all_reduces.append(time.perf_counter() - start)
     return work
 

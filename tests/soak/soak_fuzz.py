@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,14 +111,14 @@ def test_snapshots(outcome, tmp_path, chance):
 
     def load(content):
         path.write_bytes(content)
-        model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(3, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-        return outcome(images.load_snapshot, args, parts), parts
+        run = SimpleNamespace(run_id="1a", epoch=1, step=2, sums={"loss": 0.5, "count": 8.0})
+        run.model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(3, 2))
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), 1e-3)
+        run.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        run.watch = images.Stopwatch(torch.device("cpu"))
+        return outcome(images.load_snapshot, run, args), run
 
-    parts = load(b"")[1]
-    images.save_snapshot(args, parts, {"run": "1a", "epoch": 1, "step": 2, "sums": [0.5, 8.0]})
+    images.save_snapshot(load(b"")[1], args)
     valid, document = path.read_bytes(), torch.load(path, weights_only=True)
     bomb = Bomb(tmp_path / "exploded")
     values = [*VALUES, bomb, torch.zeros(()), torch.ones(3), torch.zeros(2, 3)]

@@ -1,0 +1,122 @@
+"""Bands of users on the runs of the three folders: what they bring trains; mistakes are told."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, curve, load
+from PIL import Image
+
+LAUNCHES = (("singlegpu", 1), ("multigpu", 2), ("multinode", 3))
+
+
+def paste(band, folder, script):
+    """Write the script of a folder with this band (a text) in place of its own."""
+    rest = (ROOT / folder / "images.py").read_text()
+    _, yours, end = re.split(r"(?<=\n)(?=# =)", rest, maxsplit=2)
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(rest.replace(yours, yours.splitlines()[0] + "\n" + band + "\n\n"))
+    return script
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder of two classes of 30 photographs of different sizes."""
+    folder = tmp_path_factory.mktemp("photos")
+    for name, color in {"blue": (0, 0, 250), "red": (250, 0, 0)}.items():
+        (folder / name).mkdir()
+        for number in range(30):
+            Image.new("RGB", (40 + number, 50), color).save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["photos", "table", "dictionaries"])
+def test_own_bands(run, photos, tmp_path, name):
+    """They train on 1, 2 and 3 processes. Where nothing is random, with one loss curve."""
+    band = (ROOT / f"tests/bands/{name}.py").read_text()
+    curves = []
+    for folder, processes in LAUNCHES:
+        script, log = (
+            paste(band, folder, tmp_path / folder / "mine.py"),
+            tmp_path / f"{folder}.jsonl",
+        )
+        words = ("--photos", photos, "--num_workers", 2) if name == "photos" else ()
+        snapshot = tmp_path / f"{folder}.pt"
+        words = (*words, "--log", log, "--snapshot", snapshot)
+        out = run(script, *words, processes=processes)
+        assert "| -" in out.splitlines()[-1] or name != "dictionaries", "what no row has is -"
+        assert curve(log)[1, 0] < curve(log)[0, 0], "it learns"
+        assert load(snapshot)["place"] == (2, 0)
+        curves.append(curve(log))
+    for each in curves[1:]:
+        np.testing.assert_allclose(each, curves[0], rtol=1 if name == "photos" else 1e-5)
+
+
+LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
+DATA = "return random_split(TensorDataset(features, targets), [0.8, 0.2])"
+UNREADABLE = """
+    data = TensorDataset(features, targets)
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(data)
+        def __getitem__(self, index):
+            if index == 77:
+                raise OSError("sample 77 cannot be read")
+            return data[index]
+    return Data(), data"""
+MISTAKES = {  # name: (text of the table's band, what stands there instead, the message)
+    "no sums": (LOSS, "return loss", "batch_loss must return the loss, and a dict"),
+    "no count": (LOSS, 'return loss, {"loss": loss}', "a dict of sums with"),
+    "short order": (".permutation(len(data))", ".permutation(100)", "returned 100 indices for 480"),
+    "sample": (DATA, UNREADABLE, "sample 77 cannot be read"),
+    "too little": (DATA, DATA.replace("[0.8, 0.2]", "[10, 590]"), "the data is too small"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(attempt, tmp_path, name):
+    """Each ends the run with an error that says what to change, as soon with workers as without."""
+    text, mistake, message = MISTAKES[name]
+    band = (ROOT / "tests/bands/table.py").read_text()
+    assert text in band
+    for folder, processes in LAUNCHES[:2]:
+        script = paste(band.replace(text, mistake), folder, tmp_path / folder / "mine.py")
+        seconds = []
+        for workers in (0, 2):
+            start = time.monotonic()
+            status, _, err = attempt(script, "--num_workers", workers, processes=processes)
+            seconds.append(time.monotonic() - start)
+            assert status and message in err, err
+        assert seconds[1] < seconds[0] + 25, "workers delay the error"
+
+
+def test_a_parameter_without_gradient(attempt, tmp_path):
+    """DDP says so. One process trains without it."""
+    band = (ROOT / "tests/bands/table.py").read_text()
+    band = band.replace("return nn.Sequential(", "model = nn.Sequential(")
+    band = band.replace(
+        "nn.Linear(16, 1))",
+        "nn.Linear(16, 1))\n    model.unused = nn.Parameter(torch.ones(1))\n    return model",
+    )
+    for folder, processes in LAUNCHES[:2]:
+        script = paste(band, folder, tmp_path / folder / "mine.py")
+        status, _, err = attempt(script, processes=processes)
+        assert (status != 0) == (processes > 1) == ("find_unused_parameters=True" in err), err
+
+
+def test_weights_that_are_not_finite(attempt, run, tmp_path):
+    """They are not saved over good ones."""
+    band = (ROOT / "tests/bands/table.py").read_text()
+    rate = re.search(r"return args.learning_rate .*", band)[0]
+    for folder, processes in LAUNCHES[:2]:
+        script, snapshot = (
+            paste(band, folder, tmp_path / folder / "mine.py"),
+            tmp_path / f"{folder}.pt",
+        )
+        run(script, "--epochs", 1, "--snapshot", snapshot, processes=processes)
+        before = snapshot.read_bytes()
+        paste(band.replace(rate, "return math.inf"), folder, script)
+        words = ("--epochs", 2, "--max_steps", 1, "--snapshot", snapshot)
+        status, _, err = attempt(script, *words, processes=processes)
+        assert status and "weights are not finite" in err and snapshot.read_bytes() == before, err
