@@ -65,7 +65,7 @@ QUALITY = ["val_acc", "val_ppl", "val_loss"]  # the first one that a script logs
 WORDS = ["run", *TITLE, "comm_hook", "device", "host"]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads"]
 NUMBERS = [*COUNTS, *MEANS, "epoch", "rank"]
-DEFAULTS = {"bubble": 0.0, "host": "-", "peak_MB": math.nan}
+DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "host": "-", "peak_MB": math.nan}
 
 RATIOS = ["speedup", "efficiency"]
 SPEED = ["processes", "nodes", "batch_size", "seconds", "samples/s", *RATIOS, "device-hours"]

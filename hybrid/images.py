@@ -140,7 +140,7 @@ def synthetic_images(num_images):
     """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
     patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
     patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
-    generator = torch.Generator().manual_seed(num_images)
+    generator = torch.Generator().manual_seed(num_images)  # other noise for each split
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
     images = (80 * patterns[labels]).byte() + noise
@@ -150,8 +150,8 @@ def synthetic_images(num_images):
 def training_order(data, args, epoch):
     """Returns the indices (N,) of all images, in the order in which an epoch trains on them.
 
-    A file larger than memory is read in blocks of 2 MiB. They come in random order, and the images
-    of 128 blocks at a time are shuffled. Smaller data is one such pool.
+    Blocks of 2 MiB of neighbours come in random order, so that a file larger than memory is read in
+    long pieces. Pools of 128 blocks are shuffled. Data of less than 256 MiB is one pool.
     """
     generator = np.random.default_rng((args.seed, epoch))
     block_size = max(1, 2**21 // data.images[0].nbytes)

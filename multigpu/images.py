@@ -120,7 +120,7 @@ def synthetic_images(num_images):
     """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
     patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
     patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
-    generator = torch.Generator().manual_seed(num_images)
+    generator = torch.Generator().manual_seed(num_images)  # other noise for each split
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
     images = (80 * patterns[labels]).byte() + noise
@@ -130,8 +130,8 @@ def synthetic_images(num_images):
 def training_order(data, args, epoch):
     """Returns the indices (N,) of all images, in the order in which an epoch trains on them.
 
-    A file larger than memory is read in blocks of 2 MiB. They come in random order, and the images
-    of 128 blocks at a time are shuffled. Smaller data is one such pool.
+    Blocks of 2 MiB of neighbours come in random order, so that a file larger than memory is read in
+    long pieces. Pools of 128 blocks are shuffled. Data of less than 256 MiB is one pool.
     """
     generator = np.random.default_rng((args.seed, epoch))
     block_size = max(1, 2**21 // data.images[0].nbytes)
@@ -241,10 +241,9 @@ def main(rank, args, init_method):
     random.seed(args.seed)  # so that a random split of the data is the same in all processes
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    if run.rank > 0:
-        dist.barrier(run.patient_group)  # until rank 0 has prepared the data
-    train_data, val_data = read_data(args)
-    if run.rank == 0:
+    for turn in (0, 1):  # rank 0 prepares the data, then the others read it
+        if turn == int(run.rank > 0):
+            train_data, val_data = read_data(args)
         dist.barrier(run.patient_group)
     run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
     if run.num_steps == 0 or len(val_data) < run.world_size:
@@ -260,7 +259,7 @@ def main(rank, args, init_method):
     for name in run.sums:
         run.sums[name] /= run.world_size  # each process begins with an equal share
     run.ddp_model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
-    run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics, once
+    run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics
     comm_hook = COMM_HOOKS[args.comm_hook]
     run.watch = Stopwatch(run.device)
     comm_hook = run.watch.timed(comm_hook)
@@ -432,7 +431,7 @@ def create_loader(data, indices, run, args):
         batch_sampler=indices,
         collate_fn=collate,
         num_workers=args.num_workers,
-        # Workers draw from it. Dropout does not, and so is the same for any number of workers.
+        # It seeds the workers. Without it, they would change the random numbers of dropout.
         generator=torch.Generator().manual_seed(args.seed + run.rank),
         # A forked worker starts at once and shares the data's memory. Others import all anew.
         multiprocessing_context="fork" if args.num_workers else None,
@@ -442,12 +441,12 @@ def create_loader(data, indices, run, args):
 
 
 def collate(samples):
-    """Makes a batch of a list of samples. What the data's __getitems__ returns is one already."""
+    """Makes a batch of a list of samples. A tuple or dict of the data's __getitems__ is one."""
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
 def ignore_signals(worker):
-    """Slurm signals the loader's workers, too. They ignore it: only their own process ends them."""
+    """Keeps a worker alive when a whole job is signaled. Only the process it loads for ends it."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -475,7 +474,7 @@ def save_snapshot(run, args):
     sums = all_reduce_sums(run.sums)
     if args.snapshot and run.rank == 0:
         snapshot = {name: getattr(run, name).state_dict() for name in STATES}
-        if not all(weights.isfinite().all() for weights in snapshot["model"].values()):
+        if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
@@ -487,11 +486,12 @@ def save_snapshot(run, args):
 
 def load_snapshot(run, args):
     """Restores the snapshot, if there is one."""
+    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
+        if snapshot["settings"] != settings:
             raise ValueError(f"it was made with {snapshot['settings']}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
@@ -540,7 +540,7 @@ def log_epoch(run, val_sums, num_samples, args):
     if run.rank > 0:
         return []
     for process_row in rows:
-        process_row["run"] = run.run_id
+        process_row["run"] = run.run_id  # that of rank 0
     print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
     if args.log:
         with open(args.log, "a") as file:
@@ -579,7 +579,7 @@ def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the parser, and parses and checks them."""
     add = parser.add_argument_group("the run").add_argument
     add("--num_gpus", type=int, default=torch.cuda.device_count() or 2, help="processes to start")
-    add("--epochs", type=int, help="passes over the data; if changed, the learning rate jumps")
+    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
@@ -673,9 +673,9 @@ class Stopwatch:
                 self.spans.append((start, self.now()))
                 return future.value()
 
-            # comm_hook can make its stream wait for the all-reduce. The backward pass must not
-            # wait for it, nor must the next bucket: two side streams take turns. On a CPU, None
-            # stands for no stream.
+            # comm_hook can make its stream wait for the all-reduce. In a side stream, it delays
+            # neither the backward pass nor, as two streams take turns, the next bucket. On a CPU,
+            # None stands for no stream.
             stream = self.streams[bucket.index() % 2]
             if self.cuda:
                 stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
@@ -704,7 +704,7 @@ class Stopwatch:
         self.spans.clear()
 
     def end_epoch(self, num_samples):
-        """Returns the columns of time and memory, and starts again from 0."""
+        """Returns the columns of time and memory. The times start again from 0."""
         self.flush()
         row = self.seconds
         self.seconds = dict.fromkeys(row, 0.0)
@@ -712,7 +712,7 @@ class Stopwatch:
         training = row["seconds"] - row["eval"] - row["save"]
         row["samples/s"] = num_samples / training if num_samples else math.nan
         row["peak_MB"] = peak_bytes() / 1e6
-        row["buckets"] = []  # bytes, and seconds before the last one was ready
+        row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
         for size, moment in self.buckets:
             row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
         return row
@@ -726,7 +726,7 @@ def peak_bytes():
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
-def mean(rows, name):
+def mean_of(rows, name):
     return statistics.mean(row[name] for row in rows)
 
 
@@ -736,11 +736,11 @@ def print_summary(all_rows):
     rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
     if not rows:
         return
-    seconds = mean(rows, "seconds")
+    seconds = mean_of(rows, "seconds")
     print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
     for phase in PHASES:
-        share = mean(rows, phase) / seconds
-        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+        share = mean_of(rows, phase) / seconds
+        print(f"{phase:9} {mean_of(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
     print_communication(rows)
     peak = max(row["peak_MB"] for row in all_rows)
     print(f"peak memory {short(peak)} MB\n")
@@ -749,7 +749,7 @@ def print_summary(all_rows):
     cells = {name: str(rows[-1].get(name, "-")) for name in names}
     cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
     for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        cells[name] = short(mean(rows, name))
+        cells[name] = short(mean_of(rows, name))
     cells["peak_MB"] = short(peak)
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
@@ -760,19 +760,19 @@ def print_communication(rows):
 
     R says how many times as long a process computes as it sends. If nothing is hidden, N processes
     are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
-    turn, the waiting for them counts as sending.
+    turn, some of the waiting for them counts as sending.
     """
     totals = []  # the mean comm_total of each process
     for rank in range(rows[0]["processes"]):
-        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
+        totals.append(mean_of([row for row in rows if row["rank"] == rank], "comm_total"))
     # The process that comes last never waits in an all-reduce: all of its time is sending.
     sending = min(totals)
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
-    waiting = mean(rows, "comm_total") - sending
+    waiting = mean_of(rows, "comm_total") - sending
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
-    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
-    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    hidden = max(0.0, 1 - mean_of(rows, "comm") / mean_of(rows, "comm_total"))
+    compute = mean_of(rows, "forward") + mean_of(rows, "backward") + mean_of(rows, "optimizer")
     print(
         f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
         f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"

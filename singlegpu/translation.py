@@ -260,7 +260,7 @@ def create_optimizer(model, args):
 
 def learning_rate(args, done):
     """Returns the learning rate when this share of all steps, 0 to 1, is done."""
-    return args.learning_rate * (1.0 - done)
+    return args.learning_rate * (1.05 - done)  # it falls to a twentieth
 
 
 def batch_loss(model, batch, args):
@@ -501,7 +501,7 @@ def create_loader(data, indices, run, args):
         batch_sampler=indices,
         collate_fn=collate,
         num_workers=args.num_workers,
-        # Workers draw from it. Dropout does not, and so is the same for any number of workers.
+        # It seeds the workers. Without it, they would change the random numbers of dropout.
         generator=torch.Generator().manual_seed(args.seed),
         # A forked worker starts at once and shares the data's memory. Others import all anew.
         multiprocessing_context="fork" if args.num_workers else None,
@@ -511,12 +511,12 @@ def create_loader(data, indices, run, args):
 
 
 def collate(samples):
-    """Makes a batch of a list of samples. What the data's __getitems__ returns is one already."""
+    """Makes a batch of a list of samples. A tuple or dict of the data's __getitems__ is one."""
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
 def ignore_signals(worker):
-    """Slurm signals the loader's workers, too. They ignore it: only their own process ends them."""
+    """Keeps a worker alive when a whole job is signaled. Only the process it loads for ends it."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
@@ -544,7 +544,7 @@ def save_snapshot(run, args):
     sums = {name: float(value) for name, value in run.sums.items()}
     if args.snapshot:
         snapshot = {name: getattr(run, name).state_dict() for name in STATES}
-        if not all(weights.isfinite().all() for weights in snapshot["model"].values()):
+        if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
@@ -555,11 +555,12 @@ def save_snapshot(run, args):
 
 def load_snapshot(run, args):
     """Restores the snapshot, if there is one."""
+    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
+        if snapshot["settings"] != settings:
             raise ValueError(f"it was made with {snapshot['settings']}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
@@ -621,7 +622,7 @@ def short(value):
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the parser, and parses and checks them."""
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; if changed, the learning rate jumps")
+    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
@@ -684,7 +685,7 @@ class Stopwatch:
         del self.marks[:-1]
 
     def end_epoch(self, num_samples):
-        """Returns the columns of time and memory, and starts again from 0."""
+        """Returns the columns of time and memory. The times start again from 0."""
         self.flush()
         row = self.seconds
         self.seconds = dict.fromkeys(row, 0.0)
@@ -703,7 +704,7 @@ def peak_bytes():
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
-def mean(rows, name):
+def mean_of(rows, name):
     return statistics.mean(row[name] for row in rows)
 
 
@@ -713,11 +714,11 @@ def print_summary(all_rows):
     rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
     if not rows:
         return
-    seconds = mean(rows, "seconds")
+    seconds = mean_of(rows, "seconds")
     print(f"\nwhere an epoch's {seconds:.2f} s go (mean over later epochs)")
     for phase in PHASES:
-        share = mean(rows, phase) / seconds
-        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+        share = mean_of(rows, phase) / seconds
+        print(f"{phase:9} {mean_of(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
     peak = max(row["peak_MB"] for row in all_rows)
     print(f"peak memory {short(peak)} MB\n")
 
@@ -725,7 +726,7 @@ def print_summary(all_rows):
     cells = {name: str(rows[-1].get(name, "-")) for name in names}
     cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
     for name in ("seconds", "samples/s", *PHASES):
-        cells[name] = short(mean(rows, name))
+        cells[name] = short(mean_of(rows, name))
     cells["peak_MB"] = short(peak)
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")

@@ -23,7 +23,8 @@ def rows_of(run, processes, seconds, batch_size=64, samples=640, **changes):
         row |= {"host": f"node{rank}", "peak_MB": 1000 + rank}
         row |= {"run": str(run), "epoch": epoch, "val_loss": 2 / (epoch + 1), "val_acc": 0.9}
         shares = {"data": 0.1, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
-        shares |= {"comm": 0.1 * (processes > 1), "comm_total": 0.2 * (processes > 1)}
+        if processes > 1:  # singlegpu's rows have no such columns
+            shares |= {"comm": 0.1, "comm_total": 0.2}
         row |= {name: share * (time - 1) for name, share in shares.items()}
         row |= {"eval": 1, "save": 0, "seconds": time, "samples/s": samples / (time - 1)}
         yield row | changes
