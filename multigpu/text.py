@@ -45,6 +45,7 @@ from tqdm import tqdm
 
 COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 METRIC = "val_acc"  # in the row for results.md
+# Flags that a resumed run must not change
 SAME_ON_RESUME = (
     "model size dataset seq_len batch_size learning_rate dropout precision seed"
 ).split()
@@ -622,7 +623,7 @@ def parse_run_args(parser, **defaults):
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of AdamW")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
     add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")

@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 COLUMNS = "epoch train_loss val_loss seconds samples/s".split()
 METRIC = "val_loss"  # in the row for results.md
+# Flags that a resumed run must not change
 SAME_ON_RESUME = ("dataset", "batch_size", "learning_rate", "precision", "seed")
 MAX_GRAD_NORM = None  # gradients are not clipped
 
@@ -468,7 +469,7 @@ def parse_run_args(parser, **defaults):
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of AdamW")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
     add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--num_workers", type=int, default=0, help="processes that load data")

@@ -37,6 +37,7 @@ from tqdm import tqdm
 
 COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 METRIC = "val_acc"  # in the row for results.md
+# Flags that a resumed run must not change
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
 MAX_GRAD_NORM = None  # gradients are not clipped
 
@@ -70,7 +71,8 @@ class Images(Dataset):
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets.
 
-    The test images of the data sets serve for validation.
+    The test images of the data sets serve for validation. All processes have the same seeds here,
+    so that a random split would be the same in all.
     """
     try:
         train_data = Images(*read_images(args, "train"))
@@ -139,7 +141,7 @@ def training_order(data, args, epoch):
 
 
 def create_model(args, data):
-    """Returns a network from images (B, C, H, W) uint8 to logits (B, K)."""
+    """Returns a network from images (B, C, H, W) uint8 to logits (B, K), for the training data."""
     channels, height, width = data.images.shape[1:]
     num_classes = int(data.labels.max()) + 1
     if args.model == "mlp":
@@ -512,7 +514,7 @@ def parse_run_args(parser, **defaults):
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of AdamW")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
     add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
     add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
     add("--num_workers", type=int, default=0, help="processes that load data")

@@ -11,7 +11,9 @@ import pytest
 import torch
 from conftest import ROOT, curve
 
-CPU = torch.device("cpu")
+SMALL_GPT = (
+    "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2".split()
+)
 
 
 def module(script):
@@ -24,6 +26,11 @@ def module(script):
 
 
 gpt, text, translation = (module(f"singlegpu/{name}.py") for name in ("gpt", "text", "translation"))
+VOCAB_SIZES = {"source": 30, "target": 12}
+WORDS = [f"w{number}" for number in range(30)]
+TOKENIZERS = {  # the first four ids are not words
+    side: translation.train_tokenizer(2 * WORDS[4:size], 70) for side, size in VOCAB_SIZES.items()
+}
 
 
 def namespace(**changes):
@@ -87,30 +94,40 @@ def test_shares_of_the_processes():
         shares = [batches_of(multi, rank, world_size) for rank in range(world_size)]
         together = np.concatenate(shares, 2).reshape(16, -1)
         assert (np.sort(together) == np.sort(whole.reshape(16, -1))).all()
-    assert (batches_of(multi, 1, 2, (1, 3)) == batches_of(multi, 1, 2)[8 + 3 :]).all()
+    for epoch in (0, 1):
+        resumed = batches_of(multi, 1, 2, (epoch, 3))
+        assert np.array_equal(resumed, batches_of(multi, 1, 2)[8 * epoch + 3 :])
 
 
-def test_gpt_token_files(run, tmp_path):
-    """Token ids as nanoGPT writes them give a perplexity."""
-    ids = np.random.default_rng(0).integers(0, 300, 8000).astype(np.uint16)
-    for name, part in (("train", ids[:7000]), ("val", ids[7000:])):
-        (tmp_path / f"{name}.bin").write_bytes(part.tobytes())
-    words = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --sample 40"
-    words = (*words.split(), "--max_steps", 3, "--vocab_size", 512, "--dataset", tmp_path)
-    run("singlegpu/gpt.py", *words, "--log", tmp_path / "log.jsonl")
-    _, val_loss, val_ppl = curve(tmp_path / "log.jsonl", "val_ppl")[0]
+def test_gpt_token_files(run, attempt, tmp_path):
+    """Files of 16 and of 32 bits; others, and ids beyond the vocabulary, end the run in a line."""
+    ids = np.random.default_rng(0).integers(0, 300, 2_000)
+    for name, array in (("wide", (300 * ids).astype(np.uint32)), ("signed", ids)):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "train.npy", array)
+        np.save(tmp_path / name / "val.npy", array[:200])
+    for split in ("train", "val"):  # as nanoGPT writes them
+        ids.astype(np.uint16).tofile(tmp_path / f"{split}.bin")
+    words, log = (*SMALL_GPT, "--vocab_size", 512, "--sample", 40), tmp_path / "log.jsonl"
+    run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--log", log)
+    _, val_loss, val_ppl = curve(log, "val_ppl")[0]
     assert val_ppl == pytest.approx(math.exp(val_loss)) and 300 < val_ppl < 520
     (tmp_path / "a.txt").write_bytes(b"text " * 999)  # of a text, each sampled token is a byte
-    run("singlegpu/gpt.py", *words[:-1], tmp_path / "a.txt")
+    run("singlegpu/gpt.py", *words, "--dataset", tmp_path / "a.txt")
+    wide = (*SMALL_GPT, "--dataset", tmp_path / "wide")
+    run("singlegpu/gpt.py", *wide, "--vocab_size", 90_000)
+    status, _, err = attempt("multigpu/gpt.py", *wide, processes=2)
+    assert status and "is not below --vocab_size 50304" in err, err
+    status, _, err = attempt("singlegpu/gpt.py", *SMALL_GPT, "--dataset", tmp_path / "signed")
+    assert status and "int64" in err and "Traceback" not in err, err
 
 
 @pytest.mark.parametrize("model", ["nbow", "transformer"])
 def test_text_padding_changes_nothing(model):
     """A text's logits do not depend on its batch mates, however long; every word counts."""
     torch.manual_seed(0)
-    model = text.create_model(
-        namespace(model=model, seq_len=64), SimpleNamespace(num_classes=4)
-    ).eval()
+    args = namespace(model=model, seq_len=64)
+    model = text.create_model(args, SimpleNamespace(num_classes=4)).eval()
     lengths = torch.tensor([3, 60, 17])
     tokens = torch.randint(2, 100, (3, 60)) * (torch.arange(60) < lengths[:, None])
     together = model(tokens)
@@ -122,51 +139,39 @@ def test_text_padding_changes_nothing(model):
         assert not torch.allclose(model(changed), alone, rtol=1e-5, atol=1e-6)
 
 
-def test_text_batches():
+@pytest.mark.parametrize("script", [text, translation])
+def test_batches_of_similar_lengths(script):
     """An epoch takes each text at most once, in batches of little padding; epochs differ."""
     lengths = np.random.default_rng(0).integers(5, 65, 2501)
-    numbers = np.arange(2501)
-    tokens = (numbers[:, None] + 1) * (np.arange(64) < lengths[:, None])
-    columns = {"tokens": tokens, "length": lengths, "class": numbers}
-    data = text.Texts(datasets.Dataset.from_dict(columns), 2501)
-    orders = [text.training_order(data, namespace(), epoch) for epoch in (0, 1)]
+    if script is text:  # each text has its length as its class
+        tokens = np.arange(64) < lengths[:, None]
+        columns = {"tokens": tokens.astype(int), "length": lengths, "class": lengths}
+        data = text.Texts(datasets.Dataset.from_dict(columns), 65)
+    else:
+        texts = datasets.Dataset.from_dict(dict.fromkeys(TOKENIZERS, ["w4 " * n for n in lengths]))
+        data = translation.Pairs(texts, TOKENIZERS)
+        found = [words.count("w4") + 2 for words in data.texts["target"]]  # [START] and [END]
+        assert found == data.arrays["source_length"].tolist() == sorted(lengths + 2)[::-1]
+    orders = [script.training_order(data, namespace(), epoch) for epoch in (0, 1)]
+    assert set(orders[0][:12]) != set(orders[1][:12])
     for order in orders:
         assert len(set(order)) == len(order) == 208 * 12
-        parts = [data.__getitems__(batch) for batch in order.reshape(208, 12)]
-        for words, classes in parts:
-            real = words > 0
-            assert (real.sum(1) == torch.from_numpy(lengths)[classes]).all(), "no word is cut off"
-        real = sum((words > 0).sum().item() for words, _ in parts)
-        assert real > 0.95 * sum(words.numel() for words, _ in parts)
-    assert set(orders[0][:12]) != set(orders[1][:12])
-
-
-class Vocabulary:
-    """In place of a tokenizer: so many words, and the ids themselves."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def get_vocab_size(self):
-        return self.size
-
-    def decode_batch(self, sequences, skip_special_tokens):
-        return [
-            " ".join("[END]" if number == translation.END else str(number) for number in ids)
-            for ids in sequences
-        ]
-
-
-def vocabularies(source_size, target_size):
-    """In place of a dataset of pairs: what create_model needs of it."""
-    tokenizers = {"source": Vocabulary(source_size), "target": Vocabulary(target_size)}
-    return SimpleNamespace(tokenizers=tokenizers)
+        num_words = num_tokens = 0
+        for batch in order.reshape(208, 12):
+            assert script is text or (np.diff(batch) > 0).all(), "processes get similar lengths"
+            words, lengths, *targets = data.__getitems__(batch)
+            for tokens in (words, *targets):
+                assert ((tokens > 0).sum(1) == torch.as_tensor(lengths)).all(), "none is cut off"
+                num_words += lengths.sum()
+                num_tokens += tokens.numel()
+        assert num_words > 0.95 * num_tokens
 
 
 def pairs_of(generator, count):
     """Sources (B, S), targets (B, T) and source lengths (B,), the longest first."""
-    lengths = np.sort(generator.integers(3, 15, (count, 2)), axis=0)[::-1]
-    sources, targets = (torch.from_numpy(generator.integers(4, 30, (count, 15))) for _ in "ab")
+    lengths = np.sort(generator.integers(3, 15, (count, 2)), axis=0)[::-1].copy()
+    ends = VOCAB_SIZES.values()
+    sources, targets = (torch.from_numpy(generator.integers(4, end, (count, 15))) for end in ends)
     for row, (source, target) in enumerate(lengths):
         sources[row, source:], targets[row, target:] = translation.PAD, translation.PAD
     return sources[:, : lengths[0, 0]], targets[:, : lengths[:, 1].max()], lengths[:, 0]
@@ -177,9 +182,8 @@ def test_translation_padding_and_order(model):
     """A pair's loss does not depend on its batch mates, nor a word on those after it."""
     torch.manual_seed(0)
     args, generator = namespace(model=model, seq_len=20), np.random.default_rng(0)
-    model = translation.create_model(args, vocabularies(30, 30)).eval()
+    model = translation.create_model(args, SimpleNamespace(tokenizers=TOKENIZERS)).eval()
     sources, targets, lengths = pairs_of(generator, 5)
-    lengths = lengths.copy()
     loss, together = translation.batch_loss(model, (sources, lengths, targets), args)
     losses = []
     alone = dict.fromkeys(together, 0.0)
@@ -205,7 +209,7 @@ def test_translation_does_not_depend_on_the_batches(model):
     """Greedy decoding gives the same words however the sentences are batched."""
     torch.manual_seed(0)
     args, found = namespace(model=model, seq_len=20), []
-    model = translation.create_model(args, vocabularies(30, 12))
+    model = translation.create_model(args, SimpleNamespace(tokenizers=TOKENIZERS))
     for name, parameter in model.named_parameters():  # untrained, they hardly ever end a sentence
         if parameter.dim() == 2 and name not in ("source.weight", "target.weight"):
             parameter.data *= 6
@@ -213,34 +217,12 @@ def test_translation_does_not_depend_on_the_batches(model):
     for size in (30, 1, 7):
         translated = []
         for start in range(0, 30, size):
-            part = lengths[start : start + size].copy()
+            part = lengths[start : start + size]
             words = sources[start : start + size, : part.max()]
-            translated += translation.translate(model, words, part, Vocabulary(12), args)
+            translated += translation.translate(model, words, part, TOKENIZERS["target"], args)
         found.append(translated)
     assert len(found[0]) == 30 and found[0] == found[1] == found[2]
     assert len({len(text.split()) for text in found[0]}) > 4
-
-
-def test_token_files(run, attempt, tmp_path):
-    """Files of 16 and of 32 bits; others, and ids beyond the vocabulary, end the run in a line."""
-    ids = np.random.default_rng(0).integers(0, 100_000, 2_000)
-    for name, array in (("wide", ids.astype(np.uint32)), ("signed", ids)):
-        (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "train.npy", array)
-        np.save(tmp_path / name / "val.npy", array[:200])
-    (tmp_path / "narrow").mkdir()
-    for split in ("train", "val"):
-        (ids % 50_000).astype(np.uint16).tofile(tmp_path / f"narrow/{split}.bin")
-    words = (
-        "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2".split()
-    )
-    wide = (*words, "--dataset", tmp_path / "wide")
-    run("singlegpu/gpt.py", *wide, "--vocab_size", 100_000)
-    run("singlegpu/gpt.py", *words, "--dataset", tmp_path / "narrow")
-    status, _, err = attempt("multigpu/gpt.py", *wide, processes=2)
-    assert status and "is not below --vocab_size 50304" in err, err
-    status, _, err = attempt("singlegpu/gpt.py", *words, "--dataset", tmp_path / "signed")
-    assert status and "int64" in err and "Traceback" not in err, err
 
 
 def test_splitting_into_stages():
@@ -249,6 +231,6 @@ def test_splitting_into_stages():
     layers = [torch.nn.Flatten()]
     for _ in range(100):
         layers += [torch.nn.ReLU(), torch.nn.Linear(4, 4)]
-    stages = list(hybrid.split_model(torch.nn.Sequential(*layers), [CPU] * 10))
+    stages = list(hybrid.split_model(torch.nn.Sequential(*layers), [torch.device("cpu")] * 10))
     assert [layer for stage in stages for layer in stage] == layers
     assert [hybrid.num_weights(stage) for stage in stages] == [10 * 20] * 10
