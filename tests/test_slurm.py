@@ -117,7 +117,7 @@ def signal_of_the_limit(site, job):
 
 
 STOPPED = {  # job: arguments
-    "multinode_images": "--model mlp --dropout 0.5 --max_steps 500 --epochs 2",
+    "multinode_images": "--model mlp --dropout 0.5 --max_steps 500 --epochs 2 --num_workers 2",
     "hybrid_gpt_fsdp": "--dataset {text} --d_model 64 --max_steps 60",
 }
 
