@@ -10,7 +10,7 @@ import time
 
 import pytest
 from conftest import ROOT, load, wait_for
-from test_slurm import ENDED, cluster, signal_of_the_limit, site  # noqa: F401
+from test_slurm import ENDED, cluster, signal_of_the_limit, site, wait_for_restart  # noqa: F401
 
 MOMENTS = {  # what is slow at that moment (see tests/slow.py), and for how many seconds
     "start-up": None,  # Python imports, processes meet
@@ -85,7 +85,7 @@ def test_the_limit_comes(site, data, tmp_path, name, moment):  # noqa: F811
     if name.startswith("preempted"):
         site.command("scontrol", "requeue", job)
     else:
-        signal_of_the_limit(site, job)
+        wait_for_restart(site, job, signal_of_the_limit(site, job))
     wait_for(lambda: site.show(job)["JobState"] in {"PENDING"} | ENDED, pause=0.1)
     gone = time.monotonic() - start
     assert site.wait(job) == "COMPLETED", site.output(job)

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, assert_same_weights, saved_at, wait_for
 from PIL import Image
-from test_slurm import ENDED, SMALL, cluster, signal_of_the_limit, site  # noqa: F401
+from test_slurm import ENDED, SMALL, cluster, signal_of_the_limit, site, wait_for_restart  # noqa: F401
 from test_training import arguments_of
 
 COMMON = SMALL[2:]
@@ -84,7 +84,7 @@ def long(site, run, data, tmp_path):  # noqa: F811
 def test_signal_before_the_limit(site, long, folder):  # noqa: F811
     """After the signal of a time limit the job queues itself, and goes on."""
     job = long(folder, 20)
-    signal_of_the_limit(site, job)
+    wait_for_restart(site, job, signal_of_the_limit(site, job))
     assert site.show(job)["Restarts"] == "1", site.output(job)
     assert site.wait(job) == "COMPLETED", site.output(job)
     long.check()
@@ -129,6 +129,6 @@ def test_a_data_set_that_takes_several_jobs(site):  # noqa: F811
         wait_for(lambda start=start: f"job {job}, start {start}" in site.output(job))
         wait_for(lambda size=size: images.exists() and images.stat().st_size > size + 50_000_000)
         size = images.stat().st_size
-        signal_of_the_limit(site, job)
+        wait_for_restart(site, job, signal_of_the_limit(site, job))
     wait_for(lambda: f"job {job}, start 4" in site.output(job))
     site.command("scancel", job)
