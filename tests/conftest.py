@@ -148,15 +148,15 @@ def start(tmp_path):
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory):
-    """fork_server(commands, envs) runs them at the same time, and returns its answer."""
+    """fork_server(commands, envs, cwd) runs them at the same time, and returns its answer."""
     command, pipe = [sys.executable, ROOT / "tests/fork_server.py"], subprocess.PIPE
     folder = tmp_path_factory.mktemp("cwd")
     with subprocess.Popen(command, env=ENVIRONMENT, text=True, stdin=pipe, stdout=pipe) as server:
 
-        def fork_server(commands, envs=None):
+        def fork_server(commands, envs=None, cwd=folder):
             mark = {"TEST_JOB": str(uuid.uuid4())}
             envs = [env | mark for env in envs or [{}] * len(commands)]
-            request = {"commands": commands, "envs": envs, "cwd": str(folder), "timeout": TIMEOUT}
+            request = {"commands": commands, "envs": envs, "cwd": str(cwd), "timeout": TIMEOUT}
             print(json.dumps(request), file=server.stdin, flush=True)
             answer = json.loads(server.stdout.readline())
             kill(f"TEST_JOB={mark['TEST_JOB']}")

@@ -8,7 +8,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_weights, curve, load, wait_for, wait_for_saves
+from conftest import curve, wait_for
 from test_models import module, namespace
 from torchvision.transforms.v2 import functional as v2
 
@@ -110,24 +110,13 @@ def test_order_of_blocks():
             assert np.ptp(blocks) > 4000, "blocks come in random order"
 
 
-def test_training_on_a_large_file(big, start, run, tmp_path):
-    """One loss curve on 1 to 4 processes; killed, it goes on bit for bit."""
-    single, multi = "singlegpu/images.py", "multigpu/images.py"
+def test_training_on_a_large_file(big, run, tmp_path):
+    """One loss curve on 1 and 3 processes."""
     base = [*TRAIN, "--data_dir", big.parent, "--epochs", 1, "--max_steps", 40]
-    one, cut, whole = (tmp_path / name for name in ("one.jsonl", "c.pt", "w.pt"))
-    run(single, *base, "--snapshot", whole, "--log", one)
-    for processes in (2, 3, 4):
-        log = tmp_path / f"{processes}.jsonl"
-        run(multi, *base, "--log", log, processes=processes)
-        np.testing.assert_allclose(curve(log), curve(one), rtol=3e-4)  # Adam magnifies rounding
-    base += ["--snapshot", cut, "--snapshot_every", 5]
-    job = start(single, *base)
-    wait_for_saves(job, cut, 1)
-    job.process.send_signal(signal.SIGKILL)
-    job.wait()
-    epoch, step = load(cut)["place"]
-    assert f"starting at epoch {epoch}, step {step}:" in run(single, *base)
-    assert_same_weights(cut, whole)
+    logs = {processes: tmp_path / f"{processes}.jsonl" for processes in (1, 3)}
+    run("singlegpu/images.py", *base, "--log", logs[1])
+    run("multigpu/images.py", *base, "--log", logs[3], processes=3)
+    np.testing.assert_allclose(curve(logs[3]), curve(logs[1]), rtol=3e-4)  # Adam magnifies rounding
 
 
 def test_a_file_that_is_cut_short(big, attempt, tmp_path):

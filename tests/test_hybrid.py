@@ -98,7 +98,7 @@ def test_gpt_snapshots_move(run, words, tmp_path):
 def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
     """A process is killed, or all are told to stop: the weights of an undisturbed run."""
     whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.jsonl"
-    base = [*words, "--dropout", 0.1, "--epochs", 3, "--max_steps", 20, "--snapshot_every", 4]
+    base = [*words, "--dropout", 0.1, "--epochs", 2, "--max_steps", 20, "--snapshot_every", 4]
     job = start(script, *base, "--snapshot", cut, processes=2)
     wait_for_saves(job, cut, chance.randint(1, 3))
     if signum == signal.SIGKILL:

@@ -50,7 +50,7 @@ def test_readme_names_what_exists():
     assert [name for pair in names for name in pair if not (ROOT / name).exists()] == []
 
 
-def test_readme_commands(tmp_path):
+def test_readme_commands(fork_server, tmp_path):
     """Each line with python or torchrun runs as it stands, but at a tiny size."""
     for name in (*FOLDERS, "report.py"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -66,6 +66,10 @@ def test_readme_commands(tmp_path):
         line += "".join(
             f" {more}" for name, more in TINY.items() if re.search(rf"\b{name} ", line + " ")
         )
+        if line.startswith("python"):
+            [(status, _, err)] = fork_server([line.split()[1:]], cwd=tmp_path)
+            assert status == 0, (line, err)
+            continue
         line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
         words = f"{Path(sys.executable).parent}/{line}".replace("node=4", "node=1").split()
         nodes = [subprocess.Popen(words, **place) for _ in range(1 + ("--nnodes=2" in line))]
@@ -129,7 +133,8 @@ def test_a_copy_without_its_stopwatch(run, tmp_path, script):
     kept = "".join(line for line in lines[:start] + lines[end:] if "watch" not in line)
     assert "print_summary" not in kept
     copy.write_text(kept)
-    words = ("--dataset", ROOT / "report.py", "--seq_len", 32) if "gpt" in script else ()
+    words = ("--dataset", ROOT / "report.py", "--seq_len", 32)
+    words = words if "gpt" in script else ("--model", "mlp")
     words = (*words, "--batch_size", 24, "--max_steps", 20, "--epochs", 2, "--log", log)
     out = run(copy, *words, processes=2)
     assert curve(log)[1, 0] < curve(log)[0, 0] and "where" not in out, out

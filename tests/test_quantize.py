@@ -15,7 +15,8 @@ TRAIN = {  # what the training scripts are given
     "text": "text.py --model transformer --seq_len 32 --epochs 1 --max_steps 40",
     "lstm": "translation.py --model lstm --seq_len 8 --epochs 1 --max_steps 25 --batch_size 48 "
     "--learning_rate 3e-3",
-    "transformer": "translation.py --seq_len 8 --epochs 1 --max_steps 300 --batch_size 48",
+    "transformer": "translation.py --seq_len 8 --epochs 1 --max_steps 150 --batch_size 48 "
+    "--learning_rate 3e-3",
 }
 QUALITIES = {"gpt": "val_ppl", "text": "val_acc", "lstm": "BLEU", "transformer": "BLEU"}
 

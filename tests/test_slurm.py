@@ -120,30 +120,24 @@ def wait_for_restart(site, job, restarts):
     wait_for(lambda: site.show(job)["Restarts"] != restarts or site.show(job)["JobState"] in ENDED)
 
 
-STOPPED = {  # job: arguments
-    "multinode_images": "--model mlp --dropout 0.5 --max_steps 800 --epochs 2 --num_workers 2",
-    "hybrid_gpt_fsdp": "--dataset {text} --d_model 64 --max_steps 60",
-}
+def stop_at_the_time_limit(site, run, name, words):
+    """Stop a job on two nodes; it goes on in a new one: the weights of an undisturbed run."""
+    job = site.submit(name, *words, options=["--gpus-per-node=1", "--cpus-per-task=1"])
+    wait_for(lambda: "starting at" in site.output(job) or site.show(job)["JobState"] in ENDED)
+    time.sleep(4)
+    wait_for_restart(site, job, signal_of_the_limit(site, job))
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert f"job {job}, start 2" in site.output(job)
+    starts = re.findall(r"starting at epoch (\d+), step (\d+)", site.output(job))
+    assert len(starts) == 2 and starts[1] != ("0", "0"), "it began again"
+    whole, script = site.folder / "whole.pt", name.replace("_", "/", 1)
+    run(f"{script}.py", *words, "--snapshot", whole, processes=(2, 1))
+    assert_same_weights(whole, site.folder / f"{name}-{job}.pt")
 
 
-def test_stopped_at_the_time_limit(site, run, tmp_path):
-    """Two nodes save their work and go on in a new job: the weights of one undisturbed run."""
-    (text := tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 40)
-    words = {name: words.format(text=text).split() for name, words in STOPPED.items()}
-    options = ["--gpus-per-node=1", "--cpus-per-task=1"]
-    jobs = {name: site.submit(name, *words[name], options=options) for name in STOPPED}
-    for job in jobs.values():
-        wait_for(lambda job=job: "starting at" in site.output(job))
-        time.sleep(3)
-        signal_of_the_limit(site, job)
-    for name, job in jobs.items():
-        assert site.wait(job) == "COMPLETED", site.output(job)
-        assert f"job {job}, start 2" in site.output(job)
-        starts = re.findall(r"starting at epoch (\d+), step (\d+)", site.output(job))
-        assert len(starts) == 2 and starts[1] != ("0", "0"), "it began again"
-        whole, script = tmp_path / f"{name}.pt", name.replace("_", "/", 1)
-        run(f"{script}.py", *words[name], "--snapshot", whole, processes=(2, 1))
-        assert_same_weights(whole, site.folder / f"{name}-{job}.pt")
+def test_stopped_at_the_time_limit(site, run):
+    words = "--model mlp --dropout 0.5 --max_steps 500 --epochs 2 --num_workers 2"
+    stop_at_the_time_limit(site, run, "multinode_images", words.split())
 
 
 def test_a_job_that_saves_nothing_ends(site):
