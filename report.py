@@ -5,15 +5,16 @@
     python report.py one.jsonl --predict link.json    # link.json is from allreduce.py --out
     python report.py one.jsonl --predict inside.json between.json --gpus_per_node 8
 
-The report compares runs that have the same settings and different numbers of processes N. Strong
-scaling keeps the global batch, weak scaling keeps the batch of a process. Numbers are means over
-the processes and, if there are several, the epochs after the first. - is what is not known.
+The report compares runs of a task that have the same settings and different numbers of processes N,
+however they are launched: in stages, in shards, in micro-batches. Strong scaling keeps the global
+batch, weak scaling keeps the batch of a process. Numbers are means over the processes and, if there
+are several, the epochs after the first. - is what is not known.
 
     seconds       wall time of an epoch, with its evaluation and its snapshots
     samples/s     speed of the training alone
-    speedup       samples/s divided by the samples/s of the run with the fewest processes
+    speedup       samples/s divided by those of the fastest run with the fewest processes
     efficiency    speedup divided by how many times as many processes there are
-    device-hours  of an epoch: processes x seconds / 3600
+    device-hours  of an epoch: devices x seconds / 3600
     comm %        exposed communication as a share of the training time
     hidden %      share of the communication that goes on during the backward pass
     sending       seconds of communication in the process that comes last: it waits for no other
@@ -40,6 +41,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -51,8 +53,11 @@ from matplotlib import pyplot as plt
 # The settings that compared runs have in common. Seed and epochs may differ.
 SAME = (
     "script model dataset precision size parameters source target vocab_size d_model n_heads "
-    "num_layers seq_len learning_rate dropout grad_accum_steps compile max_steps num_stages "
-    "num_microbatches schedule checkpoint_activations device"
+    "num_layers seq_len learning_rate dropout compile max_steps device"
+).split()
+# The settings of a launch. They say how a model and a batch are split, and change no loss.
+LAUNCH = (
+    "num_stages shard_size grad_accum_steps num_microbatches schedule checkpoint_activations"
 ).split()
 TITLE = SAME[:4]
 RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
@@ -66,6 +71,7 @@ WORDS = ["run", *TITLE, "comm_hook", "device", "host"]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads"]
 NUMBERS = [*COUNTS, *MEANS, "epoch", "rank"]
 DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "host": "-", "peak_MB": math.nan}
+DEFAULTS |= {"comm_hook": "none", "compile": False}
 
 RATIOS = ["speedup", "efficiency"]
 SPEED = ["processes", "nodes", "batch_size", "seconds", "samples/s", *RATIOS, "device-hours"]
@@ -144,12 +150,19 @@ def summary_of(run, warmup):
     first_epoch = min(run["epoch"].min() + warmup, run["epoch"].max())
     later = run[run["epoch"] >= first_epoch]
     summary = run.iloc[-1].dropna().to_dict()  # the settings
-    summary["script"] = summary["script"].split("/")[-1]
+    summary["script"] = re.sub("_fsdp|_pipeline", "", summary["script"].split("/")[-1])
+    summary |= {name: str(summary.get(name, "-")) for name in LAUNCH}
+    summary["split"] = "-"  # the whole model is in each process
+    for name, parts in ("num_stages", "stages"), ("shard_size", "shards"):
+        if summary[name] != "-":
+            summary["split"] = f"{summary[name]} {parts}"
     for name in COUNTS:
         summary[name] = int(summary[name])
     summary |= later[MEANS].mean().to_dict()
     summary["training"] = summary["seconds"] - summary["eval"] - summary["save"]
-    summary["device-hours"] = summary["processes"] * summary["seconds"] / 3600
+    # hybrid/images.py has a device for each of its stages.
+    devices = summary["processes"] * len(summary.get("stages", [1]))
+    summary["device-hours"] = devices * summary["seconds"] / 3600
     summary["comm %"] = 100 * summary["comm"] / summary["training"]
     summary["peak_MB"] = run["peak_MB"].max()
     summary["epoch_times"] = run.groupby("epoch")["seconds"].mean()
@@ -159,7 +172,7 @@ def summary_of(run, warmup):
         summary["waiting"] = totals.mean() - totals.min()
         summary["late rank"] = f"{totals.idxmin():.0f}"
         summary["late host"] = run[run["rank"] == totals.idxmin()]["host"].iloc[-1]
-        if summary["device"] == "CPU" or "shard_size" not in summary:  # FSDP on GPUs cannot tell
+        if summary["device"] == "CPU" or summary["shard_size"] == "-":  # FSDP on GPUs cannot tell
             summary["hidden %"] = max(0.0, 100 - 100 * summary["comm"] / summary["comm_total"])
         compute = later[COMPUTE].sum(axis=1)
         summary["R"] = compute.mean() / summary["sending"]
@@ -201,7 +214,7 @@ def groups_of(runs):
 def with_speedups(runs):
     """Returns the table of runs with their speedups."""
     ratio = runs["processes"] / runs["processes"].min()
-    speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].mean()
+    speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].max()
     return runs.assign(ratio=ratio, speedup=speedup, efficiency=speedup / ratio)
 
 
@@ -250,11 +263,13 @@ def comparison(group):
     for name, value in settings_of(first).items():
         if name not in TITLE and value not in ("", "0", "0.0", "False"):
             facts.append(f"{name} {value}")
-    for name in ("comm_hook", "threads"):
-        facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
+    for name in ("comm_hook", "threads", *LAUNCH):
+        if set(group[name]) != {"-"}:
+            facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
     quality = next((name for name in QUALITY if name in first), "val_loss")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
-    lines += [table([*SPEED, quality], group), "", table(COMMUNICATION, group), ""]
+    split = ["split"] if set(group["split"]) != {"-"} else []
+    lines += [table([*SPEED, quality, *split], group), "", table(COMMUNICATION, group), ""]
     if first["group"].startswith("strong"):
         bound = f"at most {1 / first['serial']:.3g}" if first["serial"] > 0 else "any number of"
         lines += [f"Serial fraction {first['serial']:.3f}: {bound} times as fast for any N.", ""]
@@ -264,7 +279,7 @@ def comparison(group):
 def application(groups):
     """Returns the lines to paste into an application for computing time."""
     lines = ["## For an application for computing time", ""]
-    lines += ["An epoch takes these seconds and device-hours. A process has a device of its own."]
+    lines += ["An epoch takes these seconds and device-hours."]
     lines += ["peak_MB is the memory of the process that has held the most.", ""]
     for group in groups:
         lines += [f"**{group['group'].iloc[0]}, device {group['device'].iloc[0]}**", ""]
@@ -298,7 +313,7 @@ def step_of(run, runs):
     seconds = {0: dict.fromkeys(PHASES, 0.0)}  # a batch of 0 takes no time
     slowest_last = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
     for other in [*slowest_last, run]:  # a later run replaces one of the same batch
-        if settings_of(other) == settings_of(run):
+        if all(str(other.get(name)) == str(run.get(name)) for name in (*SAME, *LAUNCH)):
             steps = other["samples/s"] * other["training"] / other["batch_size"]
             seconds[other["batch_size"]] = {name: other[name] / steps for name in PHASES}
     phases = pd.DataFrame.from_dict(seconds, orient="index").sort_index()
@@ -427,9 +442,10 @@ def main():
     rows, notes = read_logs(args.paths)
     runs = runs_of(rows, args.warmup, notes)
     links = read_links(args.predict)
-    singles = [run for run in runs if run["processes"] == 1 and links]  # to predict from
+    whole = [run for run in runs if run["split"] == "-"]
+    singles = [run for run in whole if run["processes"] == 1 and links]  # to predict from
     if links and not singles:
-        sys.exit("--predict needs the log of a run of one process")
+        sys.exit("--predict needs the log of a run of one process that holds the whole model")
 
     groups = groups_of(runs)
     lines = []

@@ -14,46 +14,142 @@ parameters are sent and used in bf16, and so is what blocks add up (the residual
 multinode/gpt.py's autocast it is fp32. Norms and the loss are computed in fp32 in both. Snapshots
 have the format of multinode/gpt.py. For them, rank 0 needs 16 bytes of RAM a parameter while it
 loads and 12 while it saves, 112 GB and 84 GB for 7 billion parameters, and frees them afterwards.
+`diff multinode/gpt.py hybrid/gpt_fsdp.py` shows what sharding adds.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
+import contextlib
+import io
+import itertools
 import json
 import math
 import os
+import random
 import re
 import signal
 import statistics
 import sys
 import sysconfig
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from functools import partial
 from glob import glob
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
+COLUMNS = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s".split()
+METRIC = "val_loss"  # in the row for results.md
+# Flags that a resumed run must not change
 SAME_ON_RESUME = (
     "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
     "precision seed"
 ).split()
-SUMS = ("loss", "count")  # of an epoch, as a snapshot names them
+MAX_GRAD_NORM = 1.0  # longer gradients are clipped
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
+    add("--vocab_size", type=int, default=0, help="token ids; 0: 256 for text, 50304 for a folder")
+    add("--d_model", type=int, default=128, help="width of the network")
+    add("--n_heads", type=int, default=4, help="attention heads")
+    add("--num_layers", type=int, default=4, help="transformer blocks")
+    add("--seq_len", type=int, default=128, help="tokens of a sequence")
+    add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
+    add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
+    args = parse_run_args(parser, epochs=1, batch_size=64)
+    if args.n_heads < 1 or args.d_model % args.n_heads:
+        parser.error("--d_model must be a multiple of --n_heads")
+    args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
+    args.model = f"gpt-{args.num_layers}x{args.d_model}"
+    return args
+
+
+class Tokens(Dataset):
+    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+
+    def __init__(self, tokens, args):
+        self.tokens = tokens
+        self.args = args
+
+    def __len__(self):
+        return max(0, len(self.tokens) - 1) // self.args.seq_len
+
+    def __getitems__(self, indices):
+        """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
+        starts = np.array(indices)[:, None] * self.args.seq_len
+        ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        if ids.max() >= self.args.vocab_size:
+            raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
+        ids = torch.from_numpy(ids.astype(np.int64))
+        return ids[:, :-1], ids[:, 1:]
+
+
+def read_data(args):
+    """Returns the data to train on and to validate on, two map-style datasets."""
+    try:
+        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
+            splits = []
+            for name in ("train", "val"):
+                path = os.path.join(args.dataset, name)
+                if os.path.exists(f"{path}.bin"):
+                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
+                else:
+                    tokens = np.load(f"{path}.npy", mmap_mode="r")
+                if tokens.ndim != 1 or tokens.dtype.kind != "u":
+                    raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
+                splits.append(Tokens(tokens, args))
+            return splits
+        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    except (OSError, ValueError) as error:
+        sys.exit(f"cannot read {args.dataset}: {error}")
+    num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
+    return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
+
+
+def training_order(data, args, epoch):
+    """Returns the indices (N,) of all sequences, in the order in which an epoch trains on them."""
+    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
+
+
+class GPTBlock(nn.Module):
+    """A transformer block, (B, T, D) to (B, T, D), where a token sees itself and those before."""
+
+    def __init__(self, args):
+        super().__init__()
+        d_model, self.n_heads = args.d_model, args.n_heads
+        self.dropout = nn.Dropout(args.dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.projection = nn.Linear(d_model, d_model, bias=False)
+        self.up = nn.Linear(d_model, 4 * d_model, bias=False)
+        self.down = nn.Linear(4 * d_model, d_model, bias=False)
+
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.projection(y))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
@@ -78,119 +174,9 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits, targets.flatten())
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    world_size = int(os.environ.get("WORLD_SIZE", 0))  # 0: torchrun has not started this
-    add("--shard_size", type=int, default=world_size, help="processes that share a copy")
-    add("--checkpoint_activations", action="store_true", help="compute blocks twice, save memory")
-    add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
-    add("--vocab_size", type=int, default=0, help="token ids; 0: 256 for text, 50304 for a folder")
-    add("--d_model", type=int, default=128, help="width of the network")
-    add("--n_heads", type=int, default=4, help="attention heads")
-    add("--num_layers", type=int, default=4, help="transformer blocks")
-    add("--seq_len", type=int, default=128, help="tokens of a sequence")
-    add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
-    add("--epochs", type=int, default=1, help="passes over the training tokens")
-    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
-    add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
-    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
-    args = parser.parse_args()
-    args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
-    if world_size == 0:
-        parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
-    if args.shard_size < 1 or world_size % args.shard_size:
-        parser.error(f"--shard_size must divide the number of processes, {world_size}")
-    shares = args.grad_accum_steps * world_size
-    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
-        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
-    if args.n_heads < 1 or args.d_model % args.n_heads:
-        parser.error("--d_model must be a multiple of --n_heads")
-    for path in filter(None, (args.snapshot, args.log)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"there is no folder for {path}")
-    return args
-
-
-def read_tokens(args):
-    """Returns token ids to train on (N,) and to validate on (M,), of an unsigned type."""
-    try:
-        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            splits = []
-            for name in ("train", "val"):
-                path = os.path.join(args.dataset, name)
-                if os.path.exists(f"{path}.bin"):
-                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
-                else:
-                    tokens = np.load(f"{path}.npy", mmap_mode="r")
-                if tokens.ndim != 1 or tokens.dtype.kind != "u":
-                    raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
-                splits.append(tokens)
-            return splits
-        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-    except (OSError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
-    return text[:-num_val], text[-num_val:]
-
-
-def checked_ids(tokens, args):
-    """Returns the token ids as int64. Ends the run if one of them is not below --vocab_size."""
-    if tokens.size > 0 and tokens.max() >= args.vocab_size:
-        sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
-    return torch.from_numpy(tokens.astype(np.int64))
-
-
-def batches(tokens, args, epoch, steps, device):
-    """Yields a list of micro-batches for each step: token ids (B, T) and the next ids (B, T)."""
-    sequences = sliding_window_view(tokens, args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
-    order = np.random.default_rng((args.seed, epoch)).permutation(len(sequences))
-    for step in steps:
-        numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
-        numbers = numbers[dist.get_rank() :: dist.get_world_size()]
-        batch = checked_ids(sequences[numbers], args)
-        if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
-            batch = batch.pin_memory().to(device, non_blocking=True)
-        yield [(part[:, :-1], part[:, 1:]) for part in batch.chunk(args.grad_accum_steps)]
-
-
-class GPTBlock(nn.Module):
-    """A transformer block, (B, T, D) to (B, T, D), where a token sees itself and those before."""
-
-    def __init__(self, args):
-        super().__init__()
-        d_model, self.n_heads = args.d_model, args.n_heads
-        self.dropout = nn.Dropout(args.dropout)
-        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
-        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.projection = nn.Linear(d_model, d_model, bias=False)
-        self.up = nn.Linear(d_model, 4 * d_model, bias=False)
-        self.down = nn.Linear(4 * d_model, d_model, bias=False)
-
-    def forward(self, x):
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.dropout(self.projection(y))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
-
-
-def token_loss(model, tokens, targets, args):
-    """Returns the mean loss in nats, and the sums (2,) of losses and tokens."""
-    with torch.autocast(tokens.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        loss = model(tokens, targets)
-    count = torch.full_like(loss, targets.numel(), dtype=torch.float64)
-    return loss, torch.stack((loss.detach() * count, count))
+def create_model(args, data):
+    """Returns the network for the training data."""
+    return GPT(args)
 
 
 def create_optimizer(model, args):
@@ -208,19 +194,537 @@ def learning_rate(args, done):
     return args.learning_rate * (1.05 - done)  # and falls to a twentieth
 
 
-# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
+def batch_loss(model, batch, args):
+    """Returns the mean loss of a batch, and sums over its tokens. Rows show sums / count."""
+    tokens, targets = batch
+    loss = model(tokens, targets)  # in nats
+    return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
+
+
+def more_columns(row):
+    """Returns perplexity, bits per byte, tokens/s, and the TFLOP/s that the model takes.
+
+    Those are 6 FLOP a parameter and the attention (Chowdhery et al. 2022, "PaLM", appendix B).
+    """
+    tokens_per_second = row.get("samples/s", math.nan) * row["seq_len"]
+    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
+    return {
+        "val_ppl": math.exp(min(row["val_loss"], 100)),
+        "val_bpb": math.nan if os.path.isdir(row["dataset"]) else row["val_loss"] / math.log(2),
+        "tokens/s": tokens_per_second,
+        "TFLOP/s": flops * tokens_per_second / row["processes"] / 1e12,  # of one device
+    }
+
+
+@torch.no_grad()
+def finish(model, data, args, device):
+    """Rank 0 calls it when the training is complete. Prints --sample tokens, drawn one by one."""
+    if not args.sample:
+        return
+    is_text = not os.path.isdir(args.dataset)
+    num_ids = 256 if is_text else args.vocab_size  # an id of a text is a byte
+    tokens, _ = data.__getitems__([0])
+    tokens = tokens.to(device)  # (1, T): the first sequence of the validation data
+    for _ in range(args.sample):
+        logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
+        tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
+    ids = tokens[0, args.seq_len :].tolist()
+    print(bytes(ids).decode(errors="replace") if is_text else ids)
+
+
+# ==================================== How the model is split. =====================================
+
+
+def shard_model(model, device, args):
+    """Leaves this process a shard of each block, and of what stands outside the blocks."""
+    timeout = timedelta(seconds=args.timeout)  # init_device_mesh() would not take it
+    ranks = torch.arange(dist.get_world_size()).view(-1, args.shard_size)  # (copies, shards)
+    same_shard, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    same_copy, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    mesh = DeviceMesh.from_group(
+        [same_shard, same_copy],
+        device.type,
+        mesh=ranks,
+        mesh_dim_names=("copy", "shard"),  # FSDP keeps copies along the first dimension
+    )
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[args.precision],
+        reduce_dtype=torch.float32,
+    )
+    for block in model.blocks:
+        if args.compile:
+            block.forward = torch.compile(block.forward)
+        if args.checkpoint_activations:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    if args.compile:  # what stands outside the blocks, too: the head and the loss
+        model.forward = torch.compile(model.forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def restore_shards(run, args):
+    """Gives each process its shards of the snapshot or, if there is none, of new weights."""
+    message = [None]  # what rank 0 tells the others
+    weights = {}
+    moments = {}
+    if run.rank == 0:  # it builds the whole model on its CPU
+        torch.manual_seed(args.seed)
+        whole = SimpleNamespace(**vars(run))
+        whole.model = create_model(args, run.data)
+        whole.optimizer = create_optimizer(whole.model, args)
+        load_snapshot(whole, args)
+        weights = whole.model.state_dict()
+        if whole.optimizer.state:  # a new one has none
+            moments = dcp.get_optimizer_state_dict(whole.model, whole.optimizer)
+        message = [{name: getattr(whole, name) for name in ("run_id", "epoch", "step", "sums")}]
+    dist.broadcast_object_list(message, group=run.patient_group)
+    vars(run).update(message[0])
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    dcp.set_model_state_dict(run.model, weights, options=options)
+    if run.epoch > 0 or run.step > 0:
+        dcp.set_optimizer_state_dict(run.model, run.optimizer, moments, options=options)
+
+
+def gather_shards(run, args):
+    """Returns the run's model and optimizer, whole and on the CPU, in rank 0."""
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = dcp.get_state_dict(run.model, run.optimizer, options=options)
+    if run.rank > 0:
+        return None
+    whole = SimpleNamespace(scaler=run.scaler)
+    with torch.device("meta"):  # takes no memory
+        whole.model = create_model(args, run.data)
+    whole.model.load_state_dict(weights, assign=True)
+    whole.optimizer = create_optimizer(whole.model, args)
+    whole.optimizer.load_state_dict(moments)  # its state_dict() has numbers instead of names
+    return whole
+
+
+# ============================ The run: steps, snapshots, processes. Keep. =========================
+# main() calls train(), which calls train_epoch(), evaluate() and log_epoch() in turn. train_epoch()
+# calls train_step(), and save_snapshot() at its end. The other functions serve these.
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main(args):
+    """Trains in one process. Every process runs it; rank 0 also prints and saves."""
+    sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
+    torch.backends.cudnn.benchmark = True
+    run = SimpleNamespace()  # what these functions share
+    run.rank = int(os.environ["RANK"])  # torchrun has set these four
+    run.world_size = int(os.environ["WORLD_SIZE"])
+    run.local_rank = int(os.environ["LOCAL_RANK"])  # on this node
+    run.nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    run.run_id = f"{time.time_ns():x}"  # names the run in the log; a resumed run keeps it
+    if run.nodes == 1:
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
+    run.epoch = 0
+    run.step = 0  # steps of this epoch that are done
+    run.sums = {}  # of batch_loss, over this process's samples of this epoch
+    join_process_group(run, args, "env://")  # sets run.device and run.patient_group
+    random.seed(args.seed)  # so that a random split of the data is the same in all processes
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    train_data, val_data = read_data_in_turn(run, args)
+    run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
+    if run.num_steps == 0 or len(val_data) < run.world_size:
+        sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
+    if args.max_steps > 0:
+        run.num_steps = min(run.num_steps, args.max_steps)
+
+    torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
+    with torch.device("meta"):  # it takes no memory, until the process has its shards
+        run.model = create_model(args, train_data)
+    run.data = train_data  # a whole model is made of it again, to load and to save
+    shard_model(run.model, run.device, args)
+    run.model.to_empty(device=run.device)
+    run.optimizer = create_optimizer(run.model, args)
+    run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
+    restore_shards(run, args)
+    for name in run.sums:
+        run.sums[name] /= run.world_size  # each process begins with an equal share
+    run.watch = ShardWatch(run)
+
+    run.settings = describe(run, args)
+    if run.rank == 0:
+        settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
+        print(textwrap.fill(settings, 100))
+        print(f"starting at epoch {run.epoch}, step {run.step}:")
+        print(*(f"{name:>10}" for name in COLUMNS))
+    rows = train(run, train_data, val_data, args)
+    if run.rank == 0:
+        print_summary(rows)  # the times of run.watch
+    if run.epoch == args.epochs:
+        run.model.eval()
+        torch.manual_seed(args.seed)  # all processes draw the same
+        with contextlib.redirect_stdout(sys.stdout if run.rank == 0 else io.StringIO()):
+            finish(run.model, val_data, args, run.device)
+    dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
+    dist.destroy_process_group()
+    # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
+
+
+def train(run, train_data, val_data, args):
+    """Trains until all epochs are done or a signal stops it. Returns the rows for the log."""
+    rows = []
+    indices = training_indices(train_data, run.epoch, run.step, run, args)
+    batches = iter(create_loader(train_data, indices, run, args))
+    for signum in SIGNALS:  # until here, a signal just ends the process
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+    while run.epoch < args.epochs:
+        first_step = run.step
+        is_stopped = train_epoch(run, batches, args)
+        if is_stopped:
+            return rows
+        val_sums = evaluate(run, val_data, args)
+        num_samples = (run.step - first_step) * args.batch_size
+        rows += log_epoch(run, val_sums, num_samples, args)
+        run.epoch += 1
+        run.step = 0
+        run.sums = {}
+    save_snapshot(run, args)  # the same command has nothing left to do
+    for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
+        signal.signal(signum, signal.SIG_DFL)
+    return rows
+
+
+def train_epoch(run, batches, args):
+    """Trains to the end of the epoch, and saves. Returns True if a signal stopped it early.
+
+    About once a second, after the same step, all processes look at the loss, which waits for the
+    GPU, and tell each other whether they have been asked to stop.
+    """
+    run.model.train()
+    bar = progress_bar(run)
+    is_stopped = False
+    last_look = run.step
+    next_look = run.step + 1
+    start = time.perf_counter()
+    while run.step < run.num_steps and not is_stopped:
+        train_step(run, batches, args)
+        run.step += 1
+        bar.update()
+        if run.step == next_look:
+            loss = float(run.sums["loss"] / run.sums["count"])  # of this process
+            steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
+            news = torch.tensor([len(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
+            dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
+            run.watch.mark("comm")
+            run.watch.flush()
+            num_requests, is_not_finite, steps_per_second = news.tolist()
+            if is_not_finite:
+                sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
+            is_stopped = num_requests > 0
+            bar.set_postfix(train_loss=loss, refresh=False)
+            last_look = run.step
+            next_look = run.step + max(1, int(steps_per_second))
+            start = time.perf_counter()
+        is_due = args.snapshot_every > 0 and run.step % args.snapshot_every == 0
+        if is_stopped or is_due or run.step == run.num_steps:
+            save_snapshot(run, args)
+    bar.close()
+    if is_stopped and run.rank == 0:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at epoch {run.epoch}, step {run.step}; saved {saved}")
+    return is_stopped
+
+
+def train_step(run, batches, args):
+    """Takes one step of the optimizer, over all micro-batches of a batch."""
+    done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
+    for group in run.optimizer.param_groups:
+        group["lr"] = float(learning_rate(args, done))
+    # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
+    torch.manual_seed(hash((args.seed, run.epoch, run.step, run.rank)))
+    for micro_step in range(args.grad_accum_steps):
+        batch = to_device(next(batches), run.device)
+        run.watch.mark("data")
+        is_last = micro_step == args.grad_accum_steps - 1
+        run.model.set_requires_gradient_sync(is_last)  # False: no reduce-scatter, as in no_sync()
+        loss = add_batch(run, run.model, batch, run.sums, args)
+        run.watch.mark("forward")
+        (loss / args.grad_accum_steps).backward()
+        run.watch.mark("backward")
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in run.model.parameters()])
+    run.watch.mark("optimizer")
+    norm = norm.full_tensor()  # an all-reduce: the norm of the gradients of all shards
+    run.watch.mark("comm")
+    nn.utils.clip_grads_with_norm_(run.model.parameters(), MAX_GRAD_NORM, norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.watch.mark("optimizer")
+
+
+def add_batch(run, model, batch, totals, args):
+    """Returns the loss of a batch, and adds the batch's sums to the totals."""
+    with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        result = batch_loss(model, batch, args)
+    if not isinstance(result, tuple) or not {"loss", "count"} <= set(result[1]):
+        sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
+    loss, sums = result
+    for name, value in sums.items():
+        if torch.is_tensor(value):
+            value = value.detach().double()
+        totals[name] = totals.get(name, 0.0) + value
+    return loss
+
+
+def all_reduce_sums(sums):
+    """Returns the sums over all processes, as numbers."""
+    totals = torch.tensor([float(value) for value in sums.values()], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return dict(zip(sums, totals.tolist()))
+
+
+@torch.no_grad()
+def evaluate(run, data, args):
+    """Returns the sums of batch_loss over this process's share of the data."""
+    run.model.eval()
+    share = np.arange(run.rank, len(data), run.world_size)
+    size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
+    # All processes need the same number of batches: each waits in FSDP's collectives for all.
+    num_batches = min(math.ceil(len(data) / run.world_size / size), len(data) // run.world_size)
+    indices = [part.tolist() for part in np.array_split(share, num_batches)]
+    totals = {}
+    for batch in create_loader(data, indices, run, args):
+        add_batch(run, run.model, to_device(batch, run.device), totals, args)
+    return totals
+
+
+def training_indices(data, first_epoch, first_step, run, args):
+    """Yields the indices of the samples of each micro-batch of this process, for all epochs."""
+    for epoch in range(first_epoch, args.epochs):
+        order = training_order(data, args, epoch)
+        if len(order) < run.num_steps * args.batch_size:
+            sys.exit(f"training_order returned {len(order)} indices for {len(data)} samples")
+        for step in range(first_step, run.num_steps):
+            batch = order[step * args.batch_size : (step + 1) * args.batch_size]
+            share = np.asarray(batch[run.rank :: run.world_size])
+            yield from share.reshape(args.grad_accum_steps, -1).tolist()
+        first_step = 0
+
+
+def create_loader(data, indices, run, args):
+    """Returns a loader that makes a batch for each list of `indices`."""
+    return DataLoader(
+        data,
+        batch_sampler=indices,
+        collate_fn=collate,
+        num_workers=args.num_workers,
+        # It seeds the workers. Without it, they would change the random numbers of dropout.
+        generator=torch.Generator().manual_seed(args.seed + run.rank),
+        # A forked worker starts at once and shares the data's memory. Others import all anew.
+        multiprocessing_context="fork" if args.num_workers else None,
+        worker_init_fn=ignore_signals,
+        pin_memory=run.device.type == "cuda",
+    )
+
+
+def collate(samples):
+    """Makes a batch of a list of samples. A tuple or dict of the data's __getitems__ is one."""
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
+def ignore_signals(worker):
+    """Keeps a worker alive when a whole job is signaled. Only the process it loads for ends it."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait_for_parent():
+        while os.getppid() == parent:  # while it is alive
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == parent:
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+
+
+def to_device(batch, device):
+    """Returns the batch with its tensors on the device. What is not a tensor stays as it is."""
+    if isinstance(batch, dict):
+        return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [to_device(part, device) for part in batch]
+    return batch.to(device, non_blocking=True) if torch.is_tensor(batch) else batch
+
+
+def save_snapshot(run, args):
+    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
+    sums = all_reduce_sums(run.sums)
+    whole = gather_shards(run, args) if args.snapshot else None
+    if args.snapshot and run.rank == 0:
+        snapshot = {name: getattr(whole, name).state_dict() for name in STATES}
+        if not all(parameter.isfinite().all() for parameter in whole.model.parameters()):
+            sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
+        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
+        torch.save(snapshot | {"progress": progress}, f"{args.snapshot}.tmp")
+        os.replace(f"{args.snapshot}.tmp", args.snapshot)
+    dist.barrier(run.patient_group)
+    run.watch.mark("save")
+
+
+def load_snapshot(run, args):
+    """Restores the snapshot, if there is one."""
+    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
+    if not args.snapshot or not os.path.exists(args.snapshot):
+        return
+    try:
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        if snapshot["settings"] != settings:
+            raise ValueError(f"it was made with {snapshot['settings']}")
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
+
+
+def progress_bar(run):
+    """Returns a progress bar or, where there is no terminal, a line of progress a minute."""
+    options = {"total": run.num_steps, "initial": run.step, "disable": run.rank > 0}
+    options["desc"] = f"epoch {run.epoch}"
+    if sys.stderr.isatty():
+        return tqdm(leave=False, **options)
+    line = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+    return tqdm(bar_format=line, delay=60, mininterval=60, miniters=1, **options)
+
+
+def describe(run, args):
+    """Returns all settings, which are printed at the start and in each row of the log."""
+    return vars(args) | {
+        "script": os.path.join(*os.path.abspath(__file__).split(os.sep)[-2:]),
+        "processes": run.world_size,
+        "nodes": run.nodes,
+        "rank": run.rank,
+        "host": os.uname().nodename,
+        "device": torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+    }
+
+
+def log_epoch(run, val_sums, num_samples, args):
+    """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
+    row = run.settings | {"epoch": run.epoch}
+    for split, sums in (("train", run.sums), ("val", val_sums)):
+        totals = all_reduce_sums(sums)
+        for name in totals:
+            row[f"{split}_{name}"] = totals[name] / totals["count"]
+    run.watch.mark("eval")
+    row |= run.watch.end_epoch(num_samples)
+    row |= more_columns(row)
+    rows = [None] * run.world_size if run.rank == 0 else None
+    dist.gather_object(row, rows)
+    if run.rank > 0:
+        return []
+    for process_row in rows:
+        process_row["run"] = run.run_id  # that of rank 0
+    print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
+    if args.log:
+        with open(args.log, "a") as file:
+            file.writelines(json.dumps(process_row) + "\n" for process_row in rows)
+    return rows
+
+
+def short(value):
+    """Returns a number as text: five digits, or all before the decimal point; "-" for nan."""
+    if isinstance(value, str):
+        return value
+    if math.isnan(value):
+        return "-"
+    return f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def join_process_group(run, args, init_method):
+    """Connects this process with the others."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    group = {"init_method": init_method, "rank": run.rank, "world_size": run.world_size}
+    group["timeout"] = timedelta(seconds=args.timeout)
+    if torch.cuda.is_available():
+        if run.local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
+        run.device = torch.device("cuda", run.local_rank)
+        torch.cuda.set_device(run.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=run.device, **group)
+    else:
+        run.device = torch.device("cpu")
+        dist.init_process_group("gloo", **group)
+    # Rank 0 may take long to read or to save. The others wait for it in this group.
+    run.patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+def read_data_in_turn(run, args):
+    """Returns the data. Rank 0 prepares it, then a process of each other node, then the rest."""
+    for turn in (0, 1, 2):
+        if turn == int(run.rank > 0) + int(run.local_rank > 0):
+            data = read_data(args)
+        dist.barrier(run.patient_group)
+    return data
+
+
+def parse_run_args(parser, **defaults):
+    """Adds the flags of the run to those of the parser, and parses and checks them."""
+    add = parser.add_argument_group("the run").add_argument
+    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
+    add("--batch_size", type=int, help="global batch: samples per optimizer step")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
+    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
+    world_size = int(os.environ.get("WORLD_SIZE", 0))  # 0: torchrun has not started this
+    add("--shard_size", type=int, default=world_size, help="processes that share a copy")
+    add("--checkpoint_activations", action="store_true", help="compute blocks twice, save memory")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
+    parser.set_defaults(**defaults)
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and value < 0:
+            parser.error(f"--{name} must not be negative")
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv))
+    if args.shard_size < 1 or world_size % args.shard_size:
+        parser.error(f"--shard_size must divide the number of processes, {world_size}")
+    divisor = world_size * args.grad_accum_steps
+    if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
+        parser.error("--batch_size must be a multiple of processes x --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
+    return args
+
+
+# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases. mark() ends a phase, which began at the mark before."""
+    """Times the phases of training, and the all-reduces that the backward pass hides.
+
+    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    """
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(priority=-1) if self.cuda else None for _ in range(2)]
         self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
-        self.marks = []
-        self.last = self.now()
+        self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.spans = []  # (start, end) of all-reduces since the last flush
+        self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
 
     def now(self):
         if self.cuda:
@@ -231,46 +735,77 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
     def mark(self, phase):
+        """Gives the time since the last mark to this phase."""
         self.marks.append((phase, self.now()))
 
+    def timed(self, comm_hook):
+        """Returns a hook that DDP calls for each bucket of gradients: comm_hook, and its times."""
+
+        def timed_hook(process_group, bucket):
+            start = self.now()
+            if bucket.index() == 0:
+                self.buckets = []
+            self.buckets.append((bucket.buffer().nbytes, start))
+            if bucket.is_last():
+                self.marks.append(("backward", start))
+
+            def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
+                self.spans.append((start, self.now()))
+                return future.value()
+
+            # comm_hook can make its stream wait for the all-reduce. In a side stream, it delays
+            # neither the backward pass nor, as two streams take turns, the next bucket. On a CPU,
+            # None stands for no stream.
+            stream = self.streams[bucket.index() % 2]
+            if self.cuda:
+                stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
+            with torch.cuda.stream(stream):
+                return comm_hook(process_group, bucket).then(note_end)
+
+        return timed_hook
+
     def flush(self):
-        """Adds the marked phases to self.seconds. Waits for the GPU."""
+        """Adds up the times since the last flush. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, moment in self.marks:
-            self.seconds[phase] += self.between(self.last, moment)
-            self.last = moment
-        self.marks.clear()
+        for (_, start), (phase, end) in itertools.pairwise(self.marks):
+            self.seconds[phase] += self.between(start, end)
+            if phase == "comm":
+                self.spans.append((start, end))
+        _, origin = self.marks[0]
+        spans = []  # in seconds after the last flush
+        for start, end in self.spans:
+            spans.append((self.between(origin, start), self.between(origin, end)))
+        counted_until = 0.0  # where all-reduces overlap, the time counts once
+        for start, end in sorted(spans):
+            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
+            counted_until = max(counted_until, end)
+        del self.marks[:-1]
+        self.spans.clear()
 
-    def take(self, num_samples):
-        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
-        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+    def end_epoch(self, num_samples):
+        """Returns the columns of time and memory. The times start again from 0."""
+        self.flush()
+        row = self.seconds
+        self.seconds = dict.fromkeys(row, 0.0)
+        row["seconds"] = sum(row[phase] for phase in PHASES)
         training = row["seconds"] - row["eval"] - row["save"]
-        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["samples/s"] = num_samples / training if num_samples else math.nan
         row["peak_MB"] = peak_bytes() / 1e6
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
+        for size, moment in self.buckets:
+            row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
         return row
 
 
-def peak_bytes():
-    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    if not os.path.exists("/proc/self/status"):  # only Linux tells
-        return math.nan
-    with open("/proc/self/status") as file:
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
-
-
-class ShardTimer(Stopwatch):
+class ShardWatch(Stopwatch):
     """Also times the collectives of FSDP, and counts the bytes of the shards."""
 
-    def __init__(self, device, model, optimizer):
-        super().__init__(device)
-        self.optimizer = optimizer
+    def __init__(self, run):
+        super().__init__(run.device)
+        self.optimizer = run.optimizer
         self.recent = []  # (start, end) of each collective since the last mark
-        self.spans = []  # (start, end) of those in training steps since the last flush
-        for module in (*model.blocks, model):
+        for module in (*run.model.blocks, run.model):
             timed_reduce_scatter = ReduceScatter(self)
             module.set_custom_all_gather(AllGather(self))
             module.set_custom_reduce_scatter(timed_reduce_scatter)
@@ -282,37 +817,17 @@ class ShardTimer(Stopwatch):
         On a CPU the pass waits for each of them: this time is taken out of the pass, and is comm.
         On a GPU the pass goes on meanwhile, and stays whole: only comm_total knows of them.
         """
-        if phase in ("forward", "backward"):
-            self.spans += self.recent
-            if not self.cuda:
-                for start, end in self.recent:
-                    self.marks.append((phase, start))  # the pass goes on until here
-                    self.marks.append(("comm", end))  # and then there is a collective
+        for start, end in self.recent if phase in ("forward", "backward") else ():
+            if self.cuda:
+                self.spans.append((start, end))
+            else:
+                self.marks += [(phase, start), ("comm", end)]  # the pass goes on until `start`
         self.recent.clear()
         super().mark(phase)
 
-    def mark_all_reduce(self):
-        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
-        _, start = self.marks[-1]
-        self.spans.append((start, self.now()))
-        self.mark("comm")
-
-    def flush(self):
-        """Also adds the time in which any collective ran. Overlaps count once."""
-        origin = self.last  # before flush() moves it
-        super().flush()
-        spans = []  # in seconds after the origin
-        for start, end in self.spans:
-            spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0  # what overlaps with a span before it is not counted again
-        for start, end in sorted(spans):
-            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
-            counted_until = max(counted_until, end)
-        self.spans.clear()
-
-    def take(self, num_samples):
+    def end_epoch(self, num_samples):
         """Also returns the size of the shards of parameters, gradients and optimizer state."""
-        row = super().take(num_samples)
+        row = super().end_epoch(num_samples)
         size = 0
         for parameter, state in self.optimizer.state.items():
             size += 2 * parameter.to_local().nbytes  # its gradient is as large
@@ -364,37 +879,63 @@ class ReduceScatter:
         self.watch.recent.append((self.start, self.watch.now()))
 
 
-def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several epochs does not count."""
-    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
-    return statistics.mean(later or [row[name] for row in rows])
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
-def print_breakdown(rows):
-    """Prints where an epoch's time goes."""
-    seconds = mean(rows, "seconds")
+def mean_of(rows, name):
+    return statistics.mean(row[name] for row in rows)
+
+
+def print_summary(all_rows):
+    """Prints where the time of these rows goes: those of all epochs and processes."""
+    # The first of several epochs is slower than the others.
+    rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
+    if not rows:
+        return
+    seconds = mean_of(rows, "seconds")
     print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
     for phase in PHASES:
-        share = mean(rows, phase) / seconds
-        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+        share = mean_of(rows, phase) / seconds
+        print(f"{phase:9} {mean_of(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+    print_communication(rows)
+    peak = max(row["peak_MB"] for row in all_rows)
+    print(f"peak memory {short(peak)} MB\n")
+
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1].get(name, "-")) for name in names}
+    cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = short(mean_of(rows, name))
+    cells["peak_MB"] = short(peak)
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print("|", " | ".join(line), "|")
 
 
-def print_collectives(rows):
-    """Prints what part of the communication is sending, and what is waiting for a late process.
+def print_communication(rows):
+    """Prints how much of the communication is sending, and how much is waiting for a late process.
 
-    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
-    another process is late each time, the waiting for it counts as sending.
+    R says how many times as long a process computes as it sends. If nothing is hidden, N processes
+    are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
+    turn, some of the waiting for them counts as sending.
     """
-    totals = []  # of each process, in seconds of an epoch
+    measured = max(row["state_MB"] for row in rows)  # of the largest shards
+    theory = 16e-6 * rows[0]["parameters"] / rows[0]["shard_size"]
+    print(f"parameters, gradients and optimizer state {measured:.1f} MB, in theory {theory:.1f} MB")
+    totals = []  # the mean comm_total of each process
     for rank in range(rows[0]["processes"]):
-        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    # The process that comes last never waits in an all-reduce, so all of its time is sending.
+        totals.append(mean_of([row for row in rows if row["rank"] == rank], "comm_total"))
+    # The process that comes last never waits in an all-reduce: all of its time is sending.
     sending = min(totals)
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
+    waiting = mean_of(rows, "comm_total") - sending
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
-    waiting = mean(rows, "comm_total") - sending
-    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    compute = mean_of(rows, "forward") + mean_of(rows, "backward") + mean_of(rows, "optimizer")
     hidden = "0%"
     bound = ""
     if rows[0]["device"] != "CPU":  # passes include the communication that they wait for
@@ -405,387 +946,6 @@ def print_collectives(rows):
         f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
         f"R = compute / sending = {bound}{compute / sending:.1f}: above 3, more processes pay off"
     )
-
-
-def print_shards(rows):
-    """Prints the size of the largest shards, beside that of the theory: 16 bytes a parameter."""
-    measured = max(row["state_MB"] for row in rows)
-    theory = 16e-6 * rows[0]["parameters"] / rows[0]["shard_size"]
-    print(f"parameters, gradients and optimizer state {measured:.1f} MB, in theory {theory:.1f} MB")
-
-
-def print_row(rows, metric):
-    """Prints the peak memory of a process, and a row for results.md."""
-    peak = max(row["peak_MB"] for row in rows)
-    print(f"peak memory {peak:,.0f} MB\n")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[-1][name]) for name in names}
-    cells[metric] = cell(rows[-1][metric])
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        cells[name] = cell(mean(rows, name))
-    cells["peak_MB"] = cell(peak)
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
-        print("|", " | ".join(line), "|")
-
-
-def matmul_speed(device, dtype):
-    """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
-    size = 8192 if device.type == "cuda" else 1024
-    matrix = torch.rand(size, size, device=device).to(dtype)
-    product = matrix @ matrix  # warm-up
-    product[0, 0].item()  # waits for the GPU
-    count = 0
-    seconds = 0.0
-    start = time.perf_counter()
-    while seconds < 0.2:
-        for _ in range(5):
-            product = matrix @ matrix
-        product[0, 0].item()
-        count += 5
-        seconds = time.perf_counter() - start
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # these matrices are not the model's
-    return 2 * size**3 * count / seconds
-
-
-def model_speed(row, reachable):
-    """Returns tokens/s, the model's TFLOP/s a device, and what share of `reachable` they are.
-
-    The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
-    the data sheet of the card, which a plain matmul does not reach: the share here is larger.
-    """
-    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
-    tokens_per_second = row["samples/s"] * row["seq_len"]
-    speed = flops * tokens_per_second / row["processes"]
-    return {
-        "tokens/s": tokens_per_second,
-        "TFLOP/s": speed / 1e12,
-        "of_matmul": speed / reachable,
-    }
-
-
-# ============================================= The run. ===========================================
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
-BAR = {"leave": False}  # on a terminal
-if not sys.stderr.isatty():  # in a file, a line a minute
-    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
-    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
-
-
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
-
-
-def setup(args, rank, world_size, init_method, device):
-    """Joins the process group."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    timeout = timedelta(seconds=args.timeout)
-    backend, device_id = "gloo", None
-    if device.type == "cuda":
-        backend, device_id = "nccl", device
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
-
-
-def catch_signals():
-    """From now on a signal is a request to stop, which the run notices at its next check."""
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
-
-
-def save_snapshot(args, parts, progress):
-    """Writes a temporary file and renames it: a snapshot is never half written."""
-    if args.snapshot:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
-        torch.save(snapshot | {"progress": progress}, args.snapshot + ".tmp")
-        os.replace(args.snapshot + ".tmp", args.snapshot)
-
-
-def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run_id": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": {}}
-    try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
-            raise ValueError(f"it was made with {snapshot['settings']}")
-        for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
-        return snapshot["progress"]
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
-
-
-def shard(model, args, device):
-    """Leaves this process a shard of each block, and of what stands outside the blocks."""
-    timeout = timedelta(seconds=args.timeout)  # init_device_mesh() would not take it
-    ranks = torch.arange(dist.get_world_size()).view(-1, args.shard_size)  # (copies, shards)
-    same_shard, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    same_copy, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-    mesh = DeviceMesh.from_group(
-        [same_shard, same_copy],
-        device.type,
-        mesh=ranks,
-        mesh_dim_names=("copy", "shard"),  # FSDP keeps copies along the first dimension
-    )
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[args.precision],
-        reduce_dtype=torch.float32,
-    )
-    for block in model.blocks:
-        if args.compile:
-            block.forward = torch.compile(block.forward)
-        if args.checkpoint_activations:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def load_parts(args):
-    """Returns the full model, its optimizer and scaler, and the progress of the run."""
-    torch.manual_seed(args.seed)
-    model = GPT(args)
-    optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    return parts, load_snapshot(args, parts)
-
-
-def scatter_parts(parts, progress, model, optimizer):
-    """Gives each process its shards of `parts`, which only rank 0 has."""
-    resumed = progress["epoch"] > 0 or progress["step"] > 0  # a new optimizer has no state
-    weights = {}
-    moments = {}
-    if dist.get_rank() == 0:
-        weights = parts["model"].state_dict()
-        if resumed:
-            moments = dcp.get_optimizer_state_dict(parts["model"], parts["optimizer"])
-    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp.set_model_state_dict(model, weights, options=options)
-    if resumed:
-        dcp.set_optimizer_state_dict(model, optimizer, moments, options=options)
-
-
-def save_shards(args, model, optimizer, progress):
-    """Brings the shards of all processes together in rank 0, which saves them."""
-    if not args.snapshot:
-        return
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = dcp.get_state_dict(model, optimizer, options=options)
-    if dist.get_rank() > 0:
-        return
-    with torch.device("meta"):  # takes no memory
-        full_model = GPT(args)
-    full_model.load_state_dict(weights, assign=True)
-    full_optimizer = create_optimizer(full_model, args)
-    full_optimizer.load_state_dict(moments)  # its state_dict() has numbers instead of names
-    scaler = torch.amp.GradScaler(enabled=False)
-    parts = {"model": full_model, "optimizer": full_optimizer, "scaler": scaler}
-    save_snapshot(args, parts, progress)
-
-
-def add_up(sums, since):
-    """Adds up over processes. Returns named sums, whether one was asked to stop, mean seconds."""
-    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
-    seconds = time.perf_counter() - since
-    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
-    dist.all_reduce(totals)
-    *total_sums, stop_requests, total_seconds = totals.tolist()
-    named_sums = dict(zip(SUMS, total_sums))
-    return named_sums, stop_requests > 0, total_seconds / dist.get_world_size()
-
-
-@torch.no_grad()
-def evaluate(batch_loss, model, loader, args):
-    """Returns the sums that batch_loss gives, added up over all batches."""
-    model.eval()
-    return sum(batch_loss(model, *batch, args)[1] for batch in loader)
-
-
-def gpt_row(settings, progress, val_sums):
-    """Returns settings and losses of an epoch, for the log."""
-    train_loss, train_count = progress["sums"].values()
-    val_loss, val_count = val_sums.tolist()
-    row = settings | {"run": progress["run_id"], "epoch": progress["epoch"]}
-    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
-    row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
-    if os.path.isdir(row["dataset"]):  # its tokens are not bytes
-        row["val_bpb"] = math.nan
-    row["val_ppl"] = math.exp(min(row["val_loss"], 100))
-    return row
-
-
-def cell(value):
-    """Returns the number with five significant digits; without decimals if whole or large."""
-    has_decimals = isinstance(value, float) and abs(value) < 1000
-    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
-
-
-def main(args):
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    device = find_device(int(os.environ["LOCAL_RANK"]))
-    setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
-    train_tokens, val_tokens = read_tokens(args)
-    num_steps = (len(train_tokens) - 1) // args.seq_len // args.batch_size
-    if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
-        sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    if args.max_steps > 0:
-        num_steps = min(num_steps, args.max_steps)
-    val_tokens = checked_ids(val_tokens, args).to(device)
-    val_split = val_tokens.unfold(0, args.seq_len + 1, args.seq_len)  # (M, T + 1)
-    # All processes need the same number of validation batches: FSDP's collectives wait for all.
-    micro_batch = args.batch_size // args.grad_accum_steps
-    num_batches = max(1, len(val_split) // micro_batch)
-    val_batches = []
-    for part in val_split[rank::world_size].tensor_split(num_batches):
-        val_batches.append((part[:, :-1], part[:, 1:]))
-
-    with torch.device("meta"):  # it takes no memory, until the process has its shards
-        model = GPT(args)
-    shard(model, args, device)
-    model.to_empty(device=device)
-    optimizer = create_optimizer(model, args)
-    parts = None  # the full model, which only rank 0 builds or loads
-    message = [None]  # what rank 0 tells the others
-    if rank == 0:
-        parts, progress = load_parts(args)
-        message = [progress]
-    dist.broadcast_object_list(message, group=patient)
-    progress = message[0]
-    scatter_parts(parts, progress, model, optimizer)
-    del parts  # it is as large as the full model and its moments
-    speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
-    watch = ShardTimer(device, model, optimizer)
-    watch.matmul_speed = speed  # for model_speed()
-
-    settings = vars(args) | {
-        "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "script": "hybrid/gpt_fsdp.py",
-        "processes": world_size,
-        "nodes": nodes,
-        "rank": rank,
-        "host": os.uname().nodename,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "comm_hook": "none",
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    if rank == 0:
-        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
-        print(textwrap.fill(facts, 100))
-        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
-        print(*(f"{name:>10}" for name in SHOWN))
-    rows = []  # rank 0 collects those of all epochs and processes
-    stop = False
-    while progress["epoch"] < args.epochs:
-        epoch = progress["epoch"]
-        first_step = progress["step"]
-        steps = range(first_step, num_steps)
-        last_check = first_step
-        next_check = first_step + 1
-        since = time.perf_counter()
-        loader = batches(train_tokens, args, epoch, steps, device)
-        # Each process begins with an equal share of the sums so far. add_up() adds them up.
-        shares = [progress["sums"].get(name, 0.0) / world_size for name in SUMS]
-        sums = torch.tensor(shares, dtype=torch.float64, device=device)
-        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
-        model.train()
-        for micro_batches in bar:
-            # A resumed run draws the same dropout: numbers have the same hash in every run.
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
-            watch.mark("data")
-            for number, (tokens, targets) in enumerate(micro_batches, start=1):
-                model.set_requires_gradient_sync(number == args.grad_accum_steps)
-                loss, loss_sums = token_loss(model, tokens, targets, args)
-                sums = sums + loss_sums
-                watch.mark("forward")
-                (loss / args.grad_accum_steps).backward()
-                watch.mark("backward")
-            done = (epoch + (progress["step"] + 1) / num_steps) / args.epochs
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, done)
-            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-            watch.mark("optimizer")
-            norm = norm.full_tensor()  # an all-reduce: the norm of the gradients of all shards
-            watch.mark_all_reduce()
-            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            watch.mark("optimizer")
-
-            progress["step"] += 1
-            save = progress["step"] == num_steps  # after the last step, before the validation
-            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
-                save = True
-            if save or progress["step"] == next_check:
-                progress["sums"], stop, seconds = add_up(sums, since)
-                watch.mark_all_reduce()
-                watch.flush()
-                if not all(map(math.isfinite, progress["sums"].values())):
-                    sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or stop:
-                    save_shards(args, model, optimizer, progress)
-                    dist.barrier(patient)
-                    watch.mark("save")
-                if stop:
-                    break
-                if last_check == first_step:  # the first check; a signal before it ends the run
-                    catch_signals()
-                # The mean is the same in all processes, so they check again at the same step.
-                seconds_a_step = seconds / (progress["step"] - last_check)
-                last_check = progress["step"]
-                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
-                since = time.perf_counter()
-                loss_sum, count = progress["sums"].values()
-                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
-        if stop:
-            break
-
-        val_sums = evaluate(token_loss, model, val_batches, args)
-        dist.all_reduce(val_sums)
-        watch.mark("eval")
-        watch.flush()
-        row = gpt_row(settings, progress, val_sums)
-        row |= watch.take(len(steps) * args.batch_size)
-        row |= model_speed(row, watch.matmul_speed)
-        epoch_rows = [None] * world_size
-        dist.all_gather_object(epoch_rows, row)
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": {}}
-        if rank == 0:
-            rows += epoch_rows
-            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
-            if args.log:
-                with open(args.log, "a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
-    if not stop:  # complete
-        save_shards(args, model, optimizer, progress)
-    if rows:  # the summary
-        print_breakdown(rows)
-        print_collectives(rows)
-        print_shards(rows)
-        print_row(rows, "val_loss")
-    dist.barrier(patient)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

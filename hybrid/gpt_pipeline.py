@@ -11,55 +11,56 @@ time. A stage waits while the first micro-batch is on its way to it, and while t
 other stages. This is the bubble: (p - 1) / (m + p - 1) of the time with p stages and m micro-
 batches (Huang et al. 2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add
 up their gradients. The head is the embedding: the first and the last stage hold a copy each. A
-process first builds or loads the full model on its CPU, and rank 0 keeps it there, to save it.
-Snapshots have the format of multinode/gpt.py: each resumes the other's.
+process first builds or loads the whole model on its CPU, and moves its own layers to its GPU. Rank
+0 keeps the others on its CPU, to save them, and to draw --sample there. Snapshots have the format
+of multinode/gpt.py. `diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages add.
 Shapes: B sequences of a micro-batch, m micro-batches of a batch in a pipeline, T tokens of a
 sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
+import random
 import re
 import signal
 import statistics
 import sys
 import sysconfig
 import textwrap
+import threading
 import time
 from datetime import timedelta
+from functools import partial
 from glob import glob
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-IGNORED = -100  # a target that the loss does not count
-
-SHOWN = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s of_matmul".split()
+COLUMNS = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s".split()
+METRIC = "val_loss"  # in the row for results.md
+# Flags that a resumed run must not change
 SAME_ON_RESUME = (
     "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
     "precision seed"
 ).split()
-SUMS = ("loss", "count")  # of an epoch, as a snapshot names them
+MAX_GRAD_NORM = 1.0  # longer gradients are clipped
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--num_stages", type=int, default=2, help="processes of a pipeline")
-    add("--num_microbatches", type=int, default=4, help="micro-batches of a batch in a pipeline")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
     add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
     add("--vocab_size", type=int, default=0, help="token ids; 0: 256 for text, 50304 for a folder")
     add("--d_model", type=int, default=128, help="width of the network")
@@ -67,40 +68,37 @@ def parse_args():
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
-    add("--epochs", type=int, default=1, help="passes over the training tokens")
-    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
-    add("--batch_size", type=int, default=64, help="global batch: sequences per optimizer step")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate, after warm-up")
-    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
-    args = parser.parse_args()
-    args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
-    if "WORLD_SIZE" not in os.environ:
-        parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.num_stages < 2 or world_size % args.num_stages or args.num_layers % args.num_stages:
-        parser.error("--num_stages must be 2 or more, and divide the processes and --num_layers")
-    if args.num_microbatches < 1:
-        parser.error("--num_microbatches must be at least 1")
-    if args.schedule == "1f1b" and args.num_microbatches < args.num_stages:
-        parser.error("--num_microbatches must be at least --num_stages, or --schedule gpipe")
-    shares = args.num_microbatches * (world_size // args.num_stages)
-    if args.batch_size < 1 or args.batch_size % shares:
-        parser.error(f"--batch_size must be a multiple of {shares}: micro-batches x pipelines")
+    add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
+    args = parse_run_args(parser, epochs=1, batch_size=64)
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
-    for path in filter(None, (args.snapshot, args.log)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"there is no folder for {path}")
+    args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
+    args.model = f"gpt-{args.num_layers}x{args.d_model}"
     return args
 
 
-def read_tokens(args):
-    """Returns token ids to train on (N,) and to validate on (M,), of an unsigned type."""
+class Tokens(Dataset):
+    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+
+    def __init__(self, tokens, args):
+        self.tokens = tokens
+        self.args = args
+
+    def __len__(self):
+        return max(0, len(self.tokens) - 1) // self.args.seq_len
+
+    def __getitems__(self, indices):
+        """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
+        starts = np.array(indices)[:, None] * self.args.seq_len
+        ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        if ids.max() >= self.args.vocab_size:
+            raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
+        ids = torch.from_numpy(ids.astype(np.int64))
+        return ids[:, :-1], ids[:, 1:]
+
+
+def read_data(args):
+    """Returns the data to train on and to validate on, two map-style datasets."""
     try:
         if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
             splits = []
@@ -112,7 +110,7 @@ def read_tokens(args):
                     tokens = np.load(f"{path}.npy", mmap_mode="r")
                 if tokens.ndim != 1 or tokens.dtype.kind != "u":
                     raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
-                splits.append(tokens)
+                splits.append(Tokens(tokens, args))
             return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
@@ -120,45 +118,12 @@ def read_tokens(args):
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
-    return text[:-num_val], text[-num_val:]
+    return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
 
 
-def checked_ids(tokens, args):
-    """Returns the token ids as int64. Ends the run if one of them is not below --vocab_size."""
-    if tokens.size > 0 and tokens.max() >= args.vocab_size:
-        sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
-    return torch.from_numpy(tokens.astype(np.int64))
-
-
-def batches(tokens, args, epoch, steps, device):
-    """Yields this pipeline's batch for each step: token ids (m B, T) and the next ids (m B, T)."""
-    sequences = sliding_window_view(tokens, args.seq_len + 1)[:: args.seq_len]  # (N, T + 1)
-    order = np.random.default_rng((args.seed, epoch)).permutation(len(sequences))
-    pipeline = dist.get_rank() // args.num_stages
-    num_pipelines = dist.get_world_size() // args.num_stages
-    for step in steps:
-        numbers = order[step * args.batch_size : (step + 1) * args.batch_size]
-        numbers = numbers[pipeline::num_pipelines]
-        batch = checked_ids(sequences[numbers], args)
-        if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
-            batch = batch.pin_memory().to(device, non_blocking=True)
-        yield batch[:, :-1], batch[:, 1:]
-
-
-def validation_batches(tokens, args, device):
-    """Returns this pipeline's batches: token ids (m B, T) and the next ids (m B, T) of each.
-
-    A pipeline takes batches of one size only, so the last one is filled up with IGNORED targets.
-    """
-    pipeline = dist.get_rank() // args.num_stages
-    num_pipelines = dist.get_world_size() // args.num_stages
-    tokens = checked_ids(tokens, args).to(device)
-    sequences = tokens.unfold(0, args.seq_len + 1, args.seq_len)[pipeline::num_pipelines]
-    size = args.batch_size // num_pipelines
-    missing = -len(sequences) % size  # up to a multiple of size
-    inputs = F.pad(sequences[:, :-1], (0, 0, 0, missing))  # adds rows at the end
-    targets = F.pad(sequences[:, 1:], (0, 0, 0, missing), value=IGNORED)
-    return list(zip(inputs.split(size), targets.split(size)))
+def training_order(data, args, epoch):
+    """Returns the indices (N,) of all sequences, in the order in which an epoch trains on them."""
+    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
 
 
 class GPTBlock(nn.Module):
@@ -182,70 +147,31 @@ class GPTBlock(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class Stage(nn.Module):
-    """Some blocks of a GPT, (B, T, D) to (B, T, D). With one stage it is the full GPT.
+class GPT(nn.Module):
+    """Token ids (B, T) to logits (B x T, V) or, given the next ids (B, T), to their mean loss."""
 
-    The first stage takes token ids (B, T). The last one has the head and gives logits (B, T, V).
-    """
-
-    def __init__(self, args, number, num_stages):
+    def __init__(self, args):
         super().__init__()
-        self.dtype = DTYPES[args.precision]
-        self.batch_tokens = args.batch_size * args.seq_len  # of all pipelines
-        self.is_first = number == 0
-        self.is_last = number == num_stages - 1
-        if self.is_first or self.is_last:
-            self.embedding = nn.Embedding(args.vocab_size, args.d_model)
-        if self.is_first:
-            self.positions = nn.Embedding(args.seq_len, args.d_model)
-            self.dropout = nn.Dropout(args.dropout)
-        self.blocks = nn.Sequential()
-        size = args.num_layers // num_stages
-        for block_number in range(number * size, (number + 1) * size):
-            self.blocks.add_module(str(block_number), GPTBlock(args))  # its name in the full GPT
-        if self.is_last:
-            self.norm = nn.LayerNorm(args.d_model)
+        self.embedding = nn.Embedding(args.vocab_size, args.d_model)
+        self.positions = nn.Embedding(args.seq_len, args.d_model)
+        self.dropout = nn.Dropout(args.dropout)
+        self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
+        self.norm = nn.LayerNorm(args.d_model)
         for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
             if parameter.dim() == 2:
                 depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
-    def forward(self, x):
-        with torch.autocast(x.device.type, self.dtype, self.dtype != torch.float32):
-            if self.is_first:
-                x = self.dropout(self.embedding(x) + self.positions.weight)
-            elif torch.is_grad_enabled():
-                x.requires_grad_()  # torch 2.11 forgets it if the run began with a validation
-            x = self.blocks(x)
-            if self.is_last:
-                x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
-            return x
-
-    def loss(self, logits, targets):
-        """Returns a micro-batch's part of the mean loss of a batch. The gradients just add up."""
-        logits = logits.float().flatten(0, 1)
-        targets = targets.flatten()
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        return loss / self.batch_tokens
+    def forward(self, tokens, targets=None):
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
+        x = self.norm(self.blocks(self.dropout(x)))
+        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
+        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
 
 
-def run_batch(run, stage, tokens, targets):
-    """Passes a batch through the pipeline with `run`, the step or eval of its schedule.
-
-    Returns the sums (2,) of losses and tokens. Only the last stage knows them, others return zeros.
-    """
-    sums = torch.zeros(2, dtype=torch.float64, device=targets.device)
-    if stage.is_first:
-        run(tokens.contiguous(), return_outputs=False)  # torch 2.11 insists on it
-    elif stage.is_last:
-        losses = []  # run() appends those of the micro-batches
-        run(target=targets, losses=losses, return_outputs=False)
-        mean_loss = sum(losses).detach()  # stage.loss() returns parts of it
-        sums[0] = mean_loss * stage.batch_tokens
-        sums[1] = (targets != IGNORED).sum()
-    else:
-        run(return_outputs=False)
-    return sums
+def create_model(args, data):
+    """Returns the network for the training data."""
+    return GPT(args)
 
 
 def create_optimizer(model, args):
@@ -263,20 +189,661 @@ def learning_rate(args, done):
     return args.learning_rate * (1.05 - done)  # and falls to a twentieth
 
 
-# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
+def batch_loss(model, batch, args):
+    """Returns the mean loss of a batch, and sums over its tokens. Rows show sums / count."""
+    tokens, targets = batch
+    loss = model(tokens, targets)  # in nats
+    return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
+
+
+def more_columns(row):
+    """Returns perplexity, bits per byte, tokens/s, and the TFLOP/s that the model takes.
+
+    Those are 6 FLOP a parameter and the attention (Chowdhery et al. 2022, "PaLM", appendix B).
+    """
+    tokens_per_second = row.get("samples/s", math.nan) * row["seq_len"]
+    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
+    return {
+        "val_ppl": math.exp(min(row["val_loss"], 100)),
+        "val_bpb": math.nan if os.path.isdir(row["dataset"]) else row["val_loss"] / math.log(2),
+        "tokens/s": tokens_per_second,
+        "TFLOP/s": flops * tokens_per_second / row["processes"] / 1e12,  # of one device
+    }
+
+
+@torch.no_grad()
+def finish(model, data, args, device):
+    """Rank 0 calls it when the training is complete. Prints --sample tokens, drawn one by one."""
+    if not args.sample:
+        return
+    is_text = not os.path.isdir(args.dataset)
+    num_ids = 256 if is_text else args.vocab_size  # an id of a text is a byte
+    tokens, _ = data.__getitems__([0])
+    tokens = tokens.to(device)  # (1, T): the first sequence of the validation data
+    for _ in range(args.sample):
+        logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
+        tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
+    ids = tokens[0, args.seq_len :].tolist()
+    print(bytes(ids).decode(errors="replace") if is_text else ids)
+
+
+# ==================================== How the model is split. =====================================
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SUMS = ("loss", "count")  # the sums of batch_loss
+IGNORED = -100  # a target that the loss does not count
+
+
+class Stage(nn.Module):
+    """Some blocks of a GPT, (B, T, D) to (B, T, D).
+
+    The first stage takes token ids (B, T). The last one has the head and gives logits (B, T, V).
+    """
+
+    def __init__(self, model, number, args):
+        super().__init__()
+        self.dtype = DTYPES[args.precision]
+        self.is_first = number == 0
+        self.is_last = number == args.num_stages - 1
+        if self.is_first or self.is_last:
+            self.embedding = model.embedding
+        if self.is_first:
+            self.positions = model.positions
+            self.dropout = model.dropout
+        size = args.num_layers // args.num_stages
+        self.blocks = model.blocks[number * size : (number + 1) * size]  # with their names
+        if self.is_last:
+            self.norm = model.norm
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, self.dtype, self.dtype != torch.float32):
+            if self.is_first:
+                x = self.dropout(self.embedding(x) + self.positions.weight)
+            elif torch.is_grad_enabled():
+                x.requires_grad_()  # torch 2.11 forgets it if the run began with a validation
+            x = self.blocks(x)
+            if self.is_last:
+                x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
+            return x
+
+
+def head_loss(logits, targets):
+    """Returns the mean loss of logits (B, T, V) and the next ids (B, T)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def micro_batch_loss(logits, targets, mean_loss, run, args):
+    """Returns a micro-batch's part of the mean loss of a batch. The gradients just add up."""
+    if not torch.is_grad_enabled():  # in a validation, rows of IGNORED targets fill up a batch
+        is_real = targets[:, 0] != IGNORED
+        logits = logits[is_real]
+        targets = targets[is_real]
+        if len(targets) == 0:
+            return logits.sum()
+    loss = add_batch(run, mean_loss, (logits, targets), run.sums_of_batch, args)
+    return loss / args.num_microbatches / run.num_pipelines
+
+
+def create_groups(run, args):
+    """Sets the groups of this pipeline, of this stage in all pipelines, and of the embedding.
+
+    The last one is None for a process that holds neither the first stage nor the last one.
+    """
+    run.pipeline = run.rank // args.num_stages  # the number of this process's pipeline
+    run.num_pipelines = run.world_size // args.num_stages
+    timeout = timedelta(seconds=args.timeout)
+    ranks = torch.arange(run.world_size).view(-1, args.num_stages)  # (pipelines, stages)
+    run.pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    run.replica_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    run.embedding_group, _ = dist.new_subgroups_by_enumeration(ranks[:, [0, -1]].tolist(), timeout)
+
+
+def create_schedule(run, args):
+    """Returns the schedule, which passes a batch through the stages, and receives and sends."""
+    size = args.batch_size // run.num_pipelines // args.num_microbatches  # B
+    with torch.device("meta"):  # only types and shapes
+        inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
+        outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
+        if run.stage.is_first:
+            inputs = torch.empty(size, args.seq_len, dtype=torch.int64)
+        if run.stage.is_last:
+            outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=run.stage.dtype)
+    pipeline_stage = PipelineStage(
+        run.stage,
+        run.rank % args.num_stages,
+        args.num_stages,
+        run.device,
+        input_args=inputs,
+        output_args=outputs,
+        group=run.pipeline_group,
+    )
+    if args.compile:
+        run.stage.compile()
+    mean_loss = torch.compile(head_loss) if args.compile else head_loss
+    loss = partial(micro_batch_loss, mean_loss=mean_loss, run=run, args=args)
+    # The schedule calls these for each micro-batch: now they mark their time, too.
+    for name in ("forward", "backward"):
+        chunk = getattr(pipeline_stage, f"{name}_one_chunk")
+        setattr(pipeline_stage, f"{name}_one_chunk", run.watch.timed_pass(chunk, name))
+    loss = run.watch.timed_pass(loss, "forward")
+    schedule = SCHEDULES[args.schedule]
+    return schedule(pipeline_stage, args.num_microbatches, loss, scale_grads=False)
+
+
+def pass_batch(run, pass_through, tokens, targets):
+    """Passes a batch through the pipeline. Its last stage adds up run.sums_of_batch."""
+    if run.stage.is_first:
+        pass_through(tokens.contiguous(), return_outputs=False)  # torch 2.11 insists on it
+    elif run.stage.is_last:
+        pass_through(target=targets, return_outputs=False)
+    else:
+        pass_through(return_outputs=False)
+
+
+def join_gradients(stage, device):
+    """Returns one tensor with all gradients of the stage, so that one all-reduce adds them up.
+
+    The gradients are views of it. optimizer.zero_grad() would drop them: zero the tensor instead.
+    """
+    sizes = [parameter.numel() for parameter in stage.parameters()]
+    gradients = torch.zeros(sum(sizes), device=device)
+    for parameter, gradient in zip(stage.parameters(), gradients.split(sizes)):
+        parameter.grad = gradient.view_as(parameter)
+    return gradients
+
+
+def squared_norm(stage):
+    """Returns the squared norm of the gradients. The embedding counts in the first stage only."""
+    gradients = []
+    for name, parameter in stage.named_parameters():
+        if stage.is_first or name != "embedding.weight":
+            gradients.append(parameter.grad)
+    return nn.utils.get_total_norm(gradients) ** 2
+
+
+def forget_other_stages(run):
+    """Leaves the model and the optimizer what is this stage's."""
+    own = set(run.stage.parameters())
+    for group in run.optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in own]
+    for parameter in set(run.optimizer.state) - own:
+        del run.optimizer.state[parameter]
+    run.model = run.stage
+
+
+def gather_stages(run, args):
+    """Brings the stages of the first pipeline together in the model and optimizer of rank 0."""
+    if 0 < run.rank < args.num_stages:
+        state = {}
+        for name, parameter in run.stage.named_parameters():
+            if name != "embedding.weight":  # rank 0 has it, too
+                moments = run.optimizer.state[parameter].items()  # none before the first step
+                moments = {key: tensor.cpu() for key, tensor in moments}
+                state[name] = (parameter.detach().cpu(), moments)
+        dist.send_object_list([state], dst=0, group=run.patient_group)
+    if run.rank == 0:
+        parameters = dict(run.model.named_parameters())
+        for sender in range(1, args.num_stages):
+            received = [None]
+            dist.recv_object_list(received, src=sender, group=run.patient_group)
+            for name, (weight, moments) in received[0].items():
+                parameters[name].data.copy_(weight)
+                run.optimizer.state[parameters[name]].update(moments)
+
+
+# ============================ The run: steps, snapshots, processes. Keep. =========================
+# main() calls train(), which calls train_epoch(), evaluate() and log_epoch() in turn. train_epoch()
+# calls train_step(), and save_snapshot() at its end. The other functions serve these.
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main(args):
+    """Trains in one process. Every process runs it; rank 0 also prints and saves."""
+    sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
+    torch.backends.cudnn.benchmark = True
+    run = SimpleNamespace()  # what these functions share
+    run.rank = int(os.environ["RANK"])  # torchrun has set these four
+    run.world_size = int(os.environ["WORLD_SIZE"])
+    run.local_rank = int(os.environ["LOCAL_RANK"])  # on this node
+    run.nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    run.run_id = f"{time.time_ns():x}"  # names the run in the log; a resumed run keeps it
+    if run.nodes == 1:
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
+    run.epoch = 0
+    run.step = 0  # steps of this epoch that are done
+    run.sums = {}  # of batch_loss, over this process's samples of this epoch
+    join_process_group(run, args, "env://")  # sets run.device and run.patient_group
+    create_groups(run, args)
+    random.seed(args.seed)  # so that a random split of the data is the same in all processes
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    train_data, val_data = read_data_in_turn(run, args)
+    run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
+    if run.num_steps == 0 or len(val_data) < run.world_size:
+        sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
+    if args.max_steps > 0:
+        run.num_steps = min(run.num_steps, args.max_steps)
+
+    torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
+    run.model = create_model(args, train_data)  # on the CPU
+    run.stage = Stage(run.model, run.rank % args.num_stages, args).to(run.device)
+    run.optimizer = create_optimizer(run.model, args)
+    run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
+    load_snapshot(run, args)
+    for name in run.sums:
+        run.sums[name] /= run.world_size  # each process begins with an equal share
+    check_same_start(run, args)
+    run.settings = describe(run, args)
+    if run.rank > 0:
+        forget_other_stages(run)
+    run.gradients = join_gradients(run.stage, run.device)
+    run.watch = PipelineWatch(run.device)
+    run.schedule = create_schedule(run, args)
+
+    if run.rank == 0:
+        settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
+        print(textwrap.fill(settings, 100))
+        print(f"starting at epoch {run.epoch}, step {run.step}:")
+        print(*(f"{name:>10}" for name in COLUMNS))
+    rows = train(run, train_data, val_data, args)
+    if run.epoch == args.epochs:
+        gather_stages(run, args)  # finish() needs the whole model
+    dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
+    dist.destroy_process_group()
+    if run.rank == 0:
+        print_summary(rows)  # the times of run.watch
+        if run.epoch == args.epochs:
+            torch.manual_seed(args.seed)
+            finish(run.model.cpu().eval(), val_data, args, torch.device("cpu"))
+    # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
+
+
+def train(run, train_data, val_data, args):
+    """Trains until all epochs are done or a signal stops it. Returns the rows for the log."""
+    rows = []
+    indices = training_indices(train_data, run.epoch, run.step, run, args)
+    batches = iter(create_loader(train_data, indices, run, args))
+    for signum in SIGNALS:  # until here, a signal just ends the process
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+    while run.epoch < args.epochs:
+        first_step = run.step
+        is_stopped = train_epoch(run, batches, args)
+        if is_stopped:
+            return rows
+        val_sums = evaluate(run, val_data, args)
+        num_samples = (run.step - first_step) * args.batch_size
+        rows += log_epoch(run, val_sums, num_samples, args)
+        run.epoch += 1
+        run.step = 0
+        run.sums = {}
+    save_snapshot(run, args)  # the same command has nothing left to do
+    for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
+        signal.signal(signum, signal.SIG_DFL)
+    return rows
+
+
+def train_epoch(run, batches, args):
+    """Trains to the end of the epoch, and saves. Returns True if a signal stopped it early.
+
+    About once a second, after the same step, all processes look at the loss, which waits for the
+    GPU, and tell each other whether they have been asked to stop.
+    """
+    run.model.train()
+    bar = progress_bar(run)
+    is_stopped = False
+    last_look = run.step
+    next_look = run.step + 1
+    start = time.perf_counter()
+    while run.step < run.num_steps and not is_stopped:
+        train_step(run, batches, args)
+        run.step += 1
+        bar.update()
+        if run.step == next_look:
+            loss = float(run.sums["loss"] / run.sums["count"])  # of this process
+            steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
+            news = torch.tensor([len(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
+            dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
+            run.watch.mark("comm")
+            run.watch.flush()
+            num_requests, is_not_finite, steps_per_second = news.tolist()
+            if is_not_finite:
+                sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
+            is_stopped = num_requests > 0
+            bar.set_postfix(train_loss=loss, refresh=False)
+            last_look = run.step
+            next_look = run.step + max(1, int(steps_per_second))
+            start = time.perf_counter()
+        is_due = args.snapshot_every > 0 and run.step % args.snapshot_every == 0
+        if is_stopped or is_due or run.step == run.num_steps:
+            save_snapshot(run, args)
+    bar.close()
+    if is_stopped and run.rank == 0:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at epoch {run.epoch}, step {run.step}; saved {saved}")
+    return is_stopped
+
+
+def train_step(run, batches, args):
+    """Takes one step of the optimizer, over all micro-batches of a batch."""
+    done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
+    for group in run.optimizer.param_groups:
+        group["lr"] = float(learning_rate(args, done))
+    # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
+    torch.manual_seed(hash((args.seed, run.epoch, run.step, run.rank)))
+    tokens, targets = to_device(next(batches), run.device)
+    run.watch.mark("data")
+    run.sums_of_batch = {}
+    pass_batch(run, run.schedule.step, tokens, targets)
+    # The gradients of this stage are added up over the pipelines, while other stages work.
+    reducing = dist.all_reduce(run.gradients, group=run.replica_group, async_op=True)
+    run.watch.note_all_reduce(reducing)
+    run.watch.mark_bubble(run.pipeline_group)
+    reducing.wait()
+    run.watch.mark("comm")
+    if run.embedding_group:  # the first and the last stage each have a part of this gradient
+        dist.all_reduce(run.stage.embedding.weight.grad, group=run.embedding_group)
+        run.watch.mark("comm")
+    news = torch.zeros(3, dtype=torch.float64, device=run.device)
+    news[0] = squared_norm(run.stage)
+    for number, name in enumerate(SUMS, start=1):  # which the last stage alone knows
+        news[number] = run.sums_of_batch.get(name, 0.0)
+    run.watch.mark("optimizer")
+    dist.all_reduce(news, group=run.pipeline_group)
+    run.watch.mark("comm")
+    for number, name in enumerate(SUMS, start=1):  # each stage has its share of them
+        run.sums[name] = run.sums.get(name, 0.0) + news[number] / args.num_stages
+    norm = news[0].sqrt().float()
+    nn.utils.clip_grads_with_norm_(run.stage.parameters(), MAX_GRAD_NORM, norm)
+    run.optimizer.step()
+    run.gradients.zero_()
+    run.watch.mark("optimizer")
+
+
+def add_batch(run, model, batch, totals, args):
+    """Returns the loss of a batch, and adds the batch's sums to the totals."""
+    with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        result = batch_loss(model, batch, args)
+    if not isinstance(result, tuple) or not {"loss", "count"} <= set(result[1]):
+        sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
+    loss, sums = result
+    for name, value in sums.items():
+        if torch.is_tensor(value):
+            value = value.detach().double()
+        totals[name] = totals.get(name, 0.0) + value
+    return loss
+
+
+def all_reduce_sums(sums):
+    """Returns the sums over all processes, as numbers."""
+    totals = torch.tensor([float(value) for value in sums.values()], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return dict(zip(sums, totals.tolist()))
+
+
+@torch.no_grad()
+def evaluate(run, data, args):
+    """Returns the sums of batch_loss over this pipeline's share of the data, in its last stage."""
+    run.model.eval()
+    share = np.arange(run.pipeline, len(data), run.num_pipelines)
+    size = args.batch_size // run.num_pipelines  # as in training
+    indices = [share[start : start + size].tolist() for start in range(0, len(share), size)]
+    run.sums_of_batch = dict.fromkeys(SUMS, 0.0)  # which stay 0 in the other stages
+    for batch in create_loader(data, indices, run, args):
+        tokens, targets = to_device(batch, run.device)
+        missing = size - len(tokens)  # a pipeline takes batches of one size only
+        tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
+        targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
+        pass_batch(run, run.schedule.eval, tokens, targets)
+    return run.sums_of_batch
+
+
+def training_indices(data, first_epoch, first_step, run, args):
+    """Yields the indices of the samples of each batch of this pipeline, for all epochs."""
+    for epoch in range(first_epoch, args.epochs):
+        order = training_order(data, args, epoch)
+        if len(order) < run.num_steps * args.batch_size:
+            sys.exit(f"training_order returned {len(order)} indices for {len(data)} samples")
+        for step in range(first_step, run.num_steps):
+            batch = order[step * args.batch_size : (step + 1) * args.batch_size]
+            yield np.asarray(batch[run.pipeline :: run.num_pipelines]).tolist()
+        first_step = 0
+
+
+def create_loader(data, indices, run, args):
+    """Returns a loader that makes a batch for each list of `indices`."""
+    return DataLoader(
+        data,
+        batch_sampler=indices,
+        collate_fn=collate,
+        num_workers=args.num_workers,
+        # It seeds the workers. Without it, they would change the random numbers of dropout.
+        generator=torch.Generator().manual_seed(args.seed + run.rank),
+        # A forked worker starts at once and shares the data's memory. Others import all anew.
+        multiprocessing_context="fork" if args.num_workers else None,
+        worker_init_fn=ignore_signals,
+        pin_memory=run.device.type == "cuda",
+    )
+
+
+def collate(samples):
+    """Makes a batch of a list of samples. A tuple or dict of the data's __getitems__ is one."""
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
+def ignore_signals(worker):
+    """Keeps a worker alive when a whole job is signaled. Only the process it loads for ends it."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait_for_parent():
+        while os.getppid() == parent:  # while it is alive
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == parent:
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+
+
+def to_device(batch, device):
+    """Returns the batch with its tensors on the device. What is not a tensor stays as it is."""
+    if isinstance(batch, dict):
+        return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [to_device(part, device) for part in batch]
+    return batch.to(device, non_blocking=True) if torch.is_tensor(batch) else batch
+
+
+def save_snapshot(run, args):
+    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
+    sums = all_reduce_sums(run.sums)
+    if args.snapshot:
+        gather_stages(run, args)
+    if args.snapshot and run.rank == 0:
+        snapshot = {name: getattr(run, name).state_dict() for name in STATES}
+        if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+            sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
+        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
+        torch.save(snapshot | {"progress": progress}, f"{args.snapshot}.tmp")
+        os.replace(f"{args.snapshot}.tmp", args.snapshot)
+    dist.barrier(run.patient_group)
+    run.watch.mark("save")
+
+
+def load_snapshot(run, args):
+    """Restores the snapshot, if there is one."""
+    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
+    if not args.snapshot or not os.path.exists(args.snapshot):
+        return
+    try:
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        if snapshot["settings"] != settings:
+            raise ValueError(f"it was made with {snapshot['settings']}")
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
+
+
+def check_same_start(run, args):
+    """Ends the run if not all processes have restored the same snapshot."""
+    starts = [None] * run.world_size
+    dist.all_gather_object(starts, (run.epoch, run.step))
+    if len(set(starts)) > 1:
+        sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
+
+
+def progress_bar(run):
+    """Returns a progress bar or, where there is no terminal, a line of progress a minute."""
+    options = {"total": run.num_steps, "initial": run.step, "disable": run.rank > 0}
+    options["desc"] = f"epoch {run.epoch}"
+    if sys.stderr.isatty():
+        return tqdm(leave=False, **options)
+    line = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+    return tqdm(bar_format=line, delay=60, mininterval=60, miniters=1, **options)
+
+
+def describe(run, args):
+    """Returns all settings, which are printed at the start and in each row of the log."""
+    return vars(args) | {
+        "script": os.path.join(*os.path.abspath(__file__).split(os.sep)[-2:]),
+        "processes": run.world_size,
+        "nodes": run.nodes,
+        "rank": run.rank,
+        "host": os.uname().nodename,
+        "device": torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+    }
+
+
+def log_epoch(run, val_sums, num_samples, args):
+    """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
+    row = run.settings | {"epoch": run.epoch}
+    for split, sums in (("train", run.sums), ("val", val_sums)):
+        totals = all_reduce_sums(sums)
+        for name in totals:
+            row[f"{split}_{name}"] = totals[name] / totals["count"]
+    run.watch.mark("eval")
+    row |= run.watch.end_epoch(num_samples)
+    row |= more_columns(row)
+    rows = [None] * run.world_size if run.rank == 0 else None
+    dist.gather_object(row, rows)
+    if run.rank > 0:
+        return []
+    for process_row in rows:
+        process_row["run"] = run.run_id  # that of rank 0
+    print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
+    if args.log:
+        with open(args.log, "a") as file:
+            file.writelines(json.dumps(process_row) + "\n" for process_row in rows)
+    return rows
+
+
+def short(value):
+    """Returns a number as text: five digits, or all before the decimal point; "-" for nan."""
+    if isinstance(value, str):
+        return value
+    if math.isnan(value):
+        return "-"
+    return f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def join_process_group(run, args, init_method):
+    """Connects this process with the others."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    group = {"init_method": init_method, "rank": run.rank, "world_size": run.world_size}
+    group["timeout"] = timedelta(seconds=args.timeout)
+    if torch.cuda.is_available():
+        if run.local_rank >= torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
+        run.device = torch.device("cuda", run.local_rank)
+        torch.cuda.set_device(run.device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=run.device, **group)
+    else:
+        run.device = torch.device("cpu")
+        dist.init_process_group("gloo", **group)
+    # Rank 0 may take long to read or to save. The others wait for it in this group.
+    run.patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+def read_data_in_turn(run, args):
+    """Returns the data. Rank 0 prepares it, then a process of each other node, then the rest."""
+    for turn in (0, 1, 2):
+        if turn == int(run.rank > 0) + int(run.local_rank > 0):
+            data = read_data(args)
+        dist.barrier(run.patient_group)
+    return data
+
+
+def parse_run_args(parser, **defaults):
+    """Adds the flags of the run to those of the parser, and parses and checks them."""
+    add = parser.add_argument_group("the run").add_argument
+    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
+    add("--batch_size", type=int, help="global batch: samples per optimizer step")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
+    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
+    add("--num_stages", type=int, default=2, help="processes of a pipeline")
+    add("--num_microbatches", type=int, default=4, help="micro-batches of a batch in a pipeline")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
+    parser.set_defaults(**defaults)
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and value < 0:
+            parser.error(f"--{name} must not be negative")
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv))
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.num_stages < 2 or world_size % args.num_stages or args.num_layers % args.num_stages:
+        parser.error("--num_stages must be 2 or more, and divide the processes and --num_layers")
+    if args.num_microbatches < 1:
+        parser.error("--num_microbatches must be at least 1")
+    if args.schedule == "1f1b" and args.num_microbatches < args.num_stages:
+        parser.error("--num_microbatches must be at least --num_stages, or --schedule gpipe")
+    divisor = args.num_microbatches * (world_size // args.num_stages)
+    if args.batch_size < 1 or args.batch_size % divisor:
+        parser.error("--batch_size must be a multiple of pipelines x --num_microbatches")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
+    return args
+
+
+# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
 
 # bubble: waiting for other stages, and for what they send
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases. mark() ends a phase, which began at the mark before."""
+    """Times the phases of training, and the all-reduces that the backward pass hides.
+
+    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    """
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(priority=-1) if self.cuda else None for _ in range(2)]
         self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
-        self.marks = []
-        self.last = self.now()
+        self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.spans = []  # (start, end) of all-reduces since the last flush
+        self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
 
     def now(self):
         if self.cuda:
@@ -287,47 +854,77 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
     def mark(self, phase):
+        """Gives the time since the last mark to this phase."""
         self.marks.append((phase, self.now()))
 
+    def timed(self, comm_hook):
+        """Returns a hook that DDP calls for each bucket of gradients: comm_hook, and its times."""
+
+        def timed_hook(process_group, bucket):
+            start = self.now()
+            if bucket.index() == 0:
+                self.buckets = []
+            self.buckets.append((bucket.buffer().nbytes, start))
+            if bucket.is_last():
+                self.marks.append(("backward", start))
+
+            def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
+                self.spans.append((start, self.now()))
+                return future.value()
+
+            # comm_hook can make its stream wait for the all-reduce. In a side stream, it delays
+            # neither the backward pass nor, as two streams take turns, the next bucket. On a CPU,
+            # None stands for no stream.
+            stream = self.streams[bucket.index() % 2]
+            if self.cuda:
+                stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
+            with torch.cuda.stream(stream):
+                return comm_hook(process_group, bucket).then(note_end)
+
+        return timed_hook
+
     def flush(self):
-        """Adds the marked phases to self.seconds. Waits for the GPU."""
+        """Adds up the times since the last flush. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, moment in self.marks:
-            self.seconds[phase] += self.between(self.last, moment)
-            self.last = moment
-        self.marks.clear()
+        for (_, start), (phase, end) in itertools.pairwise(self.marks):
+            self.seconds[phase] += self.between(start, end)
+            if phase == "comm":
+                self.spans.append((start, end))
+        _, origin = self.marks[0]
+        spans = []  # in seconds after the last flush
+        for start, end in self.spans:
+            spans.append((self.between(origin, start), self.between(origin, end)))
+        counted_until = 0.0  # where all-reduces overlap, the time counts once
+        for start, end in sorted(spans):
+            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
+            counted_until = max(counted_until, end)
+        del self.marks[:-1]
+        self.spans.clear()
 
-    def take(self, num_samples):
-        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
-        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+    def end_epoch(self, num_samples):
+        """Returns the columns of time and memory. The times start again from 0."""
+        self.flush()
+        row = self.seconds
+        self.seconds = dict.fromkeys(row, 0.0)
+        row["seconds"] = sum(row[phase] for phase in PHASES)
         training = row["seconds"] - row["eval"] - row["save"]
-        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["samples/s"] = num_samples / training if num_samples else math.nan
         row["peak_MB"] = peak_bytes() / 1e6
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
+        for size, moment in self.buckets:
+            row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
         return row
 
 
-def peak_bytes():
-    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    if not os.path.exists("/proc/self/status"):  # only Linux tells
-        return math.nan
-    with open("/proc/self/status") as file:
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
-
-
-class PipelineTimer(Stopwatch):
-    """Also times the passes of micro-batches, the bubble between them, and the all-reduces."""
+class PipelineWatch(Stopwatch):
+    """Also times the passes of micro-batches, and the bubble between them."""
 
     def __init__(self, device):
         super().__init__(device)
-        self.spans = []  # (start, end) of each all-reduce since the last flush
         self.zero = torch.zeros(1, device=device)
-        self.stream = torch.cuda.Stream() if self.cuda else None
 
-    def timed(self, function, phase):
+    def timed_pass(self, function, phase):
         """Returns the function with marks: its time is the phase, the time before it is bubble."""
 
         def timed_function(*args, **kwargs):
@@ -358,63 +955,67 @@ class PipelineTimer(Stopwatch):
         def note_end(future):  # called when the all-reduce has ended
             self.spans.append((start, self.now()))
 
-        with torch.cuda.stream(self.stream):  # on a CPU there is none
+        with torch.cuda.stream(self.streams[0]):  # on a CPU there is none
             work.get_future().then(note_end)
 
-    def mark_all_reduce(self):
-        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
-        _, start = self.marks[-1]
-        self.spans.append((start, self.now()))
-        self.mark("comm")
 
-    def flush(self):
-        """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin = self.last  # before flush() moves it
-        super().flush()
-        spans = []  # in seconds after the origin
-        for start, end in self.spans:
-            spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0  # what overlaps with a span before it is not counted again
-        for start, end in sorted(spans):
-            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
-            counted_until = max(counted_until, end)
-        self.spans.clear()
+def peak_bytes():
+    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
-def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several epochs does not count."""
-    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
-    return statistics.mean(later or [row[name] for row in rows])
+def mean_of(rows, name):
+    return statistics.mean(row[name] for row in rows)
 
 
-def print_breakdown(rows):
-    """Prints where an epoch's time goes."""
-    seconds = mean(rows, "seconds")
+def print_summary(all_rows):
+    """Prints where the time of these rows goes: those of all epochs and processes."""
+    # The first of several epochs is slower than the others.
+    rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
+    if not rows:
+        return
+    seconds = mean_of(rows, "seconds")
     print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
     for phase in PHASES:
-        share = mean(rows, phase) / seconds
-        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+        share = mean_of(rows, phase) / seconds
+        print(f"{phase:9} {mean_of(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+    print_communication(rows)
+    peak = max(row["peak_MB"] for row in all_rows)
+    print(f"peak memory {short(peak)} MB\n")
+
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1].get(name, "-")) for name in names}
+    cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = short(mean_of(rows, name))
+    cells["peak_MB"] = short(peak)
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print("|", " | ".join(line), "|")
 
 
-def print_pipelines(rows):
+def print_communication(rows):
     """Prints what part of the communication is sending, and what is waiting for a late pipeline."""
+    print_bubbles(rows)
     processes = rows[0]["processes"]
     num_stages = rows[0]["num_stages"]
     rows_of = {rank: [row for row in rows if row["rank"] == rank] for rank in range(processes)}
     pipelines = [range(first, first + num_stages) for first in range(0, processes, num_stages)]
-    totals = []  # of each pipeline, in seconds of an epoch
+    totals = []  # the mean comm_total of each pipeline
     for ranks in pipelines:
-        totals.append(statistics.mean(mean(rows_of[rank], "comm_total") for rank in ranks))
-    # The pipeline that comes last never waits in an all-reduce, so all of its time is sending.
+        totals.append(statistics.mean(mean_of(rows_of[rank], "comm_total") for rank in ranks))
+    # The pipeline that comes last never waits in an all-reduce: all of its time is sending.
     sending = min(totals)
     if len(pipelines) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
     late_pipeline = pipelines[totals.index(sending)]
     # The stages of a pipeline wait for the slowest one: its own bubble is the smallest.
-    slowest = min(late_pipeline, key=lambda rank: mean(rows_of[rank], "bubble"))
-    waiting = mean(rows, "comm_total") - sending
-    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
-    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    slowest = min(late_pipeline, key=lambda rank: mean_of(rows_of[rank], "bubble"))
+    waiting = mean_of(rows, "comm_total") - sending
+    hidden = max(0.0, 1 - mean_of(rows, "comm") / mean_of(rows, "comm_total"))
+    compute = mean_of(rows, "forward") + mean_of(rows, "backward") + mean_of(rows, "optimizer")
     print(
         f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
         f"waiting {waiting:.3f} s for rank {slowest} on {rows_of[slowest][0]['host']}\n"
@@ -428,421 +1029,10 @@ def print_bubbles(rows):
     theory = (num_stages - 1) / (rows[0]["num_microbatches"] + num_stages - 1)
     for number in range(num_stages):
         stage_rows = [row for row in rows if row["rank"] % num_stages == number]
-        bubble = mean(stage_rows, "bubble")
-        total = bubble + mean(stage_rows, "forward") + mean(stage_rows, "backward")
-        print(f"stage {number}: bubble {bubble / total:.1%} of its time, in theory {theory:.1%}")
-
-
-def print_row(rows, metric):
-    """Prints the peak memory of a process, and a row for results.md."""
-    peak = max(row["peak_MB"] for row in rows)
-    print(f"peak memory {peak:,.0f} MB\n")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[-1][name]) for name in names}
-    cells[metric] = cell(rows[-1][metric])
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        cells[name] = cell(mean(rows, name))
-    cells["peak_MB"] = cell(peak)
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
-        print("|", " | ".join(line), "|")
-
-
-def matmul_speed(device, dtype):
-    """Returns the FLOP/s that a plain matrix product reaches on this device, in a short test."""
-    size = 8192 if device.type == "cuda" else 1024
-    matrix = torch.rand(size, size, device=device).to(dtype)
-    product = matrix @ matrix  # warm-up
-    product[0, 0].item()  # waits for the GPU
-    count = 0
-    seconds = 0.0
-    start = time.perf_counter()
-    while seconds < 0.2:
-        for _ in range(5):
-            product = matrix @ matrix
-        product[0, 0].item()
-        count += 5
-        seconds = time.perf_counter() - start
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # these matrices are not the model's
-    return 2 * size**3 * count / seconds
-
-
-def model_speed(row, reachable):
-    """Returns tokens/s, the model's TFLOP/s a device, and what share of `reachable` they are.
-
-    The FLOP of a token are those of Chowdhery et al. 2022, "PaLM", appendix B. Their MFU divides by
-    the data sheet of the card, which a plain matmul does not reach: the share here is larger.
-    """
-    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
-    tokens_per_second = row["samples/s"] * row["seq_len"]
-    speed = flops * tokens_per_second / row["processes"]
-    return {
-        "tokens/s": tokens_per_second,
-        "TFLOP/s": speed / 1e12,
-        "of_matmul": speed / reachable,
-    }
-
-
-# ============================================= The run. ===========================================
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
-BAR = {"leave": False}  # on a terminal
-if not sys.stderr.isatty():  # in a file, a line a minute
-    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
-    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
-
-
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
-
-
-def setup(args, rank, world_size, init_method, device):
-    """Joins the process group."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    timeout = timedelta(seconds=args.timeout)
-    backend, device_id = "gloo", None
-    if device.type == "cuda":
-        backend, device_id = "nccl", device
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
-
-
-def create_groups(args):
-    """Returns the groups of this pipeline, of this stage in all pipelines, and of the embedding.
-
-    The third one is None for a process that holds neither the first stage nor the last one.
-    """
-    timeout = timedelta(seconds=args.timeout)
-    ranks = torch.arange(dist.get_world_size()).view(-1, args.num_stages)  # (pipelines, stages)
-    pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-    replica_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    embedding_group, _ = dist.new_subgroups_by_enumeration(ranks[:, [0, -1]].tolist(), timeout)
-    return pipeline_group, replica_group, embedding_group
-
-
-def create_pipeline_stage(args, stage, pipeline_group, device):
-    """Returns a wrapper of the stage that receives its inputs and sends its outputs."""
-    num_pipelines = dist.get_world_size() // args.num_stages
-    size = args.batch_size // num_pipelines // args.num_microbatches  # B
-    with torch.device("meta"):  # only types and shapes
-        inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
-        outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
-        if stage.is_first:
-            inputs = torch.empty(size, args.seq_len, dtype=torch.int64)
-        if stage.is_last:
-            outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=stage.dtype)
-    return PipelineStage(
-        stage,
-        dist.get_rank(pipeline_group),
-        args.num_stages,
-        device,
-        input_args=inputs,
-        output_args=outputs,
-        group=pipeline_group,
-    )
-
-
-def join_gradients(stage, device):
-    """Returns one tensor with all gradients of the stage, so that one all-reduce adds them up.
-
-    The gradients are views of it. optimizer.zero_grad() would drop them: zero the tensor instead.
-    """
-    sizes = [parameter.numel() for parameter in stage.parameters()]
-    gradients = torch.zeros(sum(sizes), device=device)
-    for parameter, gradient in zip(stage.parameters(), gradients.split(sizes)):
-        parameter.grad = gradient.view_as(parameter)
-    return gradients
-
-
-def squared_norm(stage):
-    """Returns the squared norm of the gradients. The embedding counts in the first stage only."""
-    gradients = []
-    for name, parameter in stage.named_parameters():
-        if stage.is_first or name != "embedding.weight":
-            gradients.append(parameter.grad)
-    return nn.utils.get_total_norm(gradients) ** 2
-
-
-def catch_signals():
-    """From now on a signal is a request to stop, which the run notices at its next check."""
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
-
-
-def save_snapshot(args, parts, progress):
-    """Writes a temporary file and renames it: a snapshot is never half written."""
-    if args.snapshot:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
-        torch.save(snapshot | {"progress": progress}, args.snapshot + ".tmp")
-        os.replace(args.snapshot + ".tmp", args.snapshot)
-
-
-def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run_id": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": {}}
-    try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
-            raise ValueError(f"it was made with {snapshot['settings']}")
-        for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
-        return snapshot["progress"]
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
-
-
-def load_full_model(args):
-    """Returns the full model, its optimizer and scaler, and the progress of the run."""
-    torch.manual_seed(args.seed)
-    model = Stage(args, number=0, num_stages=1)
-    optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    return parts, load_snapshot(args, parts)
-
-
-def get_state(module, optimizer):
-    """Returns the weight and the optimizer's state of each parameter: {name: (tensor, dict)}."""
-    state = {}
-    for name, parameter in module.named_parameters():
-        moments = optimizer.state[parameter].items()  # none before the first step
-        state[name] = (parameter.detach().cpu(), {key: tensor.cpu() for key, tensor in moments})
-    return state
-
-
-@torch.no_grad()
-def set_state(module, optimizer, state):
-    """Copies what get_state() has returned into the parameters of the same names."""
-    for name, parameter in module.named_parameters():
-        if name in state:
-            weight, moments = state[name]
-            parameter.copy_(weight)
-            for key, tensor in moments.items():
-                optimizer.state[parameter][key] = tensor.to(parameter.device, copy=True)
-
-
-def gather_stages(args, parts, stage, optimizer, patient):
-    """Brings the stages of the first pipeline together in `parts` of rank 0, to save them."""
-    rank = dist.get_rank()
-    if not args.snapshot or rank >= args.num_stages:
-        return
-    state = get_state(stage, optimizer)
-    if rank > 0:
-        dist.send_object_list([state], dst=0, group=patient)
-        return
-    set_state(parts["model"], parts["optimizer"], state)
-    for sender in range(1, args.num_stages):
-        received = [None]
-        dist.recv_object_list(received, src=sender, group=patient)
-        set_state(parts["model"], parts["optimizer"], received[0])
-
-
-def add_up(sums, since):
-    """Adds up over processes. Returns named sums, whether one was asked to stop, mean seconds."""
-    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
-    seconds = time.perf_counter() - since
-    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
-    dist.all_reduce(totals)
-    *total_sums, stop_requests, total_seconds = totals.tolist()
-    named_sums = dict(zip(SUMS, total_sums))
-    return named_sums, stop_requests > 0, total_seconds / dist.get_world_size()
-
-
-def gpt_row(settings, progress, val_sums):
-    """Returns settings and losses of an epoch, for the log."""
-    train_loss, train_count = progress["sums"].values()
-    val_loss, val_count = val_sums.tolist()
-    row = settings | {"run": progress["run_id"], "epoch": progress["epoch"]}
-    row |= {"train_loss": train_loss / train_count, "val_loss": val_loss / val_count}
-    row["val_bpb"] = row["val_loss"] / math.log(2)  # bits per byte
-    if os.path.isdir(row["dataset"]):  # its tokens are not bytes
-        row["val_bpb"] = math.nan
-    row["val_ppl"] = math.exp(min(row["val_loss"], 100))
-    return row
-
-
-def cell(value):
-    """Returns the number with five significant digits; without decimals if whole or large."""
-    has_decimals = isinstance(value, float) and abs(value) < 1000
-    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
-
-
-def main(args):
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    device = find_device(int(os.environ["LOCAL_RANK"]))
-    setup(args, rank, world_size, "env://", device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
-    pipeline_group, replica_group, embedding_group = create_groups(args)
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
-    train_tokens, val_tokens = read_tokens(args)
-    num_steps = (len(train_tokens) - 1) // args.seq_len // args.batch_size
-    if num_steps < 1 or len(val_tokens) <= args.seq_len * world_size:
-        sys.exit(f"{args.dataset} is too short for this --seq_len and --batch_size")
-    if args.max_steps > 0:
-        num_steps = min(num_steps, args.max_steps)
-    val_batches = validation_batches(val_tokens, args, device)
-
-    parts, progress = load_full_model(args)
-    starts = [None] * world_size
-    dist.all_gather_object(starts, (progress["epoch"], progress["step"]))
-    if len(set(starts)) > 1:
-        sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
-    stage = Stage(args, rank % args.num_stages, args.num_stages).to(device)
-    optimizer = create_optimizer(stage, args)
-    set_state(stage, optimizer, get_state(parts["model"], parts["optimizer"]))
-    num_parameters = sum(p.numel() for p in parts["model"].parameters())
-    if rank > 0:
-        parts = None  # only rank 0 needs the full model again, to save it
-    gradients = join_gradients(stage, device)
-    pipeline_stage = create_pipeline_stage(args, stage, pipeline_group, device)
-    speed = matmul_speed(device, DTYPES[args.precision])  # before the watch starts
-    watch = PipelineTimer(device)
-    watch.matmul_speed = speed  # for model_speed()
-    # The schedule calls these for each micro-batch: now they mark their time, too.
-    pipeline_stage.forward_one_chunk = watch.timed(pipeline_stage.forward_one_chunk, "forward")
-    pipeline_stage.backward_one_chunk = watch.timed(pipeline_stage.backward_one_chunk, "backward")
-    stage.loss = watch.timed(stage.loss, "forward")
-    pipeline_schedule = SCHEDULES[args.schedule](
-        pipeline_stage, args.num_microbatches, stage.loss, scale_grads=False
-    )
-
-    settings = vars(args) | {
-        "model": f"gpt-{args.num_layers}x{args.d_model}",
-        "script": "hybrid/gpt_pipeline.py",
-        "processes": world_size,
-        "nodes": nodes,
-        "rank": rank,
-        "host": os.uname().nodename,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "comm_hook": "none",
-        "parameters": num_parameters,
-    }
-    if rank == 0:
-        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
-        print(textwrap.fill(facts, 100))
-        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
-        print(*(f"{name:>10}" for name in SHOWN))
-    rows = []  # rank 0 collects those of all epochs and processes
-    stop = False
-    while progress["epoch"] < args.epochs:
-        epoch = progress["epoch"]
-        first_step = progress["step"]
-        steps = range(first_step, num_steps)
-        last_check = first_step
-        next_check = first_step + 1
-        since = time.perf_counter()
-        loader = batches(train_tokens, args, epoch, steps, device)
-        # Each process begins with an equal share of the sums so far. add_up() adds them up.
-        shares = [progress["sums"].get(name, 0.0) / world_size for name in SUMS]
-        sums = torch.tensor(shares, dtype=torch.float64, device=device)
-        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
-        stage.train()
-        for tokens, targets in bar:
-            # A resumed run draws the same dropout: numbers have the same hash in every run.
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
-            watch.mark("data")
-            sums = sums + run_batch(pipeline_schedule.step, stage, tokens, targets)
-            # The gradients of this stage are added up over the pipelines, while other stages work.
-            reducing = dist.all_reduce(gradients, group=replica_group, async_op=True)
-            watch.note_all_reduce(reducing)
-            watch.mark_bubble(pipeline_group)
-            reducing.wait()
-            watch.mark("comm")
-            if embedding_group:  # the first and the last stage each have a part of this gradient
-                dist.all_reduce(stage.embedding.weight.grad, group=embedding_group)
-                watch.mark_all_reduce()
-            done = (epoch + (progress["step"] + 1) / num_steps) / args.epochs
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, done)
-            squares = squared_norm(stage)
-            watch.mark("optimizer")
-            dist.all_reduce(squares, group=pipeline_group)
-            watch.mark_all_reduce()
-            nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, squares.sqrt())
-            optimizer.step()
-            gradients.zero_()
-            watch.mark("optimizer")
-
-            progress["step"] += 1
-            save = progress["step"] == num_steps  # after the last step, before the validation
-            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
-                save = True
-            if save or progress["step"] == next_check:
-                progress["sums"], stop, seconds = add_up(sums, since)
-                watch.mark_all_reduce()
-                watch.flush()
-                if not all(map(math.isfinite, progress["sums"].values())):
-                    sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or stop:
-                    gather_stages(args, parts, stage, optimizer, patient)
-                    if rank == 0:
-                        save_snapshot(args, parts, progress)
-                    dist.barrier(patient)
-                    watch.mark("save")
-                if stop:
-                    break
-                if last_check == first_step:  # the first check; a signal before it ends the run
-                    catch_signals()
-                # The mean is the same in all processes, so they check again at the same step.
-                seconds_a_step = seconds / (progress["step"] - last_check)
-                last_check = progress["step"]
-                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
-                since = time.perf_counter()
-                loss_sum, count = progress["sums"].values()
-                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
-        if stop:
-            break
-
-        stage.eval()
-        with torch.no_grad():
-            val_sums = sum(
-                run_batch(pipeline_schedule.eval, stage, *batch) for batch in val_batches
-            )
-        dist.all_reduce(val_sums)
-        watch.mark("eval")
-        watch.flush()
-        row = gpt_row(settings, progress, val_sums)
-        row |= watch.take(len(steps) * args.batch_size)
-        row |= model_speed(row, watch.matmul_speed)
-        epoch_rows = [None] * world_size
-        dist.all_gather_object(epoch_rows, row)
-        for process_row in epoch_rows:
-            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": {}}
-        if rank == 0:
-            rows += epoch_rows
-            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
-            if args.log:
-                with open(args.log, "a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
-    if rank == 0 and not stop:  # complete; `parts` are still those of the last save
-        save_snapshot(args, parts, progress)
-    if rows:  # the summary
-        print_breakdown(rows)
-        print_pipelines(rows)
-        print_bubbles(rows)
-        print_row(rows, "val_loss")
-    dist.barrier(patient)
-    dist.destroy_process_group()
+        bubble = mean_of(stage_rows, "bubble")
+        total = bubble + mean_of(stage_rows, "forward") + mean_of(stage_rows, "backward")
+        share = bubble / total if total else math.nan
+        print(f"stage {number}: bubble {share:.1%} of its time, in theory {theory:.1%}")
 
 
 if __name__ == "__main__":

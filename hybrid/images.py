@@ -1,25 +1,31 @@
-"""Train an image classifier: a process splits its layers over GPUs, DDP averages the gradients.
+"""Train an image classifier whose layers are split over the GPUs of a process, times DDP.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or CPUs
     sbatch --nodes=4 --gpus-per-node=4 slurm/hybrid_images.slurm --model vgg11
 
 For a model that does not fit on one GPU. While one stage works, the GPUs of the others wait: what
 fits on one GPU is faster with multinode/images.py, whose snapshots this script reads and writes.
-Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
+It splits an nn.Sequential. `diff multinode/images.py hybrid/images.py` shows what that adds.
+Shapes: B images of a batch, C channels, H height, W width, K classes.
 """
 
 import argparse
+import copy
 import functools
+import itertools
 import json
 import math
 import os
+import random
 import re
 import signal
 import statistics
 import sys
 import textwrap
+import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -27,54 +33,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import datasets, models
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMM_HOOKS = {
-    "none": default_hooks.allreduce_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
-SHOWN = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
+COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
+METRIC = "val_acc"  # in the row for results.md
+# Flags that a resumed run must not change
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
-SUMS = ("loss", "acc", "count")  # of an epoch, as a snapshot names them
+MAX_GRAD_NORM = None  # gradients are not clipped
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--num_stages", type=int, choices=range(1, 9), default=2, help="GPUs that share a model")
     add("--model", choices=("cnn", "mlp", "vgg11", "resnet18"), default="cnn", help="network")
     add("--dataset", default="synthetic", help="or mnist, cifar10, a folder of .npy files")
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
-    add("--epochs", type=int, default=2, help="passes over the training images")
-    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
-    add("--batch_size", type=int, default=64, help="global batch: images per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="learning rate of AdamW")
     add("--dropout", type=float, default=0.0, help="dropout probability in the classifier")
-    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
-    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
-    args = parser.parse_args()
-    if "WORLD_SIZE" not in os.environ:
-        parser.error(f"start it with: torchrun --standalone --nproc_per_node=2 -- {sys.argv[0]}")
-    shares = args.grad_accum_steps * int(os.environ["WORLD_SIZE"])
-    if min(args.batch_size, shares) < 1 or args.batch_size % shares:
-        parser.error(f"--batch_size must be a multiple of {shares}: processes x --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"there is no folder for {path}")
-    return args
+    return parse_run_args(parser, epochs=2, batch_size=64)
 
 
 class Images(Dataset):
@@ -96,7 +75,8 @@ class Images(Dataset):
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets.
 
-    The test images of the data sets serve for validation.
+    The test images of the data sets serve for validation. All processes have the same seeds here,
+    so that a random split would be the same in all.
     """
     try:
         train_data = Images(*read_images(args, "train"))
@@ -164,26 +144,8 @@ def training_order(data, args, epoch):
     return order
 
 
-def batches(data, args, epoch, steps, device):
-    """Yields micro-batches for each step: images (B, C, H, W) uint8 and labels (B,)."""
-    order = training_order(data, args, epoch)
-    for step in steps:
-        batch = order[step * args.batch_size : (step + 1) * args.batch_size]
-        share = batch[dist.get_rank() :: dist.get_world_size()]
-        micro_batches = map(data.__getitems__, share.reshape(args.grad_accum_steps, -1))
-        yield [(images.to(device), labels.to(device)) for images, labels in micro_batches]
-
-
-def validation_batches(data, device):
-    """Yields this process's images (B, C, H, W) uint8 and labels (B,) of the validation data."""
-    share = np.arange(dist.get_rank(), len(data), dist.get_world_size())
-    for start in range(0, len(share), 128):
-        images, labels = data.__getitems__(share[start : start + 128])
-        yield images.to(device), labels.to(device)
-
-
 def create_model(args, data):
-    """Returns a network from images (B, C, H, W) uint8 to logits (B, K)."""
+    """Returns a network from images (B, C, H, W) uint8 to logits (B, K), for the training data."""
     channels, height, width = data.images.shape[1:]
     num_classes = int(data.labels.max()) + 1
     if args.model == "mlp":
@@ -218,6 +180,36 @@ def create_model(args, data):
     # Both take 3 channels, and vgg11 takes 32 x 32 pixels or more.
     enlarge = nn.Upsample((max(32, height), max(32, width)))
     return nn.Sequential(nn.Conv2d(channels, 3, 1), enlarge, network)
+
+
+def create_optimizer(model, args):
+    return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
+
+
+def learning_rate(args, done):
+    """Returns the learning rate when this share of all steps, 0 to 1, is done."""
+    return args.learning_rate
+
+
+def batch_loss(model, batch, args):
+    """Returns the mean loss of a batch, and sums over its images. Rows show sums / count."""
+    images, labels = batch
+    logits = model(images.float() / 255)  # (B, K)
+    loss = nn.functional.cross_entropy(logits, labels)
+    correct = (logits.argmax(1) == labels).sum()
+    return loss, {"loss": loss * len(labels), "acc": correct, "count": len(labels)}
+
+
+def more_columns(row):
+    """Returns what the log shows beyond time, memory and the means of batch_loss."""
+    return {}
+
+
+def finish(model, data, args, device):
+    """Rank 0 calls it with the validation data when the training is complete."""
+
+
+# ==================================== How the model is split. =====================================
 
 
 def num_weights(module):
@@ -269,30 +261,461 @@ class Chain(nn.Sequential):
         return activations.to(images.device)  # where the labels are
 
 
-def image_loss(model, images, labels, args):
-    """Returns the mean loss, and the sums (3,) of losses, right answers and images."""
-    with torch.autocast(images.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        logits = model(images.float() / 255)  # (B, K)
-        loss = nn.functional.cross_entropy(logits, labels)
-    count = torch.full_like(loss, len(labels))
-    right = (logits.argmax(1) == labels).sum()
-    sums = torch.stack((loss.detach() * count, right, count))
-    return loss, sums.double()
+# ============================ The run: steps, snapshots, processes. Keep. =========================
+# main() calls train(), which calls train_epoch(), evaluate() and log_epoch() in turn. train_epoch()
+# calls train_step(), and save_snapshot() at its end. The other functions serve these.
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
+STOP_REQUESTS = []  # the signals that this process has received
+STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMM_HOOKS = {
+    "none": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
 
 
-# ==== Where the time goes. Without it, delete this part, each line with watch and the summary. ====
+def main(args):
+    """Trains in one process, on --num_stages GPUs. Rank 0 also prints and saves."""
+    sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
+    torch.backends.cudnn.benchmark = True
+    run = SimpleNamespace()  # what these functions share
+    run.rank = int(os.environ["RANK"])  # torchrun has set these four
+    run.world_size = int(os.environ["WORLD_SIZE"])
+    run.local_rank = int(os.environ["LOCAL_RANK"])  # on this node
+    run.nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    run.run_id = f"{time.time_ns():x}"  # names the run in the log; a resumed run keeps it
+    if run.nodes == 1:
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
+    run.epoch = 0
+    run.step = 0  # steps of this epoch that are done
+    run.sums = {}  # of batch_loss, over this process's samples of this epoch
+    join_process_group(run, args, "env://")  # sets run.devices, run.groups, run.patient_group
+    run.device = run.devices[0]  # of the batches and the losses
+    random.seed(args.seed)  # so that a random split of the data is the same in all processes
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    train_data, val_data = read_data_in_turn(run, args)
+    run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
+    if run.num_steps == 0 or len(val_data) < run.world_size:
+        sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
+    if args.max_steps > 0:
+        run.num_steps = min(run.num_steps, args.max_steps)
+
+    torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
+    run.model = create_model(args, train_data)
+    stages = list(split_model(run.model, run.devices))
+    run.model.forward = Chain(*stages).forward
+    run.optimizer = create_optimizer(run.model, args)
+    run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
+    load_snapshot(run, args)
+    for name in run.sums:
+        run.sums[name] /= run.world_size  # each process begins with an equal share
+    check_same_start(run, args)
+    run.watch = StageWatch(run.devices)
+    run.ddp_model = ddp_stages(run, stages, args)
+
+    run.settings = describe(run, args)
+    run.settings["stages"] = [num_weights(stage) for stage in stages]
+    if run.rank == 0:
+        settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
+        print(textwrap.fill(settings, 100))
+        print(f"starting at epoch {run.epoch}, step {run.step}:")
+        print(*(f"{name:>10}" for name in COLUMNS))
+    rows = train(run, train_data, val_data, args)
+    dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
+    dist.destroy_process_group()
+    if run.rank == 0:
+        print_summary(rows)  # the times of run.watch
+        if run.epoch == args.epochs:
+            run.model.eval()
+            finish(run.model, val_data, args, run.device)
+    # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
+
+
+def ddp_stages(run, stages, args):
+    """Returns the chain of the stages, each of which DDP keeps the same in all processes."""
+    chain = Chain()
+    for stage, device, group in zip(stages, run.devices, run.groups):
+        ddp_stage = DistributedDataParallel(
+            stage, process_group=group, gradient_as_bucket_view=True
+        )
+        ddp_stage.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics
+        comm_hook = COMM_HOOKS[args.comm_hook]
+        comm_hook = run.watch.of_stage(device).timed(comm_hook)
+        ddp_stage.register_comm_hook(group, comm_hook)
+        if args.compile:
+            ddp_stage.compile()
+        chain.append(ddp_stage)
+    return chain
+
+
+def train(run, train_data, val_data, args):
+    """Trains until all epochs are done or a signal stops it. Returns the rows for the log."""
+    rows = []
+    indices = training_indices(train_data, run.epoch, run.step, run, args)
+    batches = iter(create_loader(train_data, indices, run, args))
+    for signum in SIGNALS:  # until here, a signal just ends the process
+        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+    while run.epoch < args.epochs:
+        first_step = run.step
+        is_stopped = train_epoch(run, batches, args)
+        if is_stopped:
+            return rows
+        val_sums = evaluate(run, val_data, args)
+        num_samples = (run.step - first_step) * args.batch_size
+        rows += log_epoch(run, val_sums, num_samples, args)
+        run.epoch += 1
+        run.step = 0
+        run.sums = {}
+    save_snapshot(run, args)  # the same command has nothing left to do
+    for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
+        signal.signal(signum, signal.SIG_DFL)
+    return rows
+
+
+def train_epoch(run, batches, args):
+    """Trains to the end of the epoch, and saves. Returns True if a signal stopped it early.
+
+    About once a second, after the same step, all processes look at the loss, which waits for the
+    GPU, and tell each other whether they have been asked to stop.
+    """
+    run.model.train()
+    bar = progress_bar(run)
+    is_stopped = False
+    last_look = run.step
+    next_look = run.step + 1
+    start = time.perf_counter()
+    while run.step < run.num_steps and not is_stopped:
+        train_step(run, batches, args)
+        run.step += 1
+        bar.update()
+        if run.step == next_look:
+            loss = float(run.sums["loss"] / run.sums["count"])  # of this process
+            steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
+            news = torch.tensor([len(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
+            dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
+            run.watch.mark("comm")
+            run.watch.flush()
+            num_requests, is_not_finite, steps_per_second = news.tolist()
+            if is_not_finite:
+                sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
+            is_stopped = num_requests > 0
+            bar.set_postfix(train_loss=loss, refresh=False)
+            last_look = run.step
+            next_look = run.step + max(1, int(steps_per_second))
+            start = time.perf_counter()
+        is_due = args.snapshot_every > 0 and run.step % args.snapshot_every == 0
+        if is_stopped or is_due or run.step == run.num_steps:
+            save_snapshot(run, args)
+    bar.close()
+    if is_stopped and run.rank == 0:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at epoch {run.epoch}, step {run.step}; saved {saved}")
+    return is_stopped
+
+
+def train_step(run, batches, args):
+    """Takes one step of the optimizer, over all micro-batches of a batch."""
+    done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
+    for group in run.optimizer.param_groups:
+        group["lr"] = float(learning_rate(args, done))
+    # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
+    torch.manual_seed(hash((args.seed, run.epoch, run.step, run.rank)))
+    for micro_step in range(args.grad_accum_steps):
+        batch = to_device(next(batches), run.device)
+        run.watch.mark("data")
+        is_last = micro_step == args.grad_accum_steps - 1
+        for ddp_stage in run.ddp_model:
+            ddp_stage.require_backward_grad_sync = is_last  # False: no all-reduce, as in no_sync()
+        loss = add_batch(run, run.ddp_model, batch, run.sums, args)
+        run.watch.mark("forward")
+        run.scaler.scale(loss / args.grad_accum_steps).backward()
+        run.watch.mark("comm" if is_last else "backward")  # timed_hook has marked the last backward
+    if MAX_GRAD_NORM:
+        run.scaler.unscale_(run.optimizer)
+        nn.utils.clip_grad_norm_(run.model.parameters(), MAX_GRAD_NORM)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    run.optimizer.zero_grad()
+    run.watch.mark("optimizer")
+
+
+def add_batch(run, model, batch, totals, args):
+    """Returns the loss of a batch, and adds the batch's sums to the totals."""
+    with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
+        result = batch_loss(model, batch, args)
+    if not isinstance(result, tuple) or not {"loss", "count"} <= set(result[1]):
+        sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
+    loss, sums = result
+    for name, value in sums.items():
+        if torch.is_tensor(value):
+            value = value.detach().double()
+        totals[name] = totals.get(name, 0.0) + value
+    return loss
+
+
+def all_reduce_sums(sums):
+    """Returns the sums over all processes, as numbers."""
+    totals = torch.tensor([float(value) for value in sums.values()], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return dict(zip(sums, totals.tolist()))
+
+
+@torch.no_grad()
+def evaluate(run, data, args):
+    """Returns the sums of batch_loss over this process's share of the data."""
+    for buffer in run.model.buffers():  # BatchNorm's statistics: those of rank 0, which are saved
+        dist.broadcast(buffer, src=0)
+    run.model.eval()
+    share = np.arange(run.rank, len(data), run.world_size)
+    size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
+    indices = [share[start : start + size].tolist() for start in range(0, len(share), size)]
+    totals = {}
+    for batch in create_loader(data, indices, run, args):
+        add_batch(run, run.model, to_device(batch, run.device), totals, args)
+    return totals
+
+
+def training_indices(data, first_epoch, first_step, run, args):
+    """Yields the indices of the samples of each micro-batch of this process, for all epochs."""
+    for epoch in range(first_epoch, args.epochs):
+        order = training_order(data, args, epoch)
+        if len(order) < run.num_steps * args.batch_size:
+            sys.exit(f"training_order returned {len(order)} indices for {len(data)} samples")
+        for step in range(first_step, run.num_steps):
+            batch = order[step * args.batch_size : (step + 1) * args.batch_size]
+            share = np.asarray(batch[run.rank :: run.world_size])
+            yield from share.reshape(args.grad_accum_steps, -1).tolist()
+        first_step = 0
+
+
+def create_loader(data, indices, run, args):
+    """Returns a loader that makes a batch for each list of `indices`."""
+    return DataLoader(
+        data,
+        batch_sampler=indices,
+        collate_fn=collate,
+        num_workers=args.num_workers,
+        # It seeds the workers. Without it, they would change the random numbers of dropout.
+        generator=torch.Generator().manual_seed(args.seed + run.rank),
+        # A forked worker starts at once and shares the data's memory. Others import all anew.
+        multiprocessing_context="fork" if args.num_workers else None,
+        worker_init_fn=ignore_signals,
+        pin_memory=run.device.type == "cuda",
+    )
+
+
+def collate(samples):
+    """Makes a batch of a list of samples. A tuple or dict of the data's __getitems__ is one."""
+    return default_collate(samples) if isinstance(samples, list) else samples
+
+
+def ignore_signals(worker):
+    """Keeps a worker alive when a whole job is signaled. Only the process it loads for ends it."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait_for_parent():
+        while os.getppid() == parent:  # while it is alive
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == parent:
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
+
+
+def to_device(batch, device):
+    """Returns the batch with its tensors on the device. What is not a tensor stays as it is."""
+    if isinstance(batch, dict):
+        return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [to_device(part, device) for part in batch]
+    return batch.to(device, non_blocking=True) if torch.is_tensor(batch) else batch
+
+
+def save_snapshot(run, args):
+    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
+    sums = all_reduce_sums(run.sums)
+    if args.snapshot and run.rank == 0:
+        snapshot = {name: getattr(run, name).state_dict() for name in STATES}
+        if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+            sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
+        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
+        torch.save(snapshot | {"progress": progress}, f"{args.snapshot}.tmp")
+        os.replace(f"{args.snapshot}.tmp", args.snapshot)
+    dist.barrier(run.patient_group)
+    run.watch.mark("save")
+
+
+def load_snapshot(run, args):
+    """Restores the snapshot, if there is one."""
+    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
+    if not args.snapshot or not os.path.exists(args.snapshot):
+        return
+    try:
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        if snapshot["settings"] != settings:
+            raise ValueError(f"it was made with {snapshot['settings']}")
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
+
+
+def check_same_start(run, args):
+    """Ends the run if not all processes have restored the same snapshot."""
+    starts = [None] * run.world_size
+    dist.all_gather_object(starts, (run.epoch, run.step))
+    if len(set(starts)) > 1:
+        sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
+
+
+def progress_bar(run):
+    """Returns a progress bar or, where there is no terminal, a line of progress a minute."""
+    options = {"total": run.num_steps, "initial": run.step, "disable": run.rank > 0}
+    options["desc"] = f"epoch {run.epoch}"
+    if sys.stderr.isatty():
+        return tqdm(leave=False, **options)
+    line = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
+    return tqdm(bar_format=line, delay=60, mininterval=60, miniters=1, **options)
+
+
+def describe(run, args):
+    """Returns all settings, which are printed at the start and in each row of the log."""
+    return vars(args) | {
+        "script": os.path.join(*os.path.abspath(__file__).split(os.sep)[-2:]),
+        "processes": run.world_size,
+        "nodes": run.nodes,
+        "rank": run.rank,
+        "host": os.uname().nodename,
+        "device": torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+    }
+
+
+def log_epoch(run, val_sums, num_samples, args):
+    """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
+    row = run.settings | {"epoch": run.epoch}
+    for split, sums in (("train", run.sums), ("val", val_sums)):
+        totals = all_reduce_sums(sums)
+        for name in totals:
+            row[f"{split}_{name}"] = totals[name] / totals["count"]
+    run.watch.mark("eval")
+    row |= run.watch.end_epoch(num_samples)
+    row |= more_columns(row)
+    rows = [None] * run.world_size if run.rank == 0 else None
+    dist.gather_object(row, rows)
+    if run.rank > 0:
+        return []
+    for process_row in rows:
+        process_row["run"] = run.run_id  # that of rank 0
+    print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
+    if args.log:
+        with open(args.log, "a") as file:
+            file.writelines(json.dumps(process_row) + "\n" for process_row in rows)
+    return rows
+
+
+def short(value):
+    """Returns a number as text: five digits, or all before the decimal point; "-" for nan."""
+    if isinstance(value, str):
+        return value
+    if math.isnan(value):
+        return "-"
+    return f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def join_process_group(run, args, init_method):
+    """Connects this process with the others, in a group for each stage."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    timeout = timedelta(seconds=args.timeout)
+    group = {"init_method": init_method, "rank": run.rank, "world_size": run.world_size}
+    dist.init_process_group("gloo", timeout=timeout, **group)
+    if torch.cuda.is_available():
+        first_gpu = run.local_rank * args.num_stages
+        if first_gpu + args.num_stages > torch.cuda.device_count():
+            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
+        run.devices = [torch.device("cuda", first_gpu + stage) for stage in range(args.num_stages)]
+        torch.cuda.set_device(first_gpu)
+        run.groups = []
+        for device in run.devices:  # a group of NCCL is bound to one GPU
+            run.groups.append(dist.new_group(None, timeout, "nccl", device_id=device))
+    else:
+        run.devices = [torch.device("cpu")] * args.num_stages
+        run.groups = [dist.group.WORLD] * args.num_stages
+    # Rank 0 may take long to read or to save. The others wait for it in this group.
+    run.patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+def read_data_in_turn(run, args):
+    """Returns the data. Rank 0 prepares it, then a process of each other node, then the rest."""
+    for turn in (0, 1, 2):
+        if turn == int(run.rank > 0) + int(run.local_rank > 0):
+            data = read_data(args)
+        dist.barrier(run.patient_group)
+    return data
+
+
+def parse_run_args(parser, **defaults):
+    """Adds the flags of the run to those of the parser, and parses and checks them."""
+    add = parser.add_argument_group("the run").add_argument
+    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
+    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
+    add("--batch_size", type=int, help="global batch: samples per optimizer step")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
+    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
+    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
+    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
+    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
+    add("--num_stages", type=int, choices=range(1, 9), default=2, help="GPUs that share a model")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
+    parser.set_defaults(**defaults)
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and value < 0:
+            parser.error(f"--{name} must not be negative")
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv))
+    divisor = int(os.environ["WORLD_SIZE"]) * args.grad_accum_steps
+    if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
+        parser.error("--batch_size must be a multiple of processes x --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            parser.error(f"there is no folder for {path}")
+    return args
+
+
+# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
 
 class Stopwatch:
-    """Times phases. mark() ends a phase, which began at the mark before."""
+    """Times the phases of training, and the all-reduces that the backward pass hides.
+
+    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    """
 
     def __init__(self, device):
         self.cuda = device.type == "cuda"
+        self.streams = [torch.cuda.Stream(priority=-1) if self.cuda else None for _ in range(2)]
         self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
-        self.marks = []
-        self.last = self.now()
+        self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.spans = []  # (start, end) of all-reduces since the last flush
+        self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
 
     def now(self):
         if self.cuda:
@@ -303,24 +726,104 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000 if self.cuda else end - start
 
     def mark(self, phase):
+        """Gives the time since the last mark to this phase."""
         self.marks.append((phase, self.now()))
 
+    def timed(self, comm_hook):
+        """Returns a hook that DDP calls for each bucket of gradients: comm_hook, and its times."""
+
+        def timed_hook(process_group, bucket):
+            start = self.now()
+            if bucket.index() == 0:
+                self.buckets = []
+            self.buckets.append((bucket.buffer().nbytes, start))
+            if bucket.is_last():
+                self.marks.append(("backward", start))
+
+            def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
+                self.spans.append((start, self.now()))
+                return future.value()
+
+            # comm_hook can make its stream wait for the all-reduce. In a side stream, it delays
+            # neither the backward pass nor, as two streams take turns, the next bucket. On a CPU,
+            # None stands for no stream.
+            stream = self.streams[bucket.index() % 2]
+            if self.cuda:
+                stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
+            with torch.cuda.stream(stream):
+                return comm_hook(process_group, bucket).then(note_end)
+
+        return timed_hook
+
     def flush(self):
-        """Adds the marked phases to self.seconds. Waits for the GPU."""
+        """Adds up the times since the last flush. Waits for the GPU."""
         if self.cuda:
             torch.cuda.synchronize()
-        for phase, moment in self.marks:
-            self.seconds[phase] += self.between(self.last, moment)
-            self.last = moment
-        self.marks.clear()
+        for (_, start), (phase, end) in itertools.pairwise(self.marks):
+            self.seconds[phase] += self.between(start, end)
+            if phase == "comm":
+                self.spans.append((start, end))
+        _, origin = self.marks[0]
+        spans = []  # in seconds after the last flush
+        for start, end in self.spans:
+            spans.append((self.between(origin, start), self.between(origin, end)))
+        counted_until = 0.0  # where all-reduces overlap, the time counts once
+        for start, end in sorted(spans):
+            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
+            counted_until = max(counted_until, end)
+        del self.marks[:-1]
+        self.spans.clear()
 
-    def take(self, num_samples):
-        """Returns the seconds of an epoch, its speed and its memory, and starts again from 0."""
-        row = self.seconds | {"seconds": sum(self.seconds[phase] for phase in PHASES)}
+    def end_epoch(self, num_samples):
+        """Returns the columns of time and memory. The times start again from 0."""
+        self.flush()
+        row = self.seconds
+        self.seconds = dict.fromkeys(row, 0.0)
+        row["seconds"] = sum(row[phase] for phase in PHASES)
         training = row["seconds"] - row["eval"] - row["save"]
-        row["samples/s"] = num_samples / max(training, 1e-9)
+        row["samples/s"] = num_samples / training if num_samples else math.nan
         row["peak_MB"] = peak_bytes() / 1e6
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
+        for size, moment in self.buckets:
+            row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
+        return row
+
+
+class StageWatch(Stopwatch):
+    """Times by the clock of the first GPU: CUDA cannot compare events of two GPUs."""
+
+    def __init__(self, devices):
+        self.devices = devices
+        if devices[0].type == "cuda":  # streams of the first GPU that hold nothing but events
+            self.clocks = [torch.cuda.Stream(devices[0], priority=-1) for _ in range(2)]
+        super().__init__(devices[0])
+
+    def of_stage(self, device):
+        """Returns a watch for the hook of this stage. It shares the marks and all-reduces."""
+        if device == self.devices[0]:  # its backward pass ends last: its buckets are logged
+            return self
+        watch = copy.copy(self)
+        watch.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
+        return watch
+
+    def now(self):
+        if not self.cuda:
+            return super().now()
+        clock, comm_clock = self.clocks  # neither waits for the other
+        streams = [torch.cuda.current_stream(device) for device in self.devices]
+        if torch.cuda.current_stream() != torch.cuda.default_stream():  # an all-reduce has ended
+            clock = comm_clock
+            streams = [torch.cuda.current_stream()]
+        for stream in streams:
+            clock.wait_stream(stream)
+        return clock.record_event(torch.cuda.Event(enable_timing=True))
+
+    def end_epoch(self, num_samples):
+        """Gives the peak memory of the fullest GPU of this process, not of its first one."""
+        row = super().end_epoch(num_samples)
+        if self.cuda:
+            peaks = [torch.cuda.max_memory_allocated(device) for device in self.devices]
+            row["peak_MB"] = max(peaks) / 1e6
         return row
 
 
@@ -328,432 +831,62 @@ def peak_bytes():
     """Returns the most memory that this process has held: on its GPU, or else in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    if not os.path.exists("/proc/self/status"):  # only Linux tells
-        return math.nan
     with open("/proc/self/status") as file:
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
 
 
-class CommTimer(Stopwatch):
-    """Also times the all-reduces. DDP calls hook() for each bucket (set) of gradients."""
-
-    def __init__(self, device, comm_hook):
-        super().__init__(device)
-        self.comm_hook = comm_hook
-        self.spans = []  # (start, end) of each all-reduce since the last flush
-        self.ready = []  # (bytes, moment) of each bucket of this step
-        self.stream = torch.cuda.Stream(priority=-1) if self.cuda else None
-
-    def hook(self, process_group, bucket):
-        """Sends a bucket with comm_hook, and notes when the all-reduce begins and ends."""
-        if bucket.index() == 0:
-            self.ready = []
-        start = self.now()
-        self.ready.append((bucket.buffer().nbytes, start))
-
-        def note_end(future):  # on a GPU, the stream in which it runs waits for the all-reduce
-            self.spans.append((start, self.now()))
-            return future.value()
-
-        # comm_hook() can make the current stream wait for its all-reduce. The backward pass must
-        # not wait for it, so comm_hook() runs in a stream of its own. On a CPU there are none.
-        if self.cuda:
-            self.stream.wait_stream(torch.cuda.current_stream())  # it needs the gradients
-        with torch.cuda.stream(self.stream):
-            return self.comm_hook(process_group, bucket).then(note_end)
-
-    def mark_backward(self, is_last):
-        """Marks a backward pass. The last one of a step also waits for the all-reduces."""
-        if is_last:
-            _, last_ready = self.ready[-1]  # hook() has noted when the last gradients were there
-            self.marks.append(("backward", last_ready))
-            self.mark("comm")
-        else:
-            self.mark("backward")
-
-    def mark_all_reduce(self):
-        """Marks the end of an all-reduce that nothing hides. It began at the last mark."""
-        _, start = self.marks[-1]
-        self.spans.append((start, self.now()))
-        self.mark("comm")
-
-    def flush(self):
-        """Also adds the time in which any all-reduce ran. Overlaps count once."""
-        origin = self.last  # before flush() moves it
-        super().flush()
-        spans = []  # in seconds after the origin
-        for start, end in self.spans:
-            spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0  # what overlaps with a span before it is not counted again
-        for start, end in sorted(spans):
-            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
-            counted_until = max(counted_until, end)
-        self.spans.clear()
-
-    def take(self, num_samples):
-        """Also returns each bucket's bytes, and the seconds until the last bucket was ready."""
-        row = super().take(num_samples)
-        row["buckets"] = []
-        for size, moment in self.ready:
-            row["buckets"].append([size, self.between(moment, self.ready[-1][1])])
-        return row
+def mean_of(rows, name):
+    return statistics.mean(row[name] for row in rows)
 
 
-class StageTimer(CommTimer):
-    """Times a stage by the clock of the first GPU: CUDA cannot compare events of two GPUs.
-
-    The timer of the first stage, whose backward pass ends last, is the stopwatch of the run.
-    """
-
-    def __init__(self, device, comm_hook, devices):
-        self.devices = devices
-        if device.type == "cuda":  # streams of the first GPU that hold nothing but events
-            self.clock = torch.cuda.Stream(devices[0], priority=-1)
-            self.comm_clock = torch.cuda.Stream(devices[0], priority=-1)
-        with torch.accelerator.device_index(device.index):  # CommTimer's stream is of this GPU
-            super().__init__(device, comm_hook)
-
-    def of_stage(self, device):
-        """Returns the timer of a stage. All share one list of all-reduces, since these overlap."""
-        if device == self.devices[0]:
-            return self
-        timer = StageTimer(device, self.comm_hook, self.devices)
-        timer.spans = self.spans
-        return timer
-
-    def now(self):
-        if not self.cuda:
-            return super().now()
-        clock = self.clock
-        streams = [torch.cuda.current_stream(device) for device in self.devices]
-        if torch.cuda.current_stream() != torch.cuda.default_stream():
-            # An all-reduce has ended. Its clock does not wait for the stages, nor theirs for it.
-            clock = self.comm_clock
-            streams = [torch.cuda.current_stream()]
-        for stream in streams:
-            clock.wait_stream(stream)
-        return clock.record_event(torch.cuda.Event(enable_timing=True))
-
-    def take(self, num_samples):
-        """Gives the peak memory of the fullest GPU of this process, not of its first one."""
-        row = super().take(num_samples)
-        if self.cuda:
-            peaks = [torch.cuda.max_memory_allocated(device) for device in self.devices]
-            row["peak_MB"] = max(peaks) / 1e6
-        return row
-
-
-def mean(rows, name):
-    """Returns the mean over processes and epochs. The first of several epochs does not count."""
-    later = [row[name] for row in rows if row["epoch"] > rows[0]["epoch"]]
-    return statistics.mean(later or [row[name] for row in rows])
-
-
-def print_breakdown(rows):
-    """Prints where an epoch's time goes."""
-    seconds = mean(rows, "seconds")
+def print_summary(all_rows):
+    """Prints where the time of these rows goes: those of all epochs and processes."""
+    # The first of several epochs is slower than the others.
+    rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
+    if not rows:
+        return
+    seconds = mean_of(rows, "seconds")
     print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
     for phase in PHASES:
-        share = mean(rows, phase) / seconds
-        print(f"{phase:9} {mean(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+        share = mean_of(rows, phase) / seconds
+        print(f"{phase:9} {mean_of(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+    print_communication(rows)
+    peak = max(row["peak_MB"] for row in all_rows)
+    print(f"peak memory {short(peak)} MB\n")
+
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(rows[-1].get(name, "-")) for name in names}
+    cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
+    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
+        cells[name] = short(mean_of(rows, name))
+    cells["peak_MB"] = short(peak)
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print("|", " | ".join(line), "|")
 
 
 def print_communication(rows):
-    """Prints what part of the communication is sending, and what is waiting for a late process.
+    """Prints how much of the communication is sending, and how much is waiting for a late process.
 
-    If nothing is hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If
-    another process is late each time, the waiting for it counts as sending.
+    R says how many times as long a process computes as it sends. If nothing is hidden, N processes
+    are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
+    turn, some of the waiting for them counts as sending.
     """
-    totals = []  # of each process, in seconds of an epoch
+    totals = []  # the mean comm_total of each process
     for rank in range(rows[0]["processes"]):
-        totals.append(mean([row for row in rows if row["rank"] == rank], "comm_total"))
-    # The process that comes last never waits in an all-reduce, so all of its time is sending.
+        totals.append(mean_of([row for row in rows if row["rank"] == rank], "comm_total"))
+    # The process that comes last never waits in an all-reduce: all of its time is sending.
     sending = min(totals)
     if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
         return
+    waiting = mean_of(rows, "comm_total") - sending
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
-    waiting = mean(rows, "comm_total") - sending
-    hidden = max(0.0, 1 - mean(rows, "comm") / mean(rows, "comm_total"))
-    compute = mean(rows, "forward") + mean(rows, "backward") + mean(rows, "optimizer")
+    hidden = max(0.0, 1 - mean_of(rows, "comm") / mean_of(rows, "comm_total"))
+    compute = mean_of(rows, "forward") + mean_of(rows, "backward") + mean_of(rows, "optimizer")
     print(
         f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
         f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
         f"R = compute / sending = {compute / sending:.1f}: above 3, more processes pay off"
     )
-
-
-def print_row(rows, metric):
-    """Prints the peak memory of a process, and a row for results.md."""
-    peak = max(row["peak_MB"] for row in rows)
-    print(f"peak memory {peak:,.0f} MB\n")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[-1][name]) for name in names}
-    cells[metric] = cell(rows[-1][metric])
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        cells[name] = cell(mean(rows, name))
-    cells["peak_MB"] = cell(peak)
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
-        print("|", " | ".join(line), "|")
-
-
-# ============================================= The run. ===========================================
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-STOP_REQUESTS = []  # the signals that this process has received
-CHECK_SECONDS = 2  # between two looks at the losses and at stop requests
-BAR = {"leave": False}  # on a terminal
-if not sys.stderr.isatty():  # in a file, a line a minute
-    BAR = {"delay": 60, "mininterval": 60, "miniters": 1}
-    BAR["bar_format"] = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
-
-
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
-
-
-def setup_stages(args, rank, world_size):
-    """Joins the process groups. Returns the devices of the stages, and their process groups."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    first_gpu = int(os.environ["LOCAL_RANK"]) * args.num_stages
-    timeout = timedelta(seconds=args.timeout)
-    # An NCCL group is bound to one GPU, so each stage has its own. The default one is gloo.
-    dist.init_process_group("gloo", "env://", timeout, world_size, rank)
-    if find_device(first_gpu + args.num_stages - 1).type == "cpu":
-        return [torch.device("cpu")] * args.num_stages, [dist.group.WORLD] * args.num_stages
-    devices = [torch.device("cuda", first_gpu + stage) for stage in range(args.num_stages)]
-    torch.cuda.set_device(first_gpu)
-    return devices, [dist.new_group(None, timeout, "nccl", device_id=device) for device in devices]
-
-
-def catch_signals():
-    """From now on a signal is a request to stop, which the run notices at its next check."""
-    for signum in SIGNALS:
-        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
-
-
-def save_snapshot(args, parts, progress):
-    """Writes a temporary file and renames it: a snapshot is never half written."""
-    if args.snapshot:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
-        torch.save(snapshot | {"progress": progress}, args.snapshot + ".tmp")
-        os.replace(args.snapshot + ".tmp", args.snapshot)
-
-
-def load_snapshot(args, parts):
-    """Restores `parts` from the snapshot, if there is one. Returns the progress of the run."""
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return {"run_id": f"{time.time_ns():x}", "epoch": 0, "step": 0, "sums": {}}
-    try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
-        if snapshot["settings"] != {name: getattr(args, name) for name in SAME_ON_RESUME}:
-            raise ValueError(f"it was made with {snapshot['settings']}")
-        for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
-        return snapshot["progress"]
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
-
-
-def add_up(sums, since):
-    """Adds up over processes. Returns named sums, whether one was asked to stop, mean seconds."""
-    local_sums = sums.tolist()  # waits for the GPU, before the time is taken
-    seconds = time.perf_counter() - since
-    totals = sums.new_tensor([*local_sums, len(STOP_REQUESTS), seconds])
-    dist.all_reduce(totals)
-    *total_sums, stop_requests, total_seconds = totals.tolist()
-    named_sums = dict(zip(SUMS, total_sums))
-    return named_sums, stop_requests > 0, total_seconds / dist.get_world_size()
-
-
-@torch.no_grad()
-def evaluate(batch_loss, model, loader, args):
-    """Returns the sums that batch_loss gives, added up over all batches."""
-    model.eval()
-    return sum(batch_loss(model, *batch, args)[1] for batch in loader)
-
-
-def epoch_row(settings, progress, val_sums):
-    """Returns settings, losses and accuracies of an epoch, for the log."""
-    train_loss, train_right, train_count = progress["sums"].values()
-    val_loss, val_right, val_count = val_sums.tolist()
-    row = settings | {"run": progress["run_id"], "epoch": progress["epoch"]}
-    row |= {"train_loss": train_loss / train_count, "train_acc": train_right / train_count}
-    row |= {"val_loss": val_loss / val_count, "val_acc": val_right / val_count}
-    return row
-
-
-def cell(value):
-    """Returns the number with five significant digits; without decimals if whole or large."""
-    has_decimals = isinstance(value, float) and abs(value) < 1000
-    return f"{value:#.5g}" if has_decimals else f"{value:,.0f}"
-
-
-def main(args):
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    devices, groups = setup_stages(args, rank, world_size)
-    device = devices[0]
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # to wait for rank 0
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on GPUs, fp32 layers compute in TF32
-    torch.backends.cudnn.benchmark = True
-    # Rank 0 prepares the data, then one process of each other node, and then the rest read them.
-    turn = int(rank > 0) + int(os.environ["LOCAL_RANK"] != "0")
-    for _ in range(turn):
-        dist.barrier(patient)
-    train_data, val_data = read_data(args)
-    for _ in range(turn, 2):  # each process passes two barriers
-        dist.barrier(patient)
-    num_steps = len(train_data) // args.batch_size
-    if num_steps == 0 or len(val_data) < world_size:
-        sys.exit(f"{args.dataset} is too small for --batch_size or for {world_size} processes")
-    if args.max_steps > 0:
-        num_steps = min(num_steps, args.max_steps)
-
-    torch.manual_seed(args.seed)
-    model = create_model(args, train_data)
-    stages = list(split_model(model, devices))
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    progress = load_snapshot(args, parts)
-    starts = [None] * world_size
-    dist.all_gather_object(starts, (progress["epoch"], progress["step"]))
-    if len(set(starts)) > 1:
-        sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
-    watch = StageTimer(device, COMM_HOOKS[args.comm_hook], devices)
-    ddp_model = Chain()
-    for stage, stage_device, group in zip(stages, devices, groups):
-        ddp_stage = DistributedDataParallel(
-            stage, process_group=group, gradient_as_bucket_view=True
-        )
-        ddp_stage.broadcast_buffers = False  # BatchNorm's: sent once, before a validation
-        comm_hook = COMM_HOOKS[args.comm_hook]
-        comm_hook = watch.of_stage(stage_device).hook  # calls it, and notes the time
-        ddp_stage.register_comm_hook(group, comm_hook)
-        if args.compile:
-            ddp_stage.compile()
-        ddp_model.append(ddp_stage)
-
-    settings = vars(args) | {
-        "script": "hybrid/images.py",
-        "processes": world_size,
-        "nodes": nodes,
-        "rank": rank,
-        "host": os.uname().nodename,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "stages": [num_weights(stage) for stage in stages],
-    }
-    if rank == 0:
-        facts = ", ".join(f"{name} {value}" for name, value in settings.items())
-        print(textwrap.fill(facts, 100))
-        print(f"starting at epoch {progress['epoch']}, step {progress['step']}:")
-        print(*(f"{name:>10}" for name in SHOWN))
-    rows = []  # rank 0 collects those of all epochs and processes
-    stop = False
-    while progress["epoch"] < args.epochs:
-        epoch = progress["epoch"]
-        first_step = progress["step"]
-        last_check = first_step
-        next_check = first_step + 1
-        since = time.perf_counter()
-        loader = batches(train_data, args, epoch, range(first_step, num_steps), device)
-        # Each process begins with an equal share of the sums so far. add_up() adds them up.
-        shares = [progress["sums"].get(name, 0.0) / world_size for name in SUMS]
-        sums = torch.tensor(shares, dtype=torch.float64, device=device)
-        bar = tqdm(loader, f"epoch {epoch}", num_steps, initial=first_step, disable=rank > 0, **BAR)
-        model.train()
-        for micro_batches in bar:
-            # A resumed run draws the same dropout: numbers have the same hash in every run.
-            torch.manual_seed(hash((args.seed, epoch, progress["step"], rank)))
-            watch.mark("data")
-            for number, (images, labels) in enumerate(micro_batches, start=1):
-                is_last = number == args.grad_accum_steps
-                for ddp_stage in ddp_model:
-                    ddp_stage.require_backward_grad_sync = is_last  # as no_sync() does
-                loss, loss_sums = image_loss(ddp_model, images, labels, args)
-                sums = sums + loss_sums
-                watch.mark("forward")
-                scaler.scale(loss / args.grad_accum_steps).backward()
-                watch.mark_backward(is_last)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            watch.mark("optimizer")
-
-            progress["step"] += 1
-            save = progress["step"] == num_steps  # after the last step, before the validation
-            if args.snapshot_every and progress["step"] % args.snapshot_every == 0:
-                save = True
-            if save or progress["step"] == next_check:
-                progress["sums"], stop, seconds = add_up(sums, since)
-                watch.mark_all_reduce()
-                watch.flush()
-                if not all(map(math.isfinite, progress["sums"].values())):
-                    sys.exit(f"the loss is not finite in epoch {epoch}, step {progress['step']}")
-                if save or stop:
-                    if rank == 0:
-                        save_snapshot(args, parts, progress)
-                    dist.barrier(patient)
-                    watch.mark("save")
-                if stop:
-                    break
-                if last_check == first_step:  # the first check; a signal before it ends the run
-                    catch_signals()
-                # The mean is the same in all processes, so they check again at the same step.
-                seconds_a_step = seconds / (progress["step"] - last_check)
-                last_check = progress["step"]
-                next_check = last_check + max(1, min(100, int(CHECK_SECONDS / seconds_a_step)))
-                since = time.perf_counter()
-                loss_sum, _, count = progress["sums"].values()
-                bar.set_postfix(train_loss=loss_sum / count, refresh=False)
-        if stop:
-            break
-
-        for stage, group in zip(stages, groups):
-            for buffer in stage.buffers():  # BatchNorm's statistics: rank 0's, which are saved
-                dist.broadcast(buffer, 0, group)
-        val_loader = validation_batches(val_data, device)
-        val_sums = evaluate(image_loss, Chain(*stages), val_loader, args)
-        dist.all_reduce(val_sums, group=groups[0])
-        watch.mark("eval")
-        watch.flush()
-        row = epoch_row(settings, progress, val_sums)
-        row |= watch.take((progress["step"] - first_step) * args.batch_size)
-        epoch_rows = [None] * world_size
-        dist.all_gather_object(epoch_rows, row)
-        for process_row in epoch_rows:
-            process_row["run"] = epoch_rows[0]["run"]  # each process has made up its own
-        progress |= {"epoch": epoch + 1, "step": 0, "sums": {}}
-        if rank == 0:
-            rows += epoch_rows
-            print(*(f"{cell(row.get(name, math.nan)):>10}" for name in SHOWN))
-            if args.log:
-                with open(args.log, "a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in epoch_rows)
-    if rank == 0 and not stop:  # complete
-        save_snapshot(args, parts, progress)
-    if rows:  # the summary
-        print_breakdown(rows)
-        print_communication(rows)
-        print_row(rows, "val_acc")
-    dist.barrier(patient)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ The weights of linear layers become int8 once, with a scale for each row. Their 
 in each call (dynamic), or never (weight-only). One text at a time is limited by memory bandwidth:
 each token reads all weights. Prompts and many texts are limited by arithmetic.
 torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
-torch.compile. Its dynamic kernels need more than 16 tokens at once.
+torch.compile. Its dynamic kernels need more than 16 tokens at once. Speeds are tokens/s: of one
+text that goes on, of reading prompts of half --seq_len at once, and of as many texts that go on.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
 """
 
@@ -20,6 +21,7 @@ import os
 import statistics
 import sys
 import sysconfig
+import textwrap
 import time
 import warnings
 from glob import glob
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import Dataset
 
 try:
     from torch.ao import quantization as torch_ao
@@ -57,8 +60,28 @@ def parse_args():
     return args
 
 
-def read_tokens(args):
-    """Returns token ids to train on (N,) and to validate on (M,), of an unsigned type."""
+class Tokens(Dataset):
+    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+
+    def __init__(self, tokens, args):
+        self.tokens = tokens
+        self.args = args
+
+    def __len__(self):
+        return max(0, len(self.tokens) - 1) // self.args.seq_len
+
+    def __getitems__(self, indices):
+        """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
+        starts = np.array(indices)[:, None] * self.args.seq_len
+        ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        if ids.max() >= self.args.vocab_size:
+            raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
+        ids = torch.from_numpy(ids.astype(np.int64))
+        return ids[:, :-1], ids[:, 1:]
+
+
+def read_data(args):
+    """Returns the data to train on and to validate on, two map-style datasets."""
     try:
         if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
             splits = []
@@ -70,7 +93,7 @@ def read_tokens(args):
                     tokens = np.load(f"{path}.npy", mmap_mode="r")
                 if tokens.ndim != 1 or tokens.dtype.kind != "u":
                     raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
-                splits.append(tokens)
+                splits.append(Tokens(tokens, args))
             return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
@@ -78,14 +101,14 @@ def read_tokens(args):
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
-    return text[:-num_val], text[-num_val:]
+    return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
 
 
-def checked_ids(tokens, args):
-    """Returns the token ids as int64. Ends the run if one of them is not below --vocab_size."""
-    if tokens.size > 0 and tokens.max() >= args.vocab_size:
-        sys.exit(f"{args.dataset}: id {tokens.max()} is not below --vocab_size {args.vocab_size}")
-    return torch.from_numpy(tokens.astype(np.int64))
+def batch_loss(model, batch, args):
+    """Returns the mean loss of a batch, and sums over its tokens. Rows show sums / count."""
+    tokens, targets = batch
+    loss = model(tokens, targets)  # in nats
+    return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
 
 
 class CachedBlock(nn.Module):
@@ -141,20 +164,22 @@ class CachedGPT(nn.Module):
         return self.head(self.norm(x[:, -num_logits:]))
 
 
-def create_model(args, tensors):
+def create_trained(args, weights):
+    """Returns the model with these weights, and the sequences to test it on."""
     model = CachedGPT(args)
-    model.load_state_dict(tensors | {"head.weight": tensors["embedding.weight"]})
-    return model
+    model.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
+    _, val_data = read_data(args)
+    return model.eval(), val_data
 
 
 def load_model(args):
-    """Returns the trained model. Adds the settings of the training to args."""
+    """Returns the trained model and data to test it on. Adds the training's settings to args."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         for name, value in snapshot["settings"].items():
             if not hasattr(args, name):  # else it is a flag of this script
                 setattr(args, name, value)
-        return create_model(args, snapshot["model"]).eval()
+        return create_trained(args, snapshot["model"])
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot load {args.snapshot}: {error!r}")
 
@@ -206,7 +231,8 @@ def megabytes(model):
 
 def print_table(rows):
     """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
-    lines = [list(rows[0])]
+    print("|", " | ".join(rows[0]), "|")
+    print("|", " | ".join(["---"] * len(rows[0])), "|")
     for row in rows:
         cells = []
         for name, value in row.items():
@@ -215,26 +241,20 @@ def print_table(rows):
                 ratio = speed / statistics.median(rows[0][name])
                 value = "-" if math.isnan(speed) else f"{speed:.0f} {ratio:.2f}x"
             cells.append(value)
-        lines.append(cells)
-    widths = []
-    for column in range(len(lines[0])):
-        widths.append(max(len(line[column]) for line in lines))
-    lines.insert(1, ["-" * width for width in widths])
-    for line in lines:
-        print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
+        print("|", " | ".join(cells), "|")
 
 
 @torch.no_grad()
-def perplexity(model, batches):
-    """Returns exp of the mean loss in nats over batches of sequences (B, T + 1)."""
-    losses = []
-    for batch in batches:
-        tokens = batch[:, :-1]
-        targets = batch[:, 1:]
+def perplexity(model, batches, args):
+    """Returns exp of the mean loss in nats over batches of tokens (B, T) and the next ones."""
+
+    def mean_loss(tokens, targets):
         logits = model(tokens, model.new_cache(*tokens.shape), 0, tokens.shape[1])
-        loss = F.cross_entropy(logits.mT.float(), targets, reduction="none")  # (B, T)
-        losses.append(loss.flatten())
-    return torch.cat(losses).mean().exp().item()
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    sums = [batch_loss(mean_loss, batch, args)[1] for batch in batches]
+    total = sum(float(each["loss"]) for each in sums)
+    return math.exp(total / sum(each["count"] for each in sums))
 
 
 @torch.no_grad()
@@ -268,42 +288,26 @@ def tokens_per_second(model, kernels, prompts, num_new):
     return one_text, num_texts * length / first, num_texts * (num_new - 1) / rest
 
 
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
-
-
 def main(args):
-    device = find_device(0)
-    if args.backend != "torchao":  # torch.ao has kernels for CPUs only
-        device = torch.device("cpu")
+    has_kernels = torch.cuda.is_available() and args.backend == "torchao"  # torch.ao: for CPUs
+    device = torch.device("cuda" if has_kernels else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
-    model = load_model(args).to(device)
-    _, val_tokens = read_tokens(args)
-    tokens = checked_ids(val_tokens, args).to(device)
-    batches = tokens.unfold(0, args.seq_len + 1, args.seq_len).split(args.batch_size)
-    prompts = tokens[: args.seq_len // 2].expand(args.batch_size, -1)  # (B, P)
+    model, data = load_model(args)
+    model = model.to(device)
+    batches = []
+    for start in range(0, len(data), args.batch_size):
+        indices = range(start, min(start + args.batch_size, len(data)))
+        batches.append([part.to(device) for part in data.__getitems__(indices)])
+    first_text = batches[0][0][:1]  # (1, T)
+    prompts = first_text[:, : args.seq_len // 2].expand(args.batch_size, -1)  # (B, P)
     num_new = args.seq_len - prompts.shape[1]
-    print(
-        f"quantize/gpt.py: gpt-{args.num_layers}x{args.d_model}; {args.dataset}, "
-        f"{len(tokens):,} tokens to validate on"
-    )
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{device_name}, threads {torch.get_num_threads()}; torch {torch.__version__}")
-    print(
-        f"tokens/s: of one text, of reading {len(prompts)} prompts of {prompts.shape[1]} tokens, "
-        f"of {len(prompts)} texts at once"
-    )
+    settings = vars(args) | {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(textwrap.fill(", ".join(f"{name} {value}" for name, value in settings.items()), 100))
 
     names = "one text", f"{len(prompts)} prompts", f"{len(prompts)} texts"
     variants = create_variants(model, args.backend)
@@ -312,7 +316,7 @@ def main(args):
         row = {"precision": precision, "kernels": kernels, "MB": megabytes(model)}
         if args.backend == "torchao":
             model.compile()
-        row["val_ppl"] = f"{perplexity(model, batches):.4f}"
+        row["val_ppl"] = f"{perplexity(model, batches, args):.4f}"
         tokens_per_second(model, kernels, prompts, num_new)  # warms up, and compiles
         row |= {name: [] for name in names}
         rows.append(row)

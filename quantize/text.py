@@ -5,8 +5,7 @@
     sbatch slurm/quantize_text.slurm --snapshot text.pt  # trains a little without --snapshot
 
 The weights of linear layers become int8 once, with a scale for each row. Their inputs become int8
-in each call (dynamic), or never (weight-only). Embeddings and attention do not
-change: a line tells how much of the time of fp32 is not spent in linear layers.
+in each call (dynamic), or never (weight-only). Embeddings and attention do not change.
 torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
 torch.compile. Its dynamic kernels need more than 16 tokens at once.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
@@ -19,14 +18,16 @@ import math
 import os
 import statistics
 import sys
+import textwrap
 import time
 import warnings
 
+import datasets
 import numpy as np
 import torch
-from datasets import Dataset, disable_progress_bars, exceptions, load_dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
+from torch.utils.data import Dataset
 
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
@@ -100,27 +101,50 @@ def encode(batch, tokenizer, labels):
 def load_texts(args):
     """Returns the training texts, the test texts (columns text and label), and the K labels."""
     if args.dataset == "synthetic":
-        splits = Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
+        splits = datasets.Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
         return splits["train"], splits["test"], [0, 1, 2, 3]
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        train_texts, test_texts = load_dataset(path, split=["train", "test"])
+        train_texts, test_texts = datasets.load_dataset(path, split=["train", "test"])
         train_texts = train_texts.select_columns(["text", "label"])
         test_texts = test_texts.select_columns(["text", "label"])
         labels = {*train_texts.unique("label"), *test_texts.unique("label")}
         return train_texts, test_texts, sorted(labels)
-    except (OSError, TypeError, ValueError, exceptions.DatasetsError) as error:
+    except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         sys.exit(f"cannot read {path}: {error}")
 
 
-def read_texts(args, device):
-    """Returns (tokens, lengths, classes) of both splits, sorted by length, and the K labels."""
+class Texts(Dataset):
+    """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
+
+    def __init__(self, encoded, num_classes):
+        arrays = encoded.with_format("numpy")[:]
+        order = np.argsort(arrays["length"], stable=True)
+        self.tokens = arrays["tokens"][order]
+        self.lengths = arrays["length"][order]
+        self.classes = arrays["class"][order]
+        self.num_classes = num_classes
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitems__(self, indices):
+        """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
+        tokens = self.tokens[indices, : self.lengths[indices].max()]
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices])
+
+
+def read_data(args):
+    """Returns the data to train on and to validate on, two map-style datasets.
+
+    The test texts of the data sets serve for validation.
+    """
     # map() names its cache after the function's module. Where multigpu/text.py starts a process,
     # the module is called __mp_main__, and the texts would be encoded again.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
-    disable_progress_bars()
+    datasets.disable_progress_bars()
     train_texts, test_texts, labels = load_texts(args)
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
@@ -128,14 +152,7 @@ def read_texts(args, device):
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
     options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
-    splits = []
-    for texts in (train_texts, test_texts):
-        encoded = texts.map(encode, **options)
-        order = np.argsort(encoded["length"][:], stable=True)
-        tensors = encoded.select(order).with_format("torch", device=device)[:]
-        splits.append((tensors["tokens"], tensors["length"], tensors["class"]))
-    train_split, test_split = splits
-    return train_split, test_split, labels
+    return [Texts(texts.map(encode, **options), len(labels)) for texts in (train_texts, test_texts)]
 
 
 class TextEncoder(nn.Module):
@@ -171,27 +188,46 @@ class TextEncoder(nn.Module):
         return (self.norm(x) * real[:, :, None]).sum(1) / real.sum(1, keepdim=True)
 
 
-def create_model(args, tensors):
-    """Returns a network from token ids (B, T) to logits (B, K), with these weights."""
+def create_model(args, data):
+    """Returns a network from token ids (B, T) to logits (B, K)."""
     d_model = SIZES[args.size][0]
     if args.model == "transformer":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes long for each new shape
         encoder = TextEncoder(args)
     else:
         encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
-    classifier = nn.Linear(d_model, len(tensors["2.weight"]))
-    model = nn.Sequential(encoder, nn.Dropout(args.dropout), classifier)
-    model.load_state_dict(tensors)
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, data.num_classes))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02)
     return model
 
 
+def batch_loss(model, batch, args):
+    """Returns the mean loss of a batch, and sums over its texts. Rows show sums / count."""
+    tokens, classes = batch
+    logits = model(tokens)  # (B, K)
+    loss = nn.functional.cross_entropy(logits, classes)
+    correct = (logits.argmax(1) == classes).sum()
+    return loss, {"loss": loss * len(classes), "acc": correct, "count": len(classes)}
+
+
+def create_trained(args, weights):
+    """Returns the model with these weights, and the texts to test it on."""
+    train_data, val_data = read_data(args)
+    model = create_model(args, train_data)
+    model.load_state_dict(weights)
+    return model.eval(), val_data
+
+
 def load_model(args):
-    """Returns the trained model. Adds the settings of the training to args."""
+    """Returns the trained model and data to test it on. Adds the training's settings to args."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         for name, value in snapshot["settings"].items():
             if not hasattr(args, name):  # else it is a flag of this script
                 setattr(args, name, value)
-        return create_model(args, snapshot["model"]).eval()
+        return create_trained(args, snapshot["model"])
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot load {args.snapshot}: {error!r}")
 
@@ -243,7 +279,8 @@ def megabytes(model):
 
 def print_table(rows):
     """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
-    lines = [list(rows[0])]
+    print("|", " | ".join(rows[0]), "|")
+    print("|", " | ".join(["---"] * len(rows[0])), "|")
     for row in rows:
         cells = []
         for name, value in row.items():
@@ -252,20 +289,14 @@ def print_table(rows):
                 ratio = speed / statistics.median(rows[0][name])
                 value = "-" if math.isnan(speed) else f"{speed:.0f} {ratio:.2f}x"
             cells.append(value)
-        lines.append(cells)
-    widths = []
-    for column in range(len(lines[0])):
-        widths.append(max(len(line[column]) for line in lines))
-    lines.insert(1, ["-" * width for width in widths])
-    for line in lines:
-        print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
+        print("|", " | ".join(cells), "|")
 
 
 @torch.no_grad()
-def accuracy(model, batches):
+def accuracy(model, batches, args):
     """Returns the share of right answers."""
-    right = [model(tokens).argmax(1) == classes for tokens, classes in batches]
-    return torch.cat(right).float().mean().item()
+    sums = [batch_loss(model, batch, args)[1] for batch in batches]
+    return sum(float(each["acc"]) for each in sums) / sum(each["count"] for each in sums)
 
 
 @torch.no_grad()
@@ -278,60 +309,25 @@ def texts_per_second(model, batches):
     return sum(len(tokens) for tokens, _ in batches) / (time.perf_counter() - start)
 
 
-def share_outside_linear(model, batches):
-    """Returns the share of the model's time on the CPU that is not spent in linear layers."""
-    model = copy.deepcopy(model)
-    starts = []
-    ends = []
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()))
-            layer.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
-    start = time.perf_counter()
-    texts_per_second(model, batches)
-    total = time.perf_counter() - start
-    return 1 - (sum(ends) - sum(starts)) / total
-
-
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
-
-
 def main(args):
-    device = find_device(0)
-    if args.backend != "torchao":  # torch.ao has kernels for CPUs only
-        device = torch.device("cpu")
+    has_kernels = torch.cuda.is_available() and args.backend == "torchao"  # torch.ao: for CPUs
+    device = torch.device("cuda" if has_kernels else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
-    model = load_model(args).to(device)
-    _, test_split, _ = read_texts(args, device)
-    tokens, lengths, classes = test_split
+    model, data = load_model(args)
+    model = model.to(device)
     batches = []
-    num_batches = max(1, len(tokens) // args.batch_size)
-    for numbers in torch.arange(len(tokens)).tensor_split(num_batches):  # shortest texts first
-        batches.append((tokens[numbers, : lengths[numbers[-1]]], classes[numbers]))
+    num_batches = max(1, len(data) // args.batch_size)
+    for indices in np.array_split(np.arange(len(data)), num_batches):  # shortest texts first
+        tokens, classes = data.__getitems__(indices)
+        batches.append((tokens.to(device), classes.to(device)))
     timed = batches[:: len(batches) // 16 + 1]  # stand for all lengths
-    print(
-        f"quantize/text.py: {args.model}-{args.size}; {args.dataset}, {len(tokens):,} texts "
-        f"of up to {args.seq_len} tokens to validate on"
-    )
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(
-        f"{device_name}, threads {torch.get_num_threads()}; batches of {args.batch_size}; "
-        f"torch {torch.__version__}"
-    )
-    if device.type == "cpu":
-        print(f"{share_outside_linear(model, timed):.0%} of fp32's time is not in linear layers")
+    settings = vars(args) | {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(textwrap.fill(", ".join(f"{name} {value}" for name, value in settings.items()), 100))
 
     variants = create_variants(model, args.backend)
     rows = []
@@ -339,7 +335,7 @@ def main(args):
         row = {"precision": precision, "kernels": kernels, "MB": megabytes(model)}
         if args.backend == "torchao":
             model.compile()
-        row["val_acc"] = f"{accuracy(model, batches):.4f}"
+        row["val_acc"] = f"{accuracy(model, batches, args):.4f}"
         row["texts/s"] = []
         rows.append(row)
     for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all

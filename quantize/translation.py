@@ -19,6 +19,7 @@ import math
 import os
 import statistics
 import sys
+import textwrap
 import time
 import warnings
 
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
+from torch.utils.data import Dataset
 
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
 PAD, UNKNOWN, START, END = range(4)  # token ids
@@ -121,30 +123,40 @@ def encode_pairs(batch, tokenizers):
     return encoded
 
 
-def encode_split(texts, tokenizers):
-    """Returns the arrays of encode_pairs and the texts, both with the longest sources first."""
-    # map() names its cache after the function's module. Where multigpu/translation.py starts a
-    # process, the module is called __mp_main__, and the pairs would be encoded again.
-    encode_pairs.__module__ = "__main__"
-    encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
-    arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
-    order = np.argsort(-arrays["source_length"], stable=True)
-    arrays = {name: array[order] for name, array in arrays.items()}
-    return arrays, texts.select(order)
+class Pairs(Dataset):
+    """Pairs of sentences as token ids, and their texts; the longest sources come first."""
+
+    def __init__(self, texts, tokenizers):
+        # map() names its cache after the function's module. Where multigpu/translation.py starts a
+        # process, the module is called __mp_main__, and the pairs would be encoded again.
+        encode_pairs.__module__ = "__main__"
+        encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
+        arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
+        order = np.argsort(-arrays["source_length"], stable=True)
+        self.arrays = {name: array[order] for name, array in arrays.items()}
+        self.texts = texts.select(order)
+        self.tokenizers = tokenizers
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitems__(self, indices):
+        """Returns a whole batch, longest first: sources (B, S), lengths (B,), targets (B, T + 1).
+
+        The lengths are an array, not a tensor: the LSTM needs them on the CPU.
+        """
+        rows = {name: array[np.sort(indices)] for name, array in self.arrays.items()}
+        sources = torch.from_numpy(rows["sources"][:, : rows["source_length"].max()])
+        targets = torch.from_numpy(rows["targets"][:, : rows["target_length"].max()])
+        return sources.long(), rows["source_length"], targets.long()
 
 
-def select_pairs(split, rows, device):
-    """Returns sources (B, S), their lengths (B,), on the CPU, and targets (B, T + 1)."""
-    lengths = split["source_length"][rows]
-    longest_target = split["target_length"][rows].max()
-    sources = torch.from_numpy(split["sources"][rows, : lengths.max()]).long()
-    targets = torch.from_numpy(split["targets"][rows, :longest_target]).long()
-    if device.type == "cuda":  # pinned memory: the CPU does not wait for the copy
-        sources = sources.pin_memory()
-        targets = targets.pin_memory()
-    sources = sources.to(device, non_blocking=True)
-    targets = targets.to(device, non_blocking=True)
-    return sources, torch.from_numpy(lengths), targets
+def read_data(args, names=("train", "validation")):
+    """Returns the data to train on and to validate on, two map-style datasets."""
+    splits = dict(zip(("train", "validation", "test"), read_splits(args)))
+    texts = splits["train"]
+    tokenizers = {side: train_tokenizer(texts[side], args.seq_len) for side in SIDES}
+    return [Pairs(splits[name], tokenizers) for name in names]
 
 
 class StepwiseLSTM(nn.Module):
@@ -263,17 +275,19 @@ class StepwiseTransformer(nn.Module):
         return self.head(self.decoder["norm"](x)), (real, next_caches)
 
 
-def create_model(args, tensors):
-    """Returns a translator for inference with the weights of the trained one, renamed."""
-    source_size = len(tensors["source.weight"])
-    target_size = len(tensors["target.weight"])
+def create_trained(args, weights):
+    """Returns a translator for inference with these weights, renamed, and the pairs to test on."""
+    (data,) = read_data(args, ["test"])
+    sizes = [tokenizer.get_vocab_size() for tokenizer in data.tokenizers.values()]
+    if sizes != [len(weights["source.weight"]), len(weights["target.weight"])]:
+        raise ValueError(f"{args.dataset} in {args.data_dir} is not the data of the training")
     if args.model == "lstm":
-        model = StepwiseLSTM(source_size, target_size)
-        model.load_state_dict(tensors)
-        return model
-    model = StepwiseTransformer(source_size, target_size, args.seq_len)
-    renamed = {"head.weight": tensors["target.weight"]}
-    for name, tensor in tensors.items():
+        model = StepwiseLSTM(*sizes)
+        model.load_state_dict(weights)
+        return model.eval(), data
+    model = StepwiseTransformer(*sizes, args.seq_len)
+    renamed = {"head.weight": weights["target.weight"]}
+    for name, tensor in weights.items():
         if name.endswith("in_proj_weight"):  # queries, keys and values
             prefix = name.removesuffix("in_proj_weight")
             renamed[f"{prefix}q.weight"] = tensor[:256]
@@ -281,17 +295,17 @@ def create_model(args, tensors):
         else:
             renamed[name] = tensor
     model.load_state_dict(renamed)
-    return model
+    return model.eval(), data
 
 
 def load_model(args):
-    """Returns the trained model. Adds the settings of the training to args."""
+    """Returns the trained model and data to test it on. Adds the training's settings to args."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
         for name, value in snapshot["settings"].items():
             if not hasattr(args, name):  # else it is a flag of this script
                 setattr(args, name, value)
-        return create_model(args, snapshot["model"]).eval()
+        return create_trained(args, snapshot["model"])
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot load {args.snapshot}: {error!r}")
 
@@ -343,7 +357,8 @@ def megabytes(model):
 
 def print_table(rows):
     """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
-    lines = [list(rows[0])]
+    print("|", " | ".join(rows[0]), "|")
+    print("|", " | ".join(["---"] * len(rows[0])), "|")
     for row in rows:
         cells = []
         for name, value in row.items():
@@ -352,13 +367,7 @@ def print_table(rows):
                 ratio = speed / statistics.median(rows[0][name])
                 value = "-" if math.isnan(speed) else f"{speed:.0f} {ratio:.2f}x"
             cells.append(value)
-        lines.append(cells)
-    widths = []
-    for column in range(len(lines[0])):
-        widths.append(max(len(line[column]) for line in lines))
-    lines.insert(1, ["-" * width for width in widths])
-    for line in lines:
-        print("|", " | ".join(cell.rjust(width) for cell, width in zip(line, widths)), "|")
+        print("|", " | ".join(cells), "|")
 
 
 def bleu_score(texts, translations):
@@ -375,7 +384,7 @@ def translate_stepwise(model, batches, tokenizer, args):
     """Returns translations by greedy decoding, the likeliest token each time, and sentences/s."""
     translations = []
     start = time.perf_counter()
-    for source, lengths, _ in batches:
+    for source, lengths in batches:
         target = torch.full_like(source[:, :1], START)  # (B, T)
         state = model.encode(source, lengths)
         while target.shape[1] < args.seq_len and not (target == END).any(1).all():
@@ -387,47 +396,25 @@ def translate_stepwise(model, batches, tokenizer, args):
     return translations, len(translations) / (time.perf_counter() - start)
 
 
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
-        sys.exit(
-            f"PyTorch {torch.__version__} cannot use the GPUs of this machine: it is built without "
-            "CUDA, or the driver is too old. To use the CPU, set CUDA_VISIBLE_DEVICES to nothing"
-        )
-    return torch.device("cpu")
-
-
 def main(args):
-    device = find_device(0)
-    if args.backend != "torchao":  # torch.ao has kernels for CPUs only
-        device = torch.device("cpu")
+    has_kernels = torch.cuda.is_available() and args.backend == "torchao"  # torch.ao: for CPUs
+    device = torch.device("cuda" if has_kernels else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     torch.compiler.config.recompile_limit = 64  # all variants count together
-    model = load_model(args).to(device)
-    train_texts, _, test_texts = read_splits(args)
-    tokenizers = {side: train_tokenizer(train_texts[side], args.seq_len) for side in SIDES}
-    sizes = [tokenizer.get_vocab_size() for tokenizer in tokenizers.values()]
-    if sizes != [len(model.source.weight), len(model.target.weight)]:
-        sys.exit(f"{args.dataset} in {args.data_dir} is not the data of the training")
-    test_split, texts = encode_split(test_texts, tokenizers)
-    num_batches = max(1, len(texts) // args.batch_size)
+    model, data = load_model(args)
+    model = model.to(device)
     batches = []
-    for rows in np.array_split(np.arange(len(texts)), num_batches):  # longest sources first
-        batches.append(select_pairs(test_split, rows, device))
+    num_batches = max(1, len(data) // args.batch_size)
+    for indices in np.array_split(np.arange(len(data)), num_batches):  # longest sources first
+        sources, lengths, _ = data.__getitems__(indices)
+        batches.append((sources.to(device), lengths))
     timed = batches[:: max(1, len(batches) // 3)]  # a few, from the longest to the shortest
-    print(
-        f"quantize/translation.py: {args.model}; {args.dataset}, {args.source} to {args.target}, "
-        f"{len(texts):,} pairs to test on"
-    )
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(
-        f"{device_name}, threads {torch.get_num_threads()}; batches of {len(batches[0][0])}; "
-        f"torch {torch.__version__}"
-    )
+    settings = vars(args) | {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(textwrap.fill(", ".join(f"{name} {value}" for name, value in settings.items()), 100))
 
     variants = create_variants(model, args.backend)
     rows = []
@@ -437,13 +424,13 @@ def main(args):
             model.encode = torch.compile(model.encode)
             model.step = torch.compile(model.step)
         # This warms up the model, too.
-        translations, _ = translate_stepwise(model, batches, tokenizers["target"], args)
-        row["BLEU"] = f"{bleu_score(texts, translations):.2f}"
+        translations, _ = translate_stepwise(model, batches, data.tokenizers["target"], args)
+        row["BLEU"] = f"{bleu_score(data.texts, translations):.2f}"
         row["sentences/s"] = []
         rows.append(row)
     for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
         for row, (_, _, model) in zip(rows, variants):
-            _, speed = translate_stepwise(model, timed, tokenizers["target"], args)
+            _, speed = translate_stepwise(model, timed, data.tokenizers["target"], args)
             row["sentences/s"].append(speed)
     print_table(rows)
 

@@ -94,6 +94,14 @@ def test_gpt_snapshots_move(run, words, tmp_path):
     np.testing.assert_allclose(curves[: len(moves)], curves[len(moves) :], rtol=1e-5)
 
 
+def test_gpt_samples(run, words):
+    """Shards and stages draw the same text, of the weights that all processes have trained."""
+    base = [*words, "--learning_rate", 0.01, "--max_steps", 30, "--sample", 60]
+    samples = [run(script, *base, processes=2).splitlines()[-1] for script in (FSDP, PIPELINE)]
+    assert samples[0] == samples[1]
+    assert sum(letter in "abcdefghij " for letter in samples[0]) > 50, samples
+
+
 @pytest.mark.parametrize("script, signum", [(PIPELINE, signal.SIGKILL), (FSDP, signal.SIGTERM)])
 def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
     """A process is killed, or all are told to stop: the weights of an undisturbed run."""

@@ -251,27 +251,6 @@ def test_bad_arguments(fork_server, attempt, data):
         assert status == 2 and "no folder for none/file" in err, err
 
 
-PRETENDS_A_GPU = """import os, runpy, sys
-exists = os.path.exists
-os.path.exists = lambda path: path == "/dev/nvidia0" or exists(path)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="this machine has a GPU")
-def test_gpus_that_torch_cannot_use(attempt, tmp_path):
-    """A driver that is too old ends a run in one line, unless the user asks for the CPU."""
-    wrapper = tmp_path / "pretends_a_gpu.py"
-    wrapper.write_text(PRETENDS_A_GPU)
-    cases = {"hybrid/images.py": (), "quantize/gpt.py": ("--snapshot", tmp_path / "none.pt")}
-    for script, words in cases.items():
-        more = {"before": (wrapper,), "CUDA_VISIBLE_DEVICES": "0"}
-        status, out, err = attempt(script, *words, **more)
-        assert status == 1 and "cannot use the GPUs" in err and err.count("\n") == 1, (script, err)
-        assert not out
-
-
 def test_missing_data(attempt, tmp_path):
     """Without the files and a network (the proxy is nobody) a line names the missing data set."""
     blocked = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")

@@ -76,7 +76,7 @@ def test_cached_keys_change_nothing(trained):
     """Token by token, generation gives what the training script's model finds likeliest."""
     quantize, snapshot = module("quantize/gpt.py"), torch.load(trained("gpt")[1], weights_only=True)
     args = namespace(**snapshot["settings"])
-    model = quantize.create_model(args, snapshot["model"])
+    model, _ = quantize.create_trained(args, snapshot["model"])
     plain = gpt.GPT(args).eval()
     plain.load_state_dict(snapshot["model"])
     prompts = torch.randint(97, 107, (3, 12), generator=torch.Generator().manual_seed(0))

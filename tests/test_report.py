@@ -128,6 +128,25 @@ def test_what_is_compared(tmp_path):
     assert same == [bf16, plain, alone], "a prediction comes after them"
 
 
+def test_launches_are_compared(tmp_path):
+    """Stages and shards are of the launch: such runs stand beside those of the whole model."""
+    gpt = {"script": "multinode/gpt.py", "grad_accum_steps": 1}
+    shards = {"script": "hybrid/gpt_fsdp.py", "shard_size": 2}
+    stages = {"script": "hybrid/gpt_pipeline.py", "num_microbatches": 4}
+    runs = [rows_of("one", 1, [9, 9], **gpt), rows_of("ddp", 2, [9, 5], **gpt)]
+    runs += [rows_of("fsdp", 2, [9, 6], **gpt | shards)]
+    runs += [rows_of(f"{n} stages", n, [9, 7], **stages, num_stages=n) for n in (2, 4)]
+    runs += [rows_of("images", 1, [9, 7], script="hybrid/images.py", num_stages=2, stages=[5, 5])]
+    log = write(tmp_path / "a.jsonl", *runs)
+    text, group, alone = tables(log)
+    assert [row["split"] for row in group] == ["-", "-", "2 shards", "2 stages", "4 stages"]
+    assert [row["speedup"] for row in group] == ["1.00", "2.00", "1.60", "1.33", "1.33"]
+    assert "num_microbatches - / 4" in text and "schedule" not in text
+    assert alone[0]["device-hours"] == "0.00389", "two devices"
+    predicted = run_report(log, "--predict", link(tmp_path / "l.json")).stdout
+    assert "run one" in predicted and "run images" not in predicted
+
+
 def test_repeated_epochs_and_skew(tmp_path):
     """Of an epoch that was done twice the last row counts; skew is that of the compute times."""
     resumed = list(rows_of("b", 2, [9, 5]))[2:]
