@@ -1,5 +1,5 @@
 # Each target sets up .venv first. make demo: one process, then two, on synthetic data, and the
-# speedup. make test: the suite, some 11 minutes on 2 cores. make test-torch TORCH=2.12.1: the same
+# speedup. make test: the suite, some 8 minutes on 2 cores. make test-torch TORCH=2.12.1: the same
 # with that torch, by default the oldest of requirements.txt. make soak: what takes long, 50 minutes.
 PYTHON ?= python3
 TORCH ?= $(shell sed -n 's/^torch>=\([0-9.]*\).*/\1/p' requirements.txt)

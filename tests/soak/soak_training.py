@@ -60,6 +60,9 @@ def test_compiled_shards(run, data, tmp_path):
         more = ("--shard_size", shard, "--grad_accum_steps", 2, "--compile", "--log", log)
         run("hybrid/gpt_fsdp.py", *words, *more, processes=processes)
         assert curve(log) == pytest.approx(curve(tmp_path / "one.jsonl"), rel=1e-5)
+    log = tmp_path / "stages.jsonl"
+    run("hybrid/gpt_pipeline.py", *words, "--compile", "--log", log, processes=2)
+    assert curve(log) == pytest.approx(curve(tmp_path / "one.jsonl"), rel=1e-5)
 
 
 @needs_compiler
