@@ -4,6 +4,8 @@
     python report.py runs/ --out report               # also writes report.md, CSVs and pictures
     python report.py one.jsonl --predict link.json    # link.json is from allreduce.py --out
     python report.py one.jsonl --predict inside.json between.json --gpus_per_node 8
+    python report.py one.jsonl --predict 2nodes.json 4nodes.json      # measured at several N
+    python report.py one.jsonl --predict link.json --noise noise.json # of singlegpu/noise_scale.py
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
 however they are launched: in stages, in shards, in micro-batches. Strong scaling keeps the global
@@ -31,10 +33,16 @@ The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step 
 time of data, forward and backward pass is proportional to the batch; with logs of several batches
 it is interpolated. The time of the optimizer is constant. The log of multigpu with one process
 tells the bytes of each bucket of gradients and when it is ready. For singlegpu, buckets of 1 MiB
-and then 25 MiB are ready in proportion to their bytes. A bucket waits for the one before. An
-all-reduce of n bytes takes N - 1 hops, each with the latency of its link, and n x 2 (N - 1) / N /
-bandwidth of the slowest link. While it runs, the backward pass is as slow as allreduce.py
-(--min_bytes 1048576) has measured. Shared memory and late processes are not predicted.
+and then 25 MiB are ready in proportion to their bytes. A bucket waits for the one before. While its
+all-reduce runs, the backward pass is as slow as allreduce.py (--min_bytes 1048576) has measured.
+
+An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth of the slowest link.
+The latency is that of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small
+messages through trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
+src/graph/tuning.cc). Where a link was measured with as many processes as the row has, its figures
+are taken as they are; the column link tells it, or from what number the row is extrapolated.
+With --noise, time to loss is the time to the same loss beside one process: that of a step, times
+1 + noise scale / batch, to which the number of steps is proportional (McCandlish et al. 2018).
 """
 
 import argparse
@@ -71,17 +79,19 @@ WORDS = ["run", *TITLE, "comm_hook", "device", "host"]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads"]
 NUMBERS = [*COUNTS, *MEANS, "epoch", "rank"]
 DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "host": "-", "peak_MB": math.nan}
-DEFAULTS |= {"comm_hook": "none", "compile": False}
+DEFAULTS |= {"comm_hook": "none", "compile": False, "model": "-", "dataset": "-"}
 
 RATIOS = ["speedup", "efficiency"]
 SPEED = ["processes", "nodes", "batch_size", "seconds", "samples/s", *RATIOS, "device-hours"]
 LATE = ["sending", "waiting", "late rank", "late host", "skew", "peak_MB"]
 COMMUNICATION = ["processes", "comm %", "hidden %", "R", *LATE]
-PREDICTED = ["processes", "local batch", "ms a step", *RATIOS, "comm %", "hidden %", "R"]
+PREDICTED = ["processes", "local batch", "ms a step", "samples/s", *RATIOS]
+PREDICTED += ["comm %", "hidden %", "R", "link"]
 APPLICATION = ["nodes", "processes", "seconds", *RATIOS, "device-hours", "peak_MB"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
 LINK = {  # what allreduce.py writes: (lowest, highest)
     "processes": (2, 1e9),
+    "nodes": (1, 1e9),
     "latency_s": (0, 1e9),
     "bandwidth_bytes_per_s": (1, 1e30),
     "compute_rate": (0.01, 1),
@@ -288,19 +298,20 @@ def application(groups):
 
 
 def read_links(paths):
-    """Returns what allreduce.py wrote of each link: a dict with the names of LINK."""
+    """Returns what allreduce.py wrote of the links: a dict for each file."""
     links = []
     for path in paths:
         try:
             written = json.loads(Path(path).read_text())
-            link = {name: float(written[name]) for name in LINK}
+            link = {"device": written["device"]}  # "CPU" or a GPU: gloo or NCCL
             for name, (lowest, highest) in LINK.items():
+                link[name] = float(written[name])
                 if not lowest <= link[name] <= highest:
                     raise ValueError(f"{name} is {link[name]}")
         except Exception as error:  # a damaged or foreign file can fail anywhere
             sys.exit(f"cannot read the link {path}: {error!r}")
         links.append(link)
-    return links
+    return sorted(links, key=lambda link: link["processes"])
 
 
 def step_of(run, runs):
@@ -329,17 +340,41 @@ def step_of(run, runs):
     return {"batch_size": run["batch_size"], "phases": phases, "bytes": sizes, "shares": shares}
 
 
-def all_reduce_seconds(size, processes, links, gpus_per_node):
-    """Returns the seconds of an all-reduce of `size` bytes in a ring of the processes.
+def levels_of(processes, links, gpus_per_node):
+    """Yields the number of members at each level of the network, and a link measured there.
 
-    `links` are the link inside a node and, if there are two, the one between nodes.
+    With gpus_per_node, GPUs send inside a node, and nodes to each other. Else there is one level.
     """
-    nodes = math.ceil(processes / gpus_per_node) if len(links) == 2 else 1
-    used_links = links if nodes > 1 else links[:1]
-    hops = [link["latency_s"] / (link["processes"] - 1) for link in links]  # of one hop
-    latency = hops[0] * (processes - nodes) + hops[-1] * (nodes - 1)
-    bandwidth = min(link["bandwidth_bytes_per_s"] for link in used_links)
-    return latency + size * 2 * (processes - 1) / processes / bandwidth
+    levels = [(processes, links)]
+    if gpus_per_node > 0:
+        nodes = math.ceil(processes / gpus_per_node)
+        levels = [(math.ceil(processes / nodes), [link for link in links if link["nodes"] == 1])]
+        levels += [(nodes, [link for link in links if link["nodes"] > 1])]
+    for members, measured in levels:
+        if members > 1:
+            smaller = [link for link in measured if link["processes"] <= members]
+            yield members, (smaller or measured)[-1 if smaller else 0]
+
+
+def all_reduce_seconds(size, processes, links, gpus_per_node):
+    """Returns the seconds of an all-reduce of `size` bytes, and of which links they are."""
+    levels = list(levels_of(processes, links, gpus_per_node))
+    nodes = math.ceil(processes / gpus_per_node) if gpus_per_node > 0 else 1
+    latency = 0.0
+    bandwidth = math.inf
+    sources = "two links" if len(levels) > 1 else ""
+    for members, link in levels:
+        hops = members - 1
+        measured_hops = link["processes"] - 1
+        if link["nodes"] == 1 and link["device"] == "CPU":
+            hops *= nodes  # the ring of gloo passes through all nodes
+        if link["nodes"] > 1 and link["device"] != "CPU":  # NCCL has trees
+            hops, measured_hops = math.log2(members), math.log2(link["processes"])
+        latency += link["latency_s"] * hops / measured_hops
+        bandwidth = min(bandwidth, link["bandwidth_bytes_per_s"])
+        is_measured = members == link["processes"]
+        sources = sources or ("measured" if is_measured else f"from {link['processes']:.0f}")
+    return latency + size * 2 * (processes - 1) / processes / bandwidth, sources
 
 
 def predict_step(step, processes, scaling, links, gpus_per_node):
@@ -348,9 +383,9 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
     phases = step["phases"]
     seconds = {name: np.interp(local_batch, phases.index, phases[name]) for name in phases}
     optimizer = phases["optimizer"][step["batch_size"]]
-    all_reduces = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
-    used_links = links if processes > gpus_per_node else links[:1]
-    rate = min(link["compute_rate"] for link in used_links)
+    all_reduces, sources = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
+    used_links = [link for _, link in levels_of(processes, links, gpus_per_node)]
+    rate = min((link["compute_rate"] for link in used_links), default=1.0)
     bucket_ready = 0.0  # in seconds from the beginning of the backward pass
     link_free = 0.0  # likewise: when the all-reduces so far have ended
     for work, all_reduce in zip(step["shares"] * seconds["backward"], all_reduces):
@@ -363,7 +398,7 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
     compute = seconds["forward"] + bucket_ready + optimizer
     training = seconds["data"] + compute + comm
     row = {"processes": processes, "local batch": local_batch, "ms a step": 1000 * training}
-    row["samples/s"] = processes * local_batch / training
+    row |= {"samples/s": processes * local_batch / training, "link": sources}
     row["comm %"] = 100 * comm / training
     comm_total = all_reduces.sum()
     if comm_total > 0:
@@ -373,13 +408,57 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
 
 
 def predict(step, scaling, links, gpus_per_node):
-    """Returns the rows of the prediction, and a sentence on up to how many processes it pays."""
+    """Returns the rows of the prediction for 1, 2, 4, ... processes, with speedups."""
     rows = []
     for processes in 2 ** np.arange(11):
         if scaling == "weak" or processes <= step["batch_size"]:
             rows.append(predict_step(step, processes, scaling, links, gpus_per_node))
-    found = with_speedups(pd.DataFrame(rows))
-    return found[1:].to_dict("records"), pays_up_to(found)
+    return with_speedups(pd.DataFrame(rows))
+
+
+def with_times_to_loss(weak, path):
+    """Adds the time to the same loss beside one process, by a file of noise_scale.py."""
+    try:
+        noise_scale = float(json.loads(Path(path).read_text())["noise_scale"])
+        if not 0 < noise_scale < math.inf:
+            raise ValueError(f"it is {noise_scale}")
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot read the noise scale {path}: {error!r}")
+    steps = 1 + noise_scale / (weak["processes"] * weak["local batch"])
+    times = steps * weak["ms a step"]
+    return weak.assign(**{"time to loss": times / times[0]})
+
+
+def verdicts(strong, weak):
+    """Returns the sentences on what the two predictions say."""
+    shorter = strong["ms a step"].diff().fillna(-1) < 0
+    shortest = strong["processes"][shorter.cummin()].max()
+    efficient = weak["processes"][(weak["efficiency"] >= 0.8).cummin()].max()
+    step = f"With the global batch kept, a step gets shorter up to {shortest} process(es)."
+    speed = (
+        f"With the batch of a process kept, the samples/s keep 80% efficiency up to {efficient}."
+    )
+    found = [f"{step} {pays_up_to(strong)}", speed]
+    if "time to loss" in weak:
+        best = weak.loc[weak["time to loss"].idxmin()]
+        share = f"in {best['time to loss']:.2g} of the time of one"
+        found.append(f"Then the same loss comes soonest on {best['processes']}, {share}.")
+    return found
+
+
+def doubts(run, runs, strong, links):
+    """Returns sentences on why the prediction from this run is not to be trusted, if it is not."""
+    found = []
+    short = strong["processes"][strong["ms a step"] < 10]
+    if len(short):
+        found.append(f"steps are shorter than 10 ms from {short.min()} process(es) on")
+    if any(link["device"] != run["device"] for link in links):
+        found.append(f"the run was on {run['device']}, and the link of {links[0]['device']}")
+    if run["device"] == "CPU" and links[0]["nodes"] == 1:
+        found.append("CPU processes of one node share its memory, which slows them down")
+    if any(other.get("waiting", 0.0) > 0.1 * other["training"] for other in runs):
+        found.append("in the logs processes wait for a late one, which is not predicted")
+    return [f"Not to be trusted: {doubt}." for doubt in found]
 
 
 def draw_group(group, path):
@@ -409,7 +488,7 @@ def write_all(groups, predictions, lines, out):
     (out / "report.md").write_text("\n".join(lines) + "\n")
     columns = ["group", *SPEED, *COMMUNICATION[1:], *QUALITY, "serial", *PHASES]
     measured = pd.concat([pd.DataFrame(), *groups]).reindex(columns=columns)
-    predicted = pd.DataFrame(predictions, columns=["group", *PREDICTED])
+    predicted = pd.DataFrame(predictions, columns=["group", *PREDICTED, "time to loss"])
     measured.to_csv(out / "tables/measured.csv", index=False)
     predicted.to_csv(out / "tables/predicted.csv", index=False)
     for number, group in enumerate(groups, start=1):
@@ -435,13 +514,19 @@ def main():
     add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
     add("--warmup", type=int, default=1, help="first epochs of a run that do not count")
     add("--predict", nargs="+", default=[], metavar="LINK.json", help="files of allreduce.py")
-    add("--gpus_per_node", type=int, default=0, help="processes of a node, for two link files")
+    add("--noise", metavar="NOISE.json", help="file of noise_scale.py: time to the same loss")
+    add("--gpus_per_node", type=int, default=0, help="if links of both kinds are given")
     args = parser.parse_args()
-    if len(args.predict) > 2 or (len(args.predict) == 2) != (args.gpus_per_node > 0):
-        parser.error("--predict takes one link file, or two of them with --gpus_per_node")
     rows, notes = read_logs(args.paths)
     runs = runs_of(rows, args.warmup, notes)
     links = read_links(args.predict)
+    levels = {link["nodes"] > 1 for link in links}
+    if (len(levels) == 2) != (args.gpus_per_node > 0):
+        parser.error("--gpus_per_node is for links inside a node and between nodes: both, or none")
+    if len(levels) == 2 and any(link["nodes"] not in (1, link["processes"]) for link in links):
+        parser.error("measure the link between nodes with one process a node")
+    if args.noise and not links:
+        parser.error("--noise needs --predict")
     whole = [run for run in runs if run["split"] == "-"]
     singles = [run for run in whole if run["processes"] == 1 and links]  # to predict from
     if links and not singles:
@@ -460,12 +545,21 @@ def main():
         lines += ["## not compared: no other run differs in the number of processes alone", ""]
         lines += [table(columns, alone), "", table(COMMUNICATION, alone), ""]
     predictions = []
-    for run, scaling in itertools.product(singles, ("strong", "weak")):
-        title = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
-        title += f"batch {run['batch_size']}, run {run['run']}"
-        found, sentence = predict(step_of(run, singles), scaling, links, args.gpus_per_node)
-        predictions += [row | {"group": title} for row in found]
-        lines += [f"## {title}", "", table(PREDICTED, found), "", sentence, ""]
+    for run in singles:
+        step = step_of(run, singles)
+        found = {}
+        for scaling in ("strong", "weak"):
+            title = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
+            title += f"batch {run['batch_size']}, run {run['run']}"
+            found[scaling] = predict(step, scaling, links, args.gpus_per_node)
+            if scaling == "weak" and args.noise:
+                found[scaling] = with_times_to_loss(found[scaling], args.noise)
+            more = found[scaling][1:].to_dict("records")
+            predictions += [row | {"group": title} for row in more]
+            has_times = "time to loss" in found[scaling]
+            columns = [*PREDICTED[:6], "time to loss", "link"] if has_times else PREDICTED
+            lines += [f"## {title}", "", table(columns, more), ""]
+        lines += [*verdicts(**found), *doubts(run, runs, found["strong"], links), ""]
     notes = [f"note: {note}" for note in notes]
     print("\n".join(lines + notes))
     if args.out:

@@ -450,11 +450,12 @@ def train_step(run, batches, args):
         run.watch.mark("forward")
         (loss / args.grad_accum_steps).backward()
         run.watch.mark("backward")
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in run.model.parameters()])
-    run.watch.mark("optimizer")
-    norm = norm.full_tensor()  # an all-reduce: the norm of the gradients of all shards
-    run.watch.mark("comm")
-    nn.utils.clip_grads_with_norm_(run.model.parameters(), MAX_GRAD_NORM, norm)
+    if MAX_GRAD_NORM:
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in run.model.parameters()])
+        run.watch.mark("optimizer")
+        norm = norm.full_tensor()  # an all-reduce: the norm of the gradients of all shards
+        run.watch.mark("comm")
+        nn.utils.clip_grads_with_norm_(run.model.parameters(), MAX_GRAD_NORM, norm)
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.watch.mark("optimizer")

@@ -230,8 +230,8 @@ def finish(model, data, args, device):
 # ==================================== How the model is split. =====================================
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SUMS = ("loss", "count")  # the sums of batch_loss
-IGNORED = -100  # a target that the loss does not count
+SUMS = ("loss", "count")  # all that batch_loss sums up: the last stage tells it the others
+IGNORED = -100  # the targets of rows that only fill up a batch
 
 
 class Stage(nn.Module):
@@ -260,7 +260,7 @@ class Stage(nn.Module):
             if self.is_first:
                 x = self.dropout(self.embedding(x) + self.positions.weight)
             elif torch.is_grad_enabled():
-                x.requires_grad_()  # torch 2.11 forgets it if the run began with a validation
+                x.requires_grad_()  # torch 2.11 forgets it if a resumed run begins by validating
             x = self.blocks(x)
             if self.is_last:
                 x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
@@ -274,13 +274,14 @@ def head_loss(logits, targets):
 
 def micro_batch_loss(logits, targets, mean_loss, run, args):
     """Returns a micro-batch's part of the mean loss of a batch. The gradients just add up."""
-    if not torch.is_grad_enabled():  # in a validation, rows of IGNORED targets fill up a batch
+    if not torch.is_grad_enabled():  # a validation: without the rows that fill up a batch
         is_real = targets[:, 0] != IGNORED
         logits = logits[is_real]
         targets = targets[is_real]
         if len(targets) == 0:
-            return logits.sum()
-    loss = add_batch(run, mean_loss, (logits, targets), run.sums_of_batch, args)
+            return logits.sum()  # 0; it is not used
+    # For batch_loss, the "model" is what is left of it here: from logits and targets to the loss.
+    loss = add_batch(run, mean_loss, (logits, targets), run.new_sums, args)
     return loss / args.num_microbatches / run.num_pipelines
 
 
@@ -301,6 +302,7 @@ def create_groups(run, args):
 def create_schedule(run, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
     size = args.batch_size // run.num_pipelines // args.num_microbatches  # B
+    # What a stage receives and sends. Gradients come back for all but ids and logits.
     with torch.device("meta"):  # only types and shapes
         inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
         outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
@@ -321,23 +323,26 @@ def create_schedule(run, args):
         run.stage.compile()
     mean_loss = torch.compile(head_loss) if args.compile else head_loss
     loss = partial(micro_batch_loss, mean_loss=mean_loss, run=run, args=args)
-    # The schedule calls these for each micro-batch: now they mark their time, too.
-    for name in ("forward", "backward"):
-        chunk = getattr(pipeline_stage, f"{name}_one_chunk")
-        setattr(pipeline_stage, f"{name}_one_chunk", run.watch.timed_pass(chunk, name))
-    loss = run.watch.timed_pass(loss, "forward")
+    # The schedule calls these three for each micro-batch: now they mark their time, too.
+    timed = run.watch.timed_pass
+    pipeline_stage.forward_one_chunk = timed(pipeline_stage.forward_one_chunk, "forward")
+    pipeline_stage.backward_one_chunk = timed(pipeline_stage.backward_one_chunk, "backward")
+    loss = timed(loss, "forward")
     schedule = SCHEDULES[args.schedule]
     return schedule(pipeline_stage, args.num_microbatches, loss, scale_grads=False)
 
 
-def pass_batch(run, pass_through, tokens, targets):
-    """Passes a batch through the pipeline. Its last stage adds up run.sums_of_batch."""
+def pass_batch(run, schedule, tokens, targets):
+    """Passes a batch through the stages, by the step or the eval of the schedule.
+
+    In the last stage, micro_batch_loss() adds the sums of the batch to run.new_sums.
+    """
     if run.stage.is_first:
-        pass_through(tokens.contiguous(), return_outputs=False)  # torch 2.11 insists on it
+        schedule(tokens.contiguous(), return_outputs=False)  # torch 2.11 needs contiguous ids
     elif run.stage.is_last:
-        pass_through(target=targets, return_outputs=False)
+        schedule(target=targets, return_outputs=False)
     else:
-        pass_through(return_outputs=False)
+        schedule(return_outputs=False)
 
 
 def join_gradients(stage, device):
@@ -362,7 +367,7 @@ def squared_norm(stage):
 
 
 def forget_other_stages(run):
-    """Leaves the model and the optimizer what is this stage's."""
+    """Frees what the model and the optimizer hold of other stages."""
     own = set(run.stage.parameters())
     for group in run.optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in own]
@@ -438,7 +443,7 @@ def main(args):
     for name in run.sums:
         run.sums[name] /= run.world_size  # each process begins with an equal share
     check_same_start(run, args)
-    run.settings = describe(run, args)
+    run.settings = describe(run, args)  # here the process still knows all parameters
     if run.rank > 0:
         forget_other_stages(run)
     run.gradients = join_gradients(run.stage, run.device)
@@ -451,14 +456,14 @@ def main(args):
         print(f"starting at epoch {run.epoch}, step {run.step}:")
         print(*(f"{name:>10}" for name in COLUMNS))
     rows = train(run, train_data, val_data, args)
-    if run.epoch == args.epochs:
+    if run.epoch == args.epochs and not args.snapshot:  # else train() has saved, and so gathered
         gather_stages(run, args)  # finish() needs the whole model
     dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
     dist.destroy_process_group()
     if run.rank == 0:
         print_summary(rows)  # the times of run.watch
         if run.epoch == args.epochs:
-            torch.manual_seed(args.seed)
+            torch.manual_seed(args.seed)  # so that gpt_fsdp.py draws the same text
             finish(run.model.cpu().eval(), val_data, args, torch.device("cpu"))
     # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
 
@@ -537,7 +542,7 @@ def train_step(run, batches, args):
     torch.manual_seed(hash((args.seed, run.epoch, run.step, run.rank)))
     tokens, targets = to_device(next(batches), run.device)
     run.watch.mark("data")
-    run.sums_of_batch = {}
+    run.new_sums = {}
     pass_batch(run, run.schedule.step, tokens, targets)
     # The gradients of this stage are added up over the pipelines, while other stages work.
     reducing = dist.all_reduce(run.gradients, group=run.replica_group, async_op=True)
@@ -551,14 +556,15 @@ def train_step(run, batches, args):
     news = torch.zeros(3, dtype=torch.float64, device=run.device)
     news[0] = squared_norm(run.stage)
     for number, name in enumerate(SUMS, start=1):  # which the last stage alone knows
-        news[number] = run.sums_of_batch.get(name, 0.0)
+        news[number] = run.new_sums.get(name, 0.0)
     run.watch.mark("optimizer")
     dist.all_reduce(news, group=run.pipeline_group)
     run.watch.mark("comm")
     for number, name in enumerate(SUMS, start=1):  # each stage has its share of them
         run.sums[name] = run.sums.get(name, 0.0) + news[number] / args.num_stages
-    norm = news[0].sqrt().float()
-    nn.utils.clip_grads_with_norm_(run.stage.parameters(), MAX_GRAD_NORM, norm)
+    if MAX_GRAD_NORM:
+        norm = news[0].sqrt().float()
+        nn.utils.clip_grads_with_norm_(run.stage.parameters(), MAX_GRAD_NORM, norm)
     run.optimizer.step()
     run.gradients.zero_()
     run.watch.mark("optimizer")
@@ -592,14 +598,14 @@ def evaluate(run, data, args):
     share = np.arange(run.pipeline, len(data), run.num_pipelines)
     size = args.batch_size // run.num_pipelines  # as in training
     indices = [share[start : start + size].tolist() for start in range(0, len(share), size)]
-    run.sums_of_batch = dict.fromkeys(SUMS, 0.0)  # which stay 0 in the other stages
+    run.new_sums = dict.fromkeys(SUMS, 0.0)  # which stay 0 in the other stages
     for batch in create_loader(data, indices, run, args):
         tokens, targets = to_device(batch, run.device)
         missing = size - len(tokens)  # a pipeline takes batches of one size only
         tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
         targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
         pass_batch(run, run.schedule.eval, tokens, targets)
-    return run.sums_of_batch
+    return run.new_sums
 
 
 def training_indices(data, first_epoch, first_step, run, args):
@@ -997,7 +1003,11 @@ def print_summary(all_rows):
 
 
 def print_communication(rows):
-    """Prints what part of the communication is sending, and what is waiting for a late pipeline."""
+    """Prints the bubbles, and how much of the communication is waiting for a late pipeline.
+
+    R says how many times as long a process computes as it sends. If nothing is hidden, N pipelines
+    are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
+    """
     print_bubbles(rows)
     processes = rows[0]["processes"]
     num_stages = rows[0]["num_stages"]

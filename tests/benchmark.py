@@ -2,7 +2,9 @@
 
     python tests/benchmark.py ratio "OLD/singlegpu/images.py WORDS" "singlegpu/images.py WORDS"
     python tests/benchmark.py bigmnist --folder FOLDER --old OLD   # reads a file that it writes
-    python tests/benchmark.py predict --data_dir DATA              # speedup on slow links; as root
+    python tests/benchmark.py predict --nodes 2 4 8     # speedup on slow links; as root, on Linux
+
+    python tests/benchmark.py steps "singlegpu/gpt.py --dataset TEXT" --loss 2 --batch_sizes 4 16 64
 
 They measure in rounds, in which the sides take turns, and print medians. OLD is a checkout of an
 earlier version. `ratio` compares the samples/s of the logs. A side is a command without `python`,
@@ -215,99 +217,57 @@ def bigmnist(options):
         print(f"{gigabytes:g} GB of {'x'.join(map(str, shape))}: {', '.join(told)}")
 
 
-def token_folder(folder):
-    """Writes random token ids, few of them to validate on, for gpt.py."""
-    for name, count in (("train", 1 << 20), ("val", 1024)):
-        ids = np.random.default_rng(0).integers(256, size=count, dtype=np.uint16)
-        ids.tofile(f"{folder}/{name}.bin")
-    return folder
-
-
 def predict(options):
-    """Speedup of two nodes of one thread on links: measured, and as report.py says it beforehand.
+    """Speedup of many nodes: as report.py says it beforehand, and as it is."""
+    sys.path.append(str(ROOT / "tests"))
+    import prediction  # here, as it imports torch
 
-    It is told what one process of multigpu takes for the batch and, as both nodes share this
-    machine's memory, what each of two takes for half of it that run at once and send nothing.
-    """
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import link
-    import report
-
-    if missing := link.what_is_missing():
-        sys.exit(missing)
-
-    def summary(log):
-        rows, notes = report.read_logs([log])
-        return report.runs_of(rows, 1, notes)[0]
-
-    def run_on_link(script, *words):
-        run_at_once(link.commands_on(spaces, 29400, f"multinode/{script}", *words))
-
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "veth"}
-    news = f"--dataset ag_news --data_dir {options.data_dir} --seq_len 128 --model transformer"
-    sizes = "--d_model 320 --n_heads 5 --num_layers 8 --seq_len 256 --vocab_size 256"
-    results = {}
-    with tempfile.TemporaryDirectory() as folder, link.two_nodes() as spaces:
-        write_images(folder, 20_000, (28, 28))
-        models = {
-            "text, small": ("text.py", 64, 15, f"{news} --size small"),
-            "text, large": ("text.py", 64, 6, f"{news} --size large"),
-            "images, mlp": ("images.py", 64, 60, f"--model mlp --dataset {folder}"),
-            "images, cnn": ("images.py", 256, 20, f"--model cnn --dataset {folder}"),
-            "gpt, 9.9 M": ("gpt.py", 16, 4, f"--dataset {token_folder(folder)} {sizes}"),
-        }
-        for _, mbit in itertools.product(range(options.rounds), options.mbit):
-            link.shape(spaces, mbit)
-            measured = Path(folder, "link.json")
-            words = ("--min_bytes", 1 << 20, "--max_bytes", 1 << 25, "--seconds", options.seconds)
-            run_on_link("allreduce.py", *words, "--out", measured)
-            links = report.read_links([measured])
-            for name in options.models or models:
-                script, batch, steps, arguments = models[name]
-                logs = [Path(tempfile.mkdtemp(dir=folder), "log.jsonl") for _ in range(4)]
-                one, *halves, two = logs
-                steps = options.max_steps or steps
-                common = [*arguments.split(), "--epochs", 3, "--max_steps", steps]
-                single = [sys.executable, ROOT / "multigpu" / script, "--num_gpus", 1, *common]
-                run_at_once([[*single, "--batch_size", batch, "--log", one]])
-                words = [*single, "--batch_size", batch // 2, "--log"]
-                run_at_once([[*words, log] for log in halves])
-                run_on_link(script, *common, "--batch_size", batch, "--log", two)
-                alone, *halved, both = map(summary, logs)
-                step = report.step_of(alone, [alone, *halved])
-                foretold = report.predict(step, "strong", links, 0)[0][0]["speedup"]
-                speedup = both["samples/s"] / alone["samples/s"]
-                results.setdefault((name, mbit), []).append((foretold, speedup, both["R"]))
-    points = {}  # of the picture
-    print("| model | link | predicted | measured | error | R |")
-    print("|" + " --- |" * 6)
-    for (name, mbit), values in results.items():
-        foretold, speedup, r = (statistics.median(column) for column in zip(*values))
-        error = statistics.median(value[0] / value[1] - 1 for value in values)
-        where = f"{mbit} Mbit/s" if mbit else "not slowed down"
-        print(f"| {name} | {where} | {foretold:.2f} | {speedup:.2f} | {error:+.0%} | {r:.2f} |")
-        points.setdefault(where, []).append((r, speedup))
-    draw_speedups(points, options.picture)
+    prediction.predict(options)
 
 
-def draw_speedups(points, path):
-    """Draws the speedup of two processes over R, {link: [(R, speedup)]}, and without overlap."""
-    from matplotlib.figure import Figure
+def steps_until(script, args, data, val_batch, batch_size, learning_rate, options):
+    """Returns after how many steps the validation loss is as low as wanted, or infinity."""
+    import torch
 
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
-    axes = figure.subplots()
-    found = [r for values in points.values() for r, _ in values]
-    line = np.geomspace(min(found) / 1.3, max(found) * 1.3)
-    axes.plot(line, 2 * line / (1 + line), color="black", label="2 R / (1 + R): nothing hidden")
-    colours = "#D55E00", "#CC79A7", "#0072B2", "#009E73", "#E69F00", "#56B4E9"
-    for (where, values), mark, colour in zip(points.items(), "ovs^Dx", colours):
-        axes.plot(*zip(*values), mark, color=colour, label=where)
-    axes.axhline(1, color="grey", linestyle=":")
-    axes.axvline(3, color="grey", linestyle=":")
-    axes.set(xscale="log", ylim=(0, 2.4))
-    axes.set(xlabel="R = compute / sending", ylabel="speedup of two processes")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    torch.manual_seed(args.seed)
+    args.learning_rate = learning_rate
+    model = script.create_model(args, data)
+    optimizer = script.create_optimizer(model, args)
+    generator = np.random.default_rng(args.seed)
+    losses = [math.inf]  # after 0, every, 2 x every, ... steps
+    for step in range(1, options.max_steps + 1):
+        batch = script.collate(data.__getitems__(generator.integers(len(data), size=batch_size)))
+        loss, _ = script.batch_loss(model, batch, args)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), script.MAX_GRAD_NORM or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % options.every == 0:
+            with torch.no_grad():
+                losses.append(script.batch_loss(model, val_batch, args)[0].item())
+            if losses[-1] <= options.loss:
+                share = (losses[-2] - options.loss) / (losses[-2] - losses[-1])  # of the last steps
+                return step - options.every * (1 - (share if math.isfinite(share) else 1))
+    return math.inf
+
+
+def steps(options):
+    """Steps to a loss by batch, each with the best of some constant learning rates."""
+    script_path, *words = shlex.split(options.script)
+    script = module(script_path)
+    sys.argv = [script_path, *words]
+    args = script.parse_args()
+    data, val_data = script.read_data(args)
+    val_batch = script.collate(val_data.__getitems__(np.arange(min(len(val_data), 1000))))
+    print("| batch | learning rate | steps | samples |")
+    print("|" + " --- |" * 4, flush=True)
+    for size in options.batch_sizes:
+        found = []
+        for rate in options.learning_rates:
+            count = steps_until(script, args, data, val_batch, size, rate, options)
+            found.append((count, rate))
+        count, rate = min(found)
+        print(f"| {size} | {rate:g} | {count:.0f} | {size * count:,.0f} |", flush=True)
 
 
 def main():
@@ -315,18 +275,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=wide)
     commands = parser.add_subparsers(dest="command", required=True)
     add = {}
-    for command in (ratio, bigmnist, predict, classic, nanogpt):
+    for command in (ratio, bigmnist, predict, steps, classic, nanogpt):
         words = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
         words.set_defaults(run=command)
         add[command.__name__] = words.add_argument
-    for name in ("ratio", "bigmnist", "predict"):
+    for name in ("ratio", "bigmnist"):
         add[name]("--rounds", type=int, default=5)
+    add["steps"]("script", help="with its flags, such as 'singlegpu/gpt.py --dataset input.txt'")
+    add["steps"]("--loss", type=float, required=True, help="validation loss to reach")
+    add["steps"]("--batch_sizes", type=int, nargs="+", required=True)
+    add["steps"]("--learning_rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
+    add["steps"]("--every", type=int, default=10, help="steps between two validations")
+    add["steps"]("--max_steps", type=int, default=3000, help="where it gives up")
     for name in ("predict", "classic", "nanogpt"):
         add[name]("--max_steps", type=int, default=0, help="0: as many as the command takes")
     for name in ("classic", "nanogpt"):
         add[name]("--log", required=True)
-    for name in ("predict", "classic"):
-        add[name]("--data_dir", type=os.path.abspath, default="data")
+    add["classic"]("--data_dir", type=os.path.abspath, default="data")
     add["ratio"]("sides", nargs="+")
     add["ratio"]("--columns", nargs="+", default=[], help="further columns of the logs")
     add["bigmnist"]("--folder", required=True, help="where the file is written, and removed")
@@ -334,9 +299,12 @@ def main():
     add["bigmnist"]("--image_size", type=int, default=28, help="28: as bigmnist; 224: in 3 colours")
     add["bigmnist"]("--seconds", type=float, default=20, help="of each measurement, at most")
     add["bigmnist"]("--old", metavar="FOLDER", help="a checkout whose images.py reads by windows")
-    add["predict"]("--mbit", type=int, nargs="+", default=[100, 400, 1000, 0], help="0: no limit")
+    add["predict"]("--nodes", type=int, nargs="+", default=[2, 4, 8])
+    add["predict"]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
     add["predict"]("--models", nargs="+", help='as "images, mlp"; all by default')
-    add["predict"]("--seconds", type=float, default=1, help="of each size of an all-reduce")
+    add["predict"]("--faults", action="store_true", help="also a late node, a slow link, and more")
+    add["predict"]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
+    add["predict"]("--seconds", type=float, default=4, help="of an epoch, about")
     add["predict"]("--picture", default=ROOT / "when_ddp_pays.png", help="file to draw")
     add["classic"]("--model", default="cnn")
     add["classic"]("--batch_size", type=int, default=64)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fork_server import torchrun_env
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
@@ -165,15 +166,6 @@ def fork_server(tmp_path_factory):
 
         yield fork_server
         server.kill()
-
-
-def torchrun_env(rank, agents, each):
-    """What torchrun tells the process of this rank."""
-    env = {"RANK": rank, "LOCAL_RANK": rank % each}
-    env |= {"GROUP_RANK": rank // each, "GROUP_WORLD_SIZE": agents}
-    env |= {"WORLD_SIZE": agents * each, "LOCAL_WORLD_SIZE": each, "TORCHELASTIC_RUN_ID": "test"}
-    env |= {"TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": False}
-    return {name: str(value) for name, value in env.items()}
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,10 @@ Each line of stdin is a request in JSON, and its commands run at the same time:
 The answer is a line of JSON: [[exit status, stdout, stderr], ...], in the order of the commands.
 Where one fails, the others are killed 20 s later, as torchrun would do. The status is null if the
 timeout ended the command. Processes that a command starts by torch.multiprocessing are forks, too.
+A command whose environment has NETWORK runs in the network namespace of this name (ip netns).
 """
 
+import ctypes
 import functools
 import importlib
 import json
@@ -26,6 +28,21 @@ import torch.multiprocessing
 IMPORTS = "datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm".split()
 
 
+def torchrun_env(rank, agents, each):
+    """What torchrun tells the process of this rank."""
+    env = {"RANK": rank, "LOCAL_RANK": rank % each}
+    env |= {"GROUP_RANK": rank // each, "GROUP_WORLD_SIZE": agents}
+    env |= {"WORLD_SIZE": agents * each, "LOCAL_WORLD_SIZE": each, "TORCHELASTIC_RUN_ID": "test"}
+    env |= {"TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": False}
+    return {name: str(value) for name, value in env.items()}
+
+
+def enter(network):
+    with open(f"/run/netns/{network}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), network)
+
+
 def run(command, cwd, env):
     """Do in a fork what the interpreter does with the command."""
     status, start = 0, torch.multiprocessing.start_processes
@@ -33,6 +50,8 @@ def run(command, cwd, env):
     try:
         os.chdir(cwd)
         os.environ.update(env)
+        if "NETWORK" in env:
+            enter(env["NETWORK"])
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 from conftest import ROOT, curve, load
 from PIL import Image
+from prediction import with_band
 
 LAUNCHES = (("singlegpu", 1), ("multigpu", 2), ("multinode", 3))
 
 
 def paste(band, folder, script):
     """Write the script of a folder with this band (a text) in place of its own."""
-    rest = (ROOT / folder / "images.py").read_text()
-    _, yours, end = re.split(r"(?<=\n)(?=# =)", rest, maxsplit=2)
     script.parent.mkdir(exist_ok=True)
-    script.write_text(rest.replace(yours, yours.splitlines()[0] + "\n" + band + "\n\n"))
+    script.write_text(with_band(band, f"{folder}/images.py"))
     return script
 
 

@@ -36,6 +36,16 @@ def test_classic(run, data, tmp_path):
     assert json.loads(log.read_text())["samples/s"] > 0
 
 
+def test_steps(run, data):
+    """A larger batch needs no more steps; a loss that is not reached is told."""
+    words = [f"singlegpu/images.py --dataset mnist --data_dir {data} --model mlp", "--loss", 1.5]
+    words += ["--batch_sizes", 8, 256, "--learning_rates", 1e-3, 1e-9, "--max_steps", 200]
+    out = run(BENCHMARK, "steps", *words)
+    small, large = [float(line.split(" | ")[2]) for line in out.splitlines()[-2:]]
+    assert 0 < large < small < 200, out
+    assert "inf" in run(BENCHMARK, "steps", *words, "--loss", 0)
+
+
 @pytest.mark.parametrize("size", [28, 224])
 def test_bigmnist(run, tmp_path, size):
     """A line tells speed and memory of each way to read, and the file is gone."""
@@ -51,8 +61,22 @@ def test_bigmnist(run, tmp_path, size):
 
 @pytest.mark.skipif(link.what_is_missing(), reason=f"{link.what_is_missing()}")
 def test_predict(run, tmp_path):
-    words = ["--models", "images, mlp", "--max_steps", 2, "--mbit", 0, "--rounds", 1]
-    words += ["--seconds", 0.01, "--picture", tmp_path / "picture.png"]
+    """Four nodes, from what is measured on one and two. Only a wrong model misses by a quarter."""
+    words = [
+        "--nodes",
+        4,
+        "--mbit",
+        100,
+        "--models",
+        "images, mlp",
+        "text, small",
+        "--seconds",
+        0.5,
+    ]
+    words += ["--max_bytes", 1 << 22, "--picture", tmp_path / "picture.png"]
     out = run(BENCHMARK, "predict", *words)
-    assert out.splitlines()[-1].startswith("| images, mlp | not slowed down | ")
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")][2:]
+    assert [row[:3] for row in rows] == [[model, "100", "4"] for model in words[5:7]]
+    for _, _, _, predicted, measured, *_ in rows:
+        assert float(predicted) == pytest.approx(float(measured), rel=0.25), rows
     assert (tmp_path / "picture.png").exists()

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, SCRIPTS, TIMEOUT, assert_same_weights, curve, load
-from conftest import rows, torchrun_env, wait_for, wait_for_saves
+from conftest import rows, wait_for, wait_for_saves
+from fork_server import torchrun_env
 from test_training import arguments_of
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from test_training import arguments_of
@@ -176,9 +177,10 @@ def test_damaged_rows(tmp_path):
     assert "1 row(s) left out: not all processes logged their epoch" in run_report(lost).stdout
 
 
-def link(path, processes=2, latency=0.0, bandwidth=1e9, rate=1.0):
-    names = "processes", "latency_s", "bandwidth_bytes_per_s", "compute_rate"
-    path.write_text(json.dumps(dict(zip(names, (processes, latency, bandwidth, rate)))))
+def link(path, processes=2, latency=0.0, bandwidth=1e9, rate=1.0, nodes=1, device="CPU"):
+    found = {"processes": processes, "nodes": nodes, "device": device, "latency_s": latency}
+    found |= {"bandwidth_bytes_per_s": bandwidth, "compute_rate": rate}
+    path.write_text(json.dumps(found))
     return path
 
 
@@ -200,6 +202,9 @@ def test_prediction_by_hand(tmp_path):
     comm = max(0.4 * (1 << 20) / 4e6 + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup"]) == pytest.approx(4 * 0.9 / (0.9 + comm), rel=0.004)
     assert "It pays up to 2 processes: 4 are 1.32 times as fast as 2, less than 1.50." in text
+    assert "a step gets shorter up to 4 process(es)." in text
+    assert "keep 80% efficiency up to 8." in text
+    assert "Not to be trusted: CPU processes of one node share its memory" in text
 
 
 def test_prediction_with_buckets(run, data, tmp_path):
@@ -218,7 +223,7 @@ def test_prediction_with_buckets(run, data, tmp_path):
 def test_prediction_over_nodes(tmp_path):
     """Inside a node the fast link counts, over nodes the slow one."""
     log = write(tmp_path / "a.jsonl", rows_of("a", 1, [11, 11]))
-    links = link(tmp_path / "i", 4, 3e-6, 200e6), link(tmp_path / "b", 2, 50e-6, 100e6, 0.5)
+    links = link(tmp_path / "i", 4, 3e-6, 200e6), link(tmp_path / "b", 2, 50e-6, 100e6, 0.5, 2)
     _, one, _ = tables(log, "--predict", links[0])
     _, two, _ = tables(log, "--predict", *links, "--gpus_per_node", 4)
     assert one[:2] == two[:2]
@@ -228,17 +233,61 @@ def test_prediction_over_nodes(tmp_path):
     assert float(two[2]["R"]) == pytest.approx(compute / comm_total, rel=0.004)
 
 
+def test_prediction_of_nccl_and_of_several_links(tmp_path):
+    """Trees have 2 log2(nodes) hops, a ring 2 (N - 1); what was measured at an N counts there."""
+    log, two = write(tmp_path / "a.jsonl", rows_of("a", 1, [11, 11])), tmp_path / "2.json"
+    seconds = {}
+    for device in ("CPU", "H100"):
+        _, strong, _ = tables(log, "--predict", link(two, 2, 0.02, 1e15, 1, 2, device))
+        assert [row["link"] for row in strong[:2]] == ["measured", "from 2"]
+        seconds[device] = [float(row["ms a step"]) for row in strong]
+    # Two buckets send one after the other, the first from 26% of the backward pass on.
+    count = np.array([8, 16, 32])
+    hidden = (1 - (1 << 20) / 4e6) * 400 / count
+    for hops, found in zip((count - 1, np.log2(count)), seconds.values()):
+        expected = 800 / count + 100 + 2 * 20 * hops - hidden
+        assert found[2:5] == pytest.approx(expected, abs=1)
+    more = link(tmp_path / "4.json", 4, 0.5, 1e15, 1, 4)
+    text, strong, _ = tables(log, "--predict", more, link(two, 2, 0.02, 1e15, 1, 2))
+    assert [row["link"] for row in strong[:3]] == ["measured", "measured", "from 4"]
+    assert float(strong[1]["ms a step"]) > 1000 > float(strong[0]["ms a step"])
+    assert "up to 2 process(es)" in text and "Not to be trusted" not in text
+
+
+def test_time_to_the_same_loss(tmp_path):
+    """A batch of b needs 1 + B / b of the steps: with B = 100, of 64 2.56, and of 128 1.78."""
+    log, good = write(tmp_path / "a.jsonl", rows_of("a", 1, [11, 11])), tmp_path / "noise.json"
+    good.write_text('{"noise_scale": 100}')
+    fast = link(tmp_path / "l.json", 2, 0.05, 1e12, nodes=2)
+    text, strong, weak = tables(log, "--predict", fast, "--noise", good)
+    step = float(weak[0]["ms a step"]) / 900
+    assert float(weak[0]["time to loss"]) == pytest.approx(step * 1.78 / 2.56, rel=0.01)
+    times = [float(row["time to loss"]) for row in weak]
+    best = weak[times.index(min(times))]["processes"]
+    assert f"the same loss comes soonest on {best}, in" in text and 1 < int(best) < 1024
+    assert "time to loss" not in strong[0]
+    good.write_text('{"noise_scale": -1}')
+    done = run_report(log, "--predict", fast, "--noise", good)
+    assert done.returncode and "cannot read the noise scale" in done.stderr
+    done = run_report(log, "--noise", good)
+    assert done.returncode == 2 and "--noise needs --predict" in done.stderr
+
+
 def test_bad_input(tmp_path):
     one, two = (write(tmp_path / f"{n}.jsonl", rows_of("a", n, [11, 11])) for n in (1, 2))
     good, nan = link(tmp_path / "good.json"), link(tmp_path / "nan.json", bandwidth=math.nan)
     (bad := tmp_path / "bad.json").write_text("[1")
-    needs_two = "two of them with --gpus_per_node"
+    between = link(tmp_path / "between.json", nodes=2)
+    both, noise = "links inside a node and between nodes", link(tmp_path / "noise.json")
+    four = link(tmp_path / "four.json", 4, nodes=2)
     for message, (log, *more) in (
         ("bad.json", (one, bad)),
         ("nan.json", (one, nan)),
         ("one process", (two, good)),
-        (needs_two, (one, good, good)),
-        (needs_two, (one, good, "--gpus_per_node", 8)),
+        (both, (one, good, between)),
+        (both, (one, good, "--gpus_per_node", 8)),
+        ("one process a node", (one, good, four, "--gpus_per_node", 2)),
+        ("cannot read the noise scale", (one, good, "--noise", noise)),
     ):
         done = run_report(log, "--predict", *more)
         assert done.returncode and message in done.stderr.splitlines()[-1], done.stderr

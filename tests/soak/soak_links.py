@@ -1,4 +1,4 @@
-"""All-reduces on a link of known speed: two network namespaces, joined by a veth that tc slows."""
+"""All-reduces on a link of known speed: two network namespaces, whose links tc slows."""
 
 import json
 
@@ -14,7 +14,7 @@ def run_on_link():
     """run_on_link(script, *arguments, mbit=...) runs it as two nodes of one process."""
     if missing := link.what_is_missing():
         pytest.skip(missing)
-    with link.two_nodes() as spaces:
+    with link.nodes(2) as spaces:
 
         def run_on_link(script, *arguments, mbit):
             link.shape(spaces, mbit)

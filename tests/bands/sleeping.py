@@ -1,0 +1,91 @@
+"""A model that sleeps as long as another one computes, and so takes no core. It sends as much."""
+
+from torch.utils.data import TensorDataset
+
+COLUMNS = "epoch train_loss val_loss seconds samples/s".split()
+METRIC = "samples/s"
+SAME_ON_RESUME = ("batch_size",)
+MAX_GRAD_NORM = None
+
+
+def parse_args():
+    parser = argparse.ArgumentParser()
+    add = parser.add_argument
+    add("--forward", type=float, help="seconds of the forward pass of a sample")
+    add("--backward", type=float, help="seconds of the backward pass of a sample")
+    add("--optimizer", type=float, help="seconds of the optimizer")
+    add("--bytes", type=int, nargs="+", help="of the gradients of each layer, the last layer first")
+    add("--shares", type=float, nargs="+", help="of the backward pass that each layer takes")
+    return parse_run_args(parser, epochs=2, batch_size=64)
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, forward_seconds, backward_seconds):
+        ctx.save_for_backward(weight)
+        ctx.seconds = backward_seconds
+        time.sleep(forward_seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, ctx.saved_tensors[0].detach(), None, None  # its gradient is 0, too
+
+
+class Sleeper(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.args = args
+        layers = [torch.zeros(size // 4) for size in reversed(args.bytes)]
+        self.layers = nn.ParameterList(layers)
+
+    def forward(self, x):  # (B, 1)
+        x = x.requires_grad_(torch.is_grad_enabled())
+        forward_seconds = self.args.forward * len(x) / len(self.layers)
+        for weight, share in zip(self.layers, reversed(self.args.shares)):
+            x = Sleep.apply(x, weight, forward_seconds, self.args.backward * share * len(x))
+        return x
+
+
+class SleepingOptimizer(torch.optim.Optimizer):
+    def __init__(self, parameters, seconds):
+        super().__init__(parameters, {"lr": 0.0})
+        self.seconds = seconds
+
+    def step(self):
+        time.sleep(self.seconds)
+
+
+def read_data(args):
+    data = TensorDataset(torch.zeros(1 << 16, 1))
+    return data, TensorDataset(torch.zeros(64, 1))
+
+
+def training_order(data, args, epoch):
+    return np.arange(len(data))
+
+
+def create_model(args, data):
+    return Sleeper(args)
+
+
+def create_optimizer(model, args):
+    return SleepingOptimizer(model.parameters(), args.optimizer)
+
+
+def learning_rate(args, done):
+    return 0.0
+
+
+def batch_loss(model, batch, args):
+    loss = model(batch[0]).sum()
+    return loss, {"loss": loss, "count": len(batch[0])}
+
+
+def more_columns(row):
+    return {}
+
+
+def finish(model, data, args, device):
+    pass

@@ -1,0 +1,88 @@
+"""noise_scale.py on a model whose noise scale is known, and on the scripts."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from test_bands import paste
+from test_models import module
+from test_training import arguments_of
+from torch.utils.data import TensorDataset, default_collate
+
+DIM, SIGMA, SIZE = 10, 2.0, 4  # of the linear model, its noise, and a micro-batch
+
+
+def linear_script(divisor):
+    """A script of y = w x + noise at w = 0. Its loss is a mean, or a sum divided by a constant."""
+
+    def batch_loss(model, batch, args):
+        x, y = batch
+        errors = (model(x).squeeze(1) - y) ** 2 / 2
+        return (errors.sum() / divisor if divisor else errors.mean()), {}
+
+    return SimpleNamespace(
+        batch_loss=batch_loss,
+        training_order=lambda data, args, epoch: np.arange(len(data)),
+        to_device=lambda batch, device: batch,
+        collate=default_collate,
+        DTYPES={"fp32": torch.float32},
+    )
+
+
+@pytest.mark.parametrize("divisor", [None, 7.0])
+def test_a_known_noise_scale(divisor):
+    """At least 18 of 20 seeds have it in their 95% interval; a scaled loss changes nothing.
+
+    A sample's gradient is -x y, where x is normal and y = x w + noise: G = -w, and
+    tr(S) = (D + 1) |w|^2 + D sigma^2.
+    """
+    tool, script = module("singlegpu/noise_scale.py"), linear_script(divisor)
+    model = torch.nn.Linear(DIM, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    expected = DIM + 1 + SIGMA**2 * DIM  # as |w| = 1
+    hits, estimates = 0, []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(20_000, DIM, generator=generator)
+        y = x[:, 0] + SIGMA * torch.randn(20_000, generator=generator)
+        data, args = TensorDataset(x, y), SimpleNamespace(seed=seed, precision="fp32")
+        indices = tool.random_indices(script, data, args, SIZE)
+        batches = (default_collate([data[i] for i in each]) for each in indices)
+        norms = tool.gradient_norms(script, model, batches, args, 200)
+        estimate, width = tool.noise_scale(*norms, SIZE)
+        hits += abs(estimate - expected) < width
+        estimates.append(estimate)
+    assert hits >= 18, (expected, estimates)
+    assert np.mean(estimates) == pytest.approx(expected, rel=0.15)
+
+
+def test_on_the_scripts(run, data, tmp_path):
+    """It takes a script's flags, a snapshot's settings and weights, and a user's own band."""
+    snapshot, out, words = tmp_path / "s.pt", tmp_path / "noise.json", arguments_of("mlp", data)
+    tool, few = "singlegpu/noise_scale.py", ("--steps", 20)
+    first = run(tool, ROOT / "singlegpu/images.py", *words, *few)
+    run("singlegpu/images.py", *words, "--epochs", 1, "--snapshot", snapshot)
+    more = ("--snapshot", snapshot, "--data_dir", data, "--out", out, *few)
+    later = run(tool, ROOT / "singlegpu/images.py", *more)
+    assert "20 batches of 8 x 3 samples" in first and "20 batches of 8 x 3 samples" in later
+    assert first != later and json.loads(out.read_text())["noise_scale"]
+    band = (ROOT / "tests/bands/table.py").read_text()
+    told = run(tool, paste(band, "singlegpu", tmp_path / "singlegpu/mine.py"), "--batch_size", 64)
+    assert "twice the batch needs" in told
+
+
+def test_mistakes(attempt, data, tmp_path):
+    (bad := tmp_path / "bad.pt").write_text("no snapshot")
+    script, words = ROOT / "singlegpu/images.py", arguments_of("mlp", data)
+    for more, message in (
+        ((tmp_path / "none.py",), "none.py is no training script"),
+        ((script, *words, "--snapshot", bad), f"cannot load {bad}"),
+        ((script, *words, "--batch_size", 7), "--batch_size must be 8 or more"),
+        ((ROOT / "report.py",), "report.py is no training script"),
+        ((script, *words, "--steps", 1), "--steps must be at least 20"),
+    ):
+        status, _, err = attempt("singlegpu/noise_scale.py", *more)
+        assert status and message in err and "Traceback" not in err, err
