@@ -455,7 +455,7 @@ def doubts(run, runs, strong, links):
     if any(link["device"] != run["device"] for link in links):
         found.append(f"the run was on {run['device']}, and the link of {links[0]['device']}")
     if run["device"] == "CPU" and links[0]["nodes"] == 1:
-        found.append("CPU processes of one node share its memory, which slows them down")
+        found.append("CPU processes of one node share its cores and memory")
     if any(other.get("waiting", 0.0) > 0.1 * other["training"] for other in runs):
         found.append("in the logs processes wait for a late one, which is not predicted")
     return [f"Not to be trusted: {doubt}." for doubt in found]

@@ -34,7 +34,7 @@ def linear_script(divisor):
 
 @pytest.mark.parametrize("divisor", [None, 7.0])
 def test_a_known_noise_scale(divisor):
-    """At least 18 of 20 seeds have it in their 95% interval; a scaled loss changes nothing.
+    """At least 19 of 20 seeds have it in their 95% interval; a scaled loss changes nothing.
 
     A sample's gradient is -x y, where x is normal and y = x w + noise: G = -w, and
     tr(S) = (D + 1) |w|^2 + D sigma^2.
@@ -55,7 +55,7 @@ def test_a_known_noise_scale(divisor):
         estimate, width = tool.noise_scale(*norms, SIZE)
         hits += abs(estimate - expected) < width
         estimates.append(estimate)
-    assert hits >= 18, (expected, estimates)
+    assert hits >= 19, (expected, estimates)
     assert np.mean(estimates) == pytest.approx(expected, rel=0.15)
 
 

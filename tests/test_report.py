@@ -204,7 +204,7 @@ def test_prediction_by_hand(tmp_path):
     assert "It pays up to 2 processes: 4 are 1.32 times as fast as 2, less than 1.50." in text
     assert "a step gets shorter up to 4 process(es)." in text
     assert "keep 80% efficiency up to 8." in text
-    assert "Not to be trusted: CPU processes of one node share its memory" in text
+    assert "Not to be trusted: CPU processes of one node share its cores and memory" in text
 
 
 def test_prediction_with_buckets(run, data, tmp_path):
