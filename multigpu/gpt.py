@@ -505,7 +505,7 @@ def load_snapshot(run, args):
     if not args.snapshot or not os.path.exists(args.snapshot):
         return
     try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
         if snapshot["settings"] != settings:
             raise ValueError(f"it was made with {snapshot['settings']}")
         for name in STATES:

@@ -223,7 +223,7 @@ def create_trained(args, weights):
 def load_model(args):
     """Returns the trained model and data to test it on. Adds the training's settings to args."""
     try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True)
+        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
         for name, value in snapshot["settings"].items():
             if not hasattr(args, name):  # else it is a flag of this script
                 setattr(args, name, value)

@@ -70,7 +70,7 @@ def load_script(path, words):
 def load_weights(path, args, words):
     """Returns the weights of a snapshot. Its settings count, unless a flag is among the words."""
     try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         given = [word.split("=")[0] for word in words if word.startswith("--")]
         for name, value in snapshot["settings"].items():
             if not any(f"--{name}".startswith(flag) for flag in given):

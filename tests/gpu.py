@@ -39,6 +39,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._functorch.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,14 +171,18 @@ def in_turn(sides, rounds=3):
 
 
 def check_losses(script):
-    """On a GPU the losses of the CPU, to the rounding of each precision; and compiled."""
-    words = f"{options.sizes[script]} --epochs 2"
+    """On a GPU the losses of the CPU, to the rounding of each precision; and compiled.
+
+    A bf16 number is rounded by up to 2^-9, a TF32 number by 2^-12. In the first epoch, of some 24
+    steps, such errors have not yet grown by more than 25 times: 5% and 1%. Later they may.
+    """
+    words = f"{options.sizes[script]} --epochs 1"
     script = f"singlegpu/{script}"
     cases = {"CPU": ("", {"CUDA_VISIBLE_DEVICES": ""}, 0)}
     cases["fp32 without TF32"] = "", {"NVIDIA_TF32_OVERRIDE": "0"}, 2e-3
-    cases["fp32"] = "", {}, 2e-2
+    cases["fp32"] = "", {}, 1e-2
     cases["bf16"] = "--precision bf16", {}, 5e-2
-    cases["compiled"] = "--compile", {}, 2e-2
+    cases["compiled"] = "--compile", {}, 1e-2
     told, expected, wrong = [], None, []
     for name, (more, environment, tolerance) in cases.items():
         rows = run(script, f"{words} {more}", **environment)[0]
@@ -414,7 +419,11 @@ def plain_gpt(size, steps):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return steps * args.batch_size * args.seq_len / (now() - moment)
+    rate = steps * args.batch_size * args.seq_len / (now() - moment)
+    del model, optimizer, compiled, loss
+    if options.device == "cuda":
+        torch.cuda.empty_cache()  # the script that runs next needs this memory
+    return rate
 
 
 def now():
@@ -426,10 +435,11 @@ def now():
 
 def check_attention():
     """GPT-2 (124 M) at batch 32, with FlashAttention and with cuDNN's attention, in turn."""
+    torch._functorch.config.enable_autograd_cache = False  # it does not know the backends apart
     rates = {SDPBackend.FLASH_ATTENTION: [], SDPBackend.CUDNN_ATTENTION: []}
     for _ in range(2):
         for backend, values in rates.items():
-            with sdpa_kernel([backend, SDPBackend.MATH], set_priority=True):
+            with sdpa_kernel(backend):
                 values.append(plain_gpt(f"{GPT2} --batch_size 32", 24))
     flash, cudnn = map(statistics.mean, rates.values())
     tell(f"- GPT-2, batch 32, tokens/s: FlashAttention {flash:,.0f}, cuDNN {cudnn:,.0f}")
@@ -531,9 +541,10 @@ def main():
     if options.device == "cuda" and device == "cpu" and not options.dry_run:
         sys.exit("torch sees no GPU here; --device cpu runs what needs none")
     options.sizes = SHORT if options.device == "cuda" else TINY
-    options.count = torch.cuda.device_count() if device == "cuda" else 2
-    options.name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    tell("", f"{max(1, torch.cuda.device_count())} x {options.name}, torch {torch.__version__}", "")
+    has_gpu = options.device == device == "cuda"
+    options.count = torch.cuda.device_count() if has_gpu else 2
+    options.name = torch.cuda.get_device_name() if has_gpu else "CPU"
+    tell("", f"{options.count if has_gpu else 1} x {options.name}, torch {torch.__version__}", "")
     if not importlib.util.find_spec("datasets"):
         tell("- left out: text.py and translation.py, which need the package datasets")
         parts = parts_of(["images.py", "autoencoder.py", "gpt.py"])
