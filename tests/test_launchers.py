@@ -66,9 +66,10 @@ def test_resume(start, run, tmp_path, chance, folder):
     run(script, *base, "--snapshot", whole, processes=processes)
     assert_same_weights(cut, whole)
     assert not list(tmp_path.glob("*.tmp"))
-    log.unlink()
-    run(script, *base, "--snapshot", cut, "--log", log, processes=processes)
-    assert not log.exists(), "nothing was left to do"
+    if folder == "singlegpu":
+        log.unlink()
+        run(script, *base, "--snapshot", cut, "--log", log)
+        assert not log.exists(), "nothing was left to do"
 
 
 def test_resume_on_three(run, data, tmp_path):
