@@ -8,6 +8,7 @@ r"""Train a GPT on the GPUs of many nodes, or on CPU processes where there is no
 A text file is read as bytes. A folder holds token ids: train and val, as .bin (16 bits, as nanoGPT
 writes them) or .npy.
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
+Beyond 400 processes set TORCH_GLOO_LAZY_INIT=1, or each has two sockets for each of the others.
 
 For your own data and model, replace the first of the three parts. The other two are the same in all
 scripts of this folder.

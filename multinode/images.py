@@ -6,6 +6,7 @@ r"""Train an image classifier on the GPUs of many nodes, or on CPU processes whe
     sbatch --nodes=4 --gpus-per-node=4 slurm/multinode_images.slurm --model vgg11
 
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
+Beyond 400 processes set TORCH_GLOO_LAZY_INIT=1, or each has two sockets for each of the others.
 
 For your own data and model, replace the first of the three parts. The other two are the same in all
 scripts of this folder.

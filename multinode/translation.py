@@ -7,6 +7,7 @@ r"""Train a translator on the GPUs of many nodes, or on CPU processes where ther
 
 At the end it prints BLEU and examples of the test split.
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
+Beyond 400 processes set TORCH_GLOO_LAZY_INIT=1, or each has two sockets for each of the others.
 
 For your own data and model, replace the first of the three parts. The other two are the same in all
 scripts of this folder.
