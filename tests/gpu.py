@@ -15,6 +15,7 @@ A part takes at most 8 minutes on a fast GPU, by estimate. In brackets: seconds 
     attention  GPT-2 with FlashAttention and with cuDNN's attention (needs a GPU)
     cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
     precision  vgg11 and resnet18: fp32 with and without TF32, bf16, channels_last (110)
+    loading    images of 224 pixels by 0, 2 and 4 workers (50)
     quantize   what gpt.py has trained, eager and compiled (15)
 
 It needs torch 2.11 or newer. A line says what is left out: what the GPUs send each other where
@@ -133,15 +134,16 @@ def copy_of(script, *replacements):
 
 
 @contextlib.contextmanager
-def few_images():
-    """The flag of a data set that CPU cores validate in a moment. On a GPU: the default one."""
+def few_images(num_images=160, shape=(1, 28, 28)):
+    """The flag of a small data set. On a GPU, small images are those of the default one."""
     with tempfile.TemporaryDirectory() as folder:
-        for split, count in (("train", 160), ("test", 20)):
+        for split, count in (("train", num_images), ("test", 20)):
             labels = np.arange(count) % 10
-            images = np.repeat(labels, 28 * 28).astype(np.uint8).reshape(count, 28, 28)
-            np.save(f"{folder}/{split}_images.npy", images)
+            images = np.broadcast_to(labels.reshape(-1, 1, 1, 1), (count, *shape))
+            np.save(f"{folder}/{split}_images.npy", images.astype(np.uint8))
             np.save(f"{folder}/{split}_labels.npy", labels)
-        yield f"--dataset {folder}" if options.device == "cpu" else ""
+        is_default = options.device == "cuda" and shape == (1, 28, 28)
+        yield "" if is_default else f"--dataset {folder}"
 
 
 class DryRun(Exception):
@@ -383,14 +385,26 @@ def check_gpt(batch):
     peak = next((peak for card, peak in PEAKS.items() if card in options.name), None)
     mfu = f"{row['TFLOP/s'] / peak:.1%} of {peak}" if peak else "-"
     if batch == 8:
-        tell("", "| batch | tokens/s | TFLOP/s | MFU | plain loop | ours to it |")
-        tell("|" + " --- |" * 6)
+        tell("", "| batch | tokens/s | TFLOP/s | MFU | of a matmul | plain loop | ours to it |")
+        tell("|" + " --- |" * 7)
     tell(
         f"| {batch} | {row['tokens/s']:,.0f} | {row['TFLOP/s']:.3g} | {mfu} | "
-        f"{statistics.mean(plain):,.0f} | {ratio:.2f} |"
+        f"{row['TFLOP/s'] / matmul_tflops():.1%} | {statistics.mean(plain):,.0f} | {ratio:.2f} |"
     )
     if batch == 64:
         tell("", *PUBLISHED, "")
+
+
+def matmul_tflops():
+    """The TFLOP/s of a plain bf16 matmul, which no model is faster than."""
+    size = 8192 if options.device == "cuda" else 512
+    matrix = torch.rand(size, size, device=options.device).bfloat16()
+    for count in (3, 20):  # the first three warm up
+        begin = now()
+        for _ in range(count):
+            matrix @ matrix
+        seconds = now() - begin
+    return 2 * size**3 * count / seconds / 1e12
 
 
 def plain_gpt(size, steps):
@@ -477,6 +491,17 @@ def check_precision(model):
     tell(f"- {model}, images/s: {told}")
 
 
+def check_loading():
+    """Images of 224 pixels from a file, for resnet18 in bf16: without workers, with 2 and 4."""
+    count, batch = (2048, 128) if options.device == "cuda" else (16, 8)
+    words = f"--model resnet18 --precision bf16 --learning_rate 1e-4 --batch_size {batch}"
+    with few_images(count, (3, 224, 224)) as data:
+        words = f"{words} {data} --epochs 3 --max_steps 16 --num_workers"
+        rates = in_turn({str(workers): (SCRIPT, f"{words} {workers}", {}) for workers in (0, 2, 4)})
+    told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
+    tell(f"- resnet18 at 224 pixels, images/s by the number of workers: {told}")
+
+
 def check_quantize():
     """quantize/gpt.py runs on what gpt.py has trained, compiled and eager."""
     if options.device == "cuda" and not importlib.util.find_spec("torchao"):
@@ -520,6 +545,7 @@ def parts_of(scripts):
     parts["attention"] = [(check_attention,)]
     parts["cnn"] = [(check_cnn, batch) for batch in (64, 256)]
     parts["precision"] = [(check_precision, model) for model in ("vgg11", "resnet18")]
+    parts["loading"] = [(check_loading,)]
     parts["quantize"] = [(check_quantize,)]
     return parts
 
