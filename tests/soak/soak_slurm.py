@@ -22,7 +22,7 @@ WORDS = {  # what makes a job of each script small
     "allreduce": ["--max_bytes", "65536", "--seconds", "0.05"],
     "make_bigmnist": ["--dataset", "synthetic", "--versions", "1", "--copies", "1"],
     "make_images": ["photos", "--size", "20"],
-    "noise_scale": ["singlegpu/images.py", "--model", "mlp", "--steps", "3"],
+    "noise_scale": ["singlegpu/images.py", "--model", "mlp", "--steps", "20"],
 }
 GPT = ["--d_model", "16", "--n_heads", "2", "--num_layers", "2", "--seq_len", "32", *COMMON]
 JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("*.slurm"))
