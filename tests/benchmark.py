@@ -305,7 +305,7 @@ def main():
     add["predict"]("--faults", action="store_true", help="also a late node, a slow link, and more")
     add["predict"]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
     add["predict"]("--seconds", type=float, default=4, help="of an epoch, about")
-    add["predict"]("--picture", default=ROOT / "when_ddp_pays.png", help="file to draw")
+    add["predict"]("--picture", default="speedups.png", help="file to draw")
     add["classic"]("--model", default="cnn")
     add["classic"]("--batch_size", type=int, default=64)
     add["nanogpt"]("--folder", default="nanoGPT")
