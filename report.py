@@ -438,7 +438,7 @@ def verdicts(strong, weak):
     speed = (
         f"With the batch of a process kept, the samples/s keep 80% efficiency up to {efficient}."
     )
-    found = [f"{step} {pays_up_to(strong)}", speed]
+    found = [step, pays_up_to(strong), speed]
     if "time to loss" in weak:
         best = weak.loc[weak["time to loss"].idxmin()]
         share = f"in {best['time to loss']:.2g} of the time of one"
