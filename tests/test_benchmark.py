@@ -77,6 +77,6 @@ def test_predict(run, tmp_path):
     out = run(BENCHMARK, "predict", *words)
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")][2:]
     assert [row[:3] for row in rows] == [[model, "100", "4"] for model in words[5:7]]
-    for _, _, _, predicted, measured, *_ in rows:
-        assert float(predicted) == pytest.approx(float(measured), rel=0.25), rows
+    for *_, error, _, _ in rows:
+        assert abs(float(error.rstrip("%"))) < 25, rows
     assert (tmp_path / "picture.png").exists()
