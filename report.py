@@ -308,6 +308,8 @@ def read_links(paths):
                 link[name] = float(written[name])
                 if not lowest <= link[name] <= highest:
                     raise ValueError(f"{name} is {link[name]}")
+            tflops = written.get("matmul_tflops", {})  # older files lack it
+            link["matmul_tflops"] = {name: float(value) for name, value in tflops.items()}
         except Exception as error:  # a damaged or foreign file can fail anywhere
             sys.exit(f"cannot read the link {path}: {error!r}")
         links.append(link)
@@ -461,6 +463,20 @@ def doubts(run, runs, strong, links):
     return [f"Not to be trusted: {doubt}." for doubt in found]
 
 
+def share_of_matmul(run, links):
+    """Returns a sentence on how near the run comes to the speed of a large matmul, if known."""
+    precision = "fp32" if run["precision"] == "fp32" else "bf16"  # fp16 is as fast as bf16
+    limits = []
+    for link in links:
+        if link["device"] == run["device"]:
+            limits.append(link["matmul_tflops"].get(precision, 0.0))
+    reached = run.get("TFLOP/s")  # gpt.py logs it
+    if not isinstance(reached, int | float) or not limits or max(limits) <= 0:
+        return []
+    share = f"{reached / max(limits):.0%} of a large matmul's {max(limits):.3g}"
+    return [f"The run reaches {reached:.3g} TFLOP/s: {share} ({precision})."]
+
+
 def draw_group(group, path):
     """Draws the speedup, where the time goes, and the epoch times. `path` begins their names."""
     group = group.set_index("processes")
@@ -559,7 +575,8 @@ def main():
             has_times = "time to loss" in found[scaling]
             columns = [*PREDICTED[:6], "time to loss", "link"] if has_times else PREDICTED
             lines += [f"## {title}", "", table(columns, more), ""]
-        lines += [*verdicts(**found), *doubts(run, runs, found["strong"], links), ""]
+        lines += [*verdicts(**found), *share_of_matmul(run, links)]
+        lines += [*doubts(run, runs, found["strong"], links), ""]
     notes = [f"note: {note}" for note in notes]
     print("\n".join(lines + notes))
     if args.out:

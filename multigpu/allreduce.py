@@ -99,6 +99,24 @@ def compute_rate(buffer):
     return min(1.0, statistics.median(rates))
 
 
+def matmul_tflops(device):
+    """Returns {precision: TFLOP/s} of products of large matrices. No training is faster."""
+    size = 8192 if device.type == "cuda" else 512
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as the training scripts have it
+    found = {}
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        matrix = torch.rand(size, size, device=device).to(dtype)
+        dist.barrier()  # in a training, too, all compute at the same time
+        for repeats in (3, 20):  # the first three warm up
+            start = time.perf_counter()
+            for _ in range(repeats):
+                product = matrix @ matrix
+            product[0, 0].item()  # waits for the GPU
+            seconds = (time.perf_counter() - start) / repeats
+        found[precision] = 2 * size**3 / seconds / 1e12
+    return found
+
+
 def measure(args, device):
     """Returns sizes in bytes, each twice the one before, their seconds, and the compute rate."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -136,7 +154,7 @@ def fit_line(sizes, seconds, world_size):
     return latency, 1 / per_byte, (latency + carried * per_byte) / seconds - 1
 
 
-def print_link(sizes, seconds, rate, world_size, nodes):
+def print_link(sizes, seconds, rate, tflops, world_size, nodes):
     """Prints the table and the fitted line. Returns what --out writes."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     link = {"processes": world_size, "nodes": nodes, "device": device, "torch": torch.__version__}
@@ -153,7 +171,8 @@ def print_link(sizes, seconds, rate, world_size, nodes):
     print(f"errors: rms {np.sqrt((errors**2).mean()):.1%}, largest {abs(errors).max():.1%}")
     print(f"beside an all-reduce a process computes at {rate:.0%} of its speed")
     link |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth, "compute_rate": rate}
-    link |= {"sizes": sizes, "seconds": seconds}
+    print("a large matmul: " + ", ".join(f"{name} {x:.3g} TFLOP/s" for name, x in tflops.items()))
+    link |= {"sizes": sizes, "seconds": seconds, "matmul_tflops": tflops}
     return link
 
 
@@ -161,9 +180,10 @@ def main(rank, args, init_method):
     world_size = args.num_gpus
     device = find_device(rank)
     setup(args, rank, world_size, init_method, device)
+    tflops = matmul_tflops(device)
     sizes, seconds, rate = measure(args, device)
     if rank == 0:
-        link = print_link(sizes, seconds, rate, world_size, nodes=1)
+        link = print_link(sizes, seconds, rate, tflops, world_size, nodes=1)
         if args.out:
             with open(args.out, "w") as file:
                 json.dump(link, file, indent=1)

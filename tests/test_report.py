@@ -205,6 +205,11 @@ def test_prediction_by_hand(tmp_path):
     assert "a step gets shorter up to 4 process(es)." in text
     assert "keep 80% efficiency up to 8." in text
     assert "Not to be trusted: CPU processes of one node share its cores and memory" in text
+    assert "TFLOP/s" not in text
+    slow.write_text(json.dumps(json.loads(slow.read_text()) | {"matmul_tflops": {"fp32": 0.5}}))
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [11, 11], **{"TFLOP/s": 0.2}))
+    share = "reaches 0.2 TFLOP/s: 40% of a large matmul's 0.5 (fp32)."
+    assert share in run_report(log, "--predict", slow).stdout
 
 
 def test_prediction_with_buckets(run, data, tmp_path):
