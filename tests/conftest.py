@@ -240,6 +240,22 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def table(tmp_path_factory):
+    """A CSV file of 600 rows: the target is the sum of 8 features, and noise."""
+    features, noise = np.split(np.random.default_rng(0).standard_normal((600, 9)), [8], axis=1)
+    path = tmp_path_factory.mktemp("table") / "table.csv"
+    columns = np.hstack([features, features.sum(1, keepdims=True) + 0.1 * noise])
+    np.savetxt(path, columns, delimiter=",", header="a,b,c,d,e,f,g,h,target")
+    return path
+
+
+@pytest.fixture(scope="session")
+def table_band(table):
+    """The text of tests/bands/table.py, with this file as its default."""
+    return (ROOT / "tests/bands/table.py").read_text().replace("table.csv", str(table))
+
+
+@pytest.fixture(scope="session")
 def real_data(tmp_path_factory):
     """A --data_dir with links to the real data sets."""
     source = Path(os.environ.get("TEST_DATA_DIR", "no folder"))

@@ -8,6 +8,9 @@ import pytest
 from conftest import ROOT, curve, load
 from PIL import Image
 from prediction import with_band
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DistilBertConfig, DistilBertForSequenceClassification
+from transformers import PreTrainedTokenizerFast
 
 LAUNCHES = (("singlegpu", 1), ("multigpu", 2), ("multinode", 3))
 
@@ -30,21 +33,54 @@ def photos(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["photos", "table", "dictionaries"])
-def test_own_bands(run, photos, tmp_path, name):
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """A folder with a tiny network and its tokenizer, as the Hub has them."""
+    folder = tmp_path_factory.mktemp("network")
+    vocab = {word: id for id, word in enumerate(["[PAD]", "[UNK]", *"abcdefghij"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(vocab), "max_position_embeddings": 16, "dim": 16, "hidden_dim": 32}
+    rates = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+    config = DistilBertConfig(**sizes, **rates, n_layers=1, n_heads=2)
+    DistilBertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder with a data set of texts of five letters; those of class 1 are f to j."""
+    folder, generator = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
+    for split, size in (("train", 192), ("test", 48)):
+        lines = ["text,label"]
+        for label in generator.integers(0, 2, size):
+            letters = generator.choice([*("abcde", "fghij")[label]], 5)
+            lines.append(f"{' '.join(letters)},{label}")
+        (folder / f"{split}.csv").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["photos", "table", "huggingface"])
+def test_own_bands(run, request, tmp_path, name):
     """They train on 1, 2 and 3 processes. Where nothing is random, with one loss curve."""
     band = (ROOT / f"tests/bands/{name}.py").read_text()
+    words = ("--num_workers", 2, "--batch_size", 12)
+    for flag in re.findall(r'"--(photos|table|network|texts)"', band):
+        words = (*words, f"--{flag}", request.getfixturevalue(flag))
+    if name == "huggingface":
+        words = (*words, "--seq_len", 8, "--learning_rate", 1e-2)
+        band = band.replace('METRIC = "val_acc"', 'METRIC = "nothing"')  # no row has it
     curves = []
     for folder, processes in LAUNCHES:
-        script, log = (
-            paste(band, folder, tmp_path / folder / "mine.py"),
-            tmp_path / f"{folder}.jsonl",
-        )
-        words = ("--photos", photos, "--num_workers", 2) if name == "photos" else ()
-        snapshot = tmp_path / f"{folder}.pt"
-        words = (*words, "--log", log, "--snapshot", snapshot)
-        out = run(script, *words, processes=processes)
-        assert "| -" in out.splitlines()[-1] or name != "dictionaries", "what no row has is -"
+        script = paste(band, folder, tmp_path / folder / "mine.py")
+        log, snapshot = tmp_path / f"{folder}.jsonl", tmp_path / f"{folder}.pt"
+        more = ("--log", log, "--snapshot", snapshot)
+        out = run(script, *words, *more, processes=processes)
+        assert "| -" in out.splitlines()[-1] or name != "huggingface", "what no row has is -"
         assert curve(log)[1, 0] < curve(log)[0, 0], "it learns"
         assert load(snapshot)["place"] == (2, 0)
         curves.append(curve(log))
@@ -53,9 +89,8 @@ def test_own_bands(run, photos, tmp_path, name):
 
 
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
-DATA = "return random_split(TensorDataset(features, targets), [0.8, 0.2])"
+DATA = "return random_split(data, [0.8, 0.2])"
 UNREADABLE = """
-    data = TensorDataset(features, targets)
     class Data(torch.utils.data.Dataset):
         def __len__(self):
             return len(data)
@@ -74,13 +109,12 @@ MISTAKES = {  # name: (text of the table's band, what stands there instead, the 
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(attempt, tmp_path, name):
+def test_mistakes(attempt, table_band, tmp_path, name):
     """Each ends the run with an error that says what to change, as soon with workers as without."""
     text, mistake, message = MISTAKES[name]
-    band = (ROOT / "tests/bands/table.py").read_text()
-    assert text in band
+    assert text in table_band
     for folder, processes in LAUNCHES[:2]:
-        script = paste(band.replace(text, mistake), folder, tmp_path / folder / "mine.py")
+        script = paste(table_band.replace(text, mistake), folder, tmp_path / folder / "mine.py")
         seconds = []
         for workers in (0, 2):
             start = time.monotonic()
@@ -90,10 +124,9 @@ def test_mistakes(attempt, tmp_path, name):
         assert seconds[1] < seconds[0] + 25, "workers delay the error"
 
 
-def test_a_parameter_without_gradient(attempt, tmp_path):
+def test_a_parameter_without_gradient(attempt, table_band, tmp_path):
     """DDP says so. One process trains without it."""
-    band = (ROOT / "tests/bands/table.py").read_text()
-    band = band.replace("return nn.Sequential(", "model = nn.Sequential(")
+    band = table_band.replace("return nn.Sequential(", "model = nn.Sequential(")
     band = band.replace(
         "nn.Linear(16, 1))",
         "nn.Linear(16, 1))\n    model.unused = nn.Parameter(torch.ones(1))\n    return model",
@@ -104,18 +137,15 @@ def test_a_parameter_without_gradient(attempt, tmp_path):
         assert (status != 0) == (processes > 1) == ("find_unused_parameters=True" in err), err
 
 
-def test_weights_that_are_not_finite(attempt, run, tmp_path):
+def test_weights_that_are_not_finite(attempt, run, table_band, tmp_path):
     """They are not saved over good ones."""
-    band = (ROOT / "tests/bands/table.py").read_text()
-    rate = re.search(r"return args.learning_rate .*", band)[0]
+    rate = re.search(r"return args.learning_rate .*", table_band)[0]
     for folder, processes in LAUNCHES[:2]:
-        script, snapshot = (
-            paste(band, folder, tmp_path / folder / "mine.py"),
-            tmp_path / f"{folder}.pt",
-        )
+        script = paste(table_band, folder, tmp_path / folder / "mine.py")
+        snapshot = tmp_path / f"{folder}.pt"
         run(script, "--epochs", 1, "--snapshot", snapshot, processes=processes)
         before = snapshot.read_bytes()
-        paste(band.replace(rate, "return math.inf"), folder, script)
+        paste(table_band.replace(rate, "return math.inf"), folder, script)
         words = ("--epochs", 2, "--max_steps", 1, "--snapshot", snapshot)
         status, _, err = attempt(script, *words, processes=processes)
         assert status and "weights are not finite" in err and snapshot.read_bytes() == before, err

@@ -59,7 +59,7 @@ def test_a_known_noise_scale(divisor):
     assert np.mean(estimates) == pytest.approx(expected, rel=0.15)
 
 
-def test_on_the_scripts(run, data, tmp_path):
+def test_on_the_scripts(run, data, table_band, tmp_path):
     """It takes a script's flags, a snapshot's settings and weights, and a user's own band."""
     snapshot, out, words = tmp_path / "s.pt", tmp_path / "noise.json", arguments_of("mlp", data)
     tool, few = "singlegpu/noise_scale.py", ("--steps", 20)
@@ -69,8 +69,9 @@ def test_on_the_scripts(run, data, tmp_path):
     later = run(tool, ROOT / "singlegpu/images.py", *more)
     assert "20 batches of 8 x 3 samples" in first and "20 batches of 8 x 3 samples" in later
     assert first != later and json.loads(out.read_text())["noise_scale"]
-    band = (ROOT / "tests/bands/table.py").read_text()
-    told = run(tool, paste(band, "singlegpu", tmp_path / "singlegpu/mine.py"), "--batch_size", 64)
+    told = run(
+        tool, paste(table_band, "singlegpu", tmp_path / "singlegpu/mine.py"), "--batch_size", 64
+    )
     assert "twice the batch needs" in told
 
 

@@ -8,8 +8,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port
 from PIL import Image
+from torchvision.models import ResNet18_Weights, resnet18
 
 TINY = {
     "images.py": "--model mlp --max_steps 2 --epochs 1 --log one.jsonl",
@@ -56,7 +58,7 @@ def test_readme_commands(fork_server, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     text = README.replace(" \\\n       ", "")
     lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
-    assert len(lines) == 10
+    assert len(lines) == 8
     for number in range(90):
         path = tmp_path / f"photos/{number % 3}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,19 +98,33 @@ def test_gpu_dry_run(tmp_path):
 
 
 def test_readme_example(run, tmp_path):
-    """The example of "Make it yours", in place of three functions of images.py, trains."""
+    """The example of "Make it yours" trains in place of three functions, and then it predicts."""
     copy, script = tmp_path / "mine.py", (ROOT / "singlegpu/images.py").read_text()
-    example = re.search(r"^    from torchvision.transforms.*?^(?=\S)", README, re.M | re.S)[0]
-    example = textwrap.dedent(example).strip().replace('"photos/', f'"{tmp_path}/')
+    blocks = [
+        re.search(rf"^    {first}.*?^(?=\S)", README, re.M | re.S)[0]
+        for first in ("from torchvision.transforms", "import mine")
+    ]
+    example, prediction = (textwrap.dedent(block).strip() for block in blocks)
     for function in re.findall(r"^def \w+", example, re.M):
         script, count = re.subn(rf"^{function}\(.*?\n\n\n", "", script, flags=re.M | re.S)
         assert count == 1, function
+    example = example.replace('"photos/', f'"{tmp_path}/')
     copy.write_text(script.replace("\nclass Images", f"\n{example}\n\nclass Images", 1))
     for number in range(24):
         path = tmp_path / ("val", "train")[number % 2] / f"{number % 4 // 2}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 30), (number, 0, 0)).save(path)
-    run(copy, "--batch_size", 6, "--epochs", 1, "--num_workers", 2)
+    weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]  # where torch.hub keeps its downloads
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
+    snapshot = tmp_path / "photos.pt"
+    words = ("--batch_size", 6, "--epochs", 1, "--num_workers", 2, "--snapshot", snapshot)
+    run(copy, *words, TORCH_HOME=str(tmp_path))
+    predict = tmp_path / "predict.py"
+    predict.write_text(prediction.replace('"photos.pt"', f'"{snapshot}"'))
+    env = ENVIRONMENT | {"TORCH_HOME": str(tmp_path)}
+    out = subprocess.check_output([sys.executable, predict], cwd=tmp_path, env=env, text=True)
+    assert sum(map(float, re.findall(r"\d\.\d+(?:e-\d+)?", out))) == pytest.approx(1, abs=1e-3), out
 
 
 def test_readme_token_files(run, tmp_path):
