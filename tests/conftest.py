@@ -28,6 +28,8 @@ SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / n
 # One thread a process: tests side by side do not slow each other. No test gives a flag for it.
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
+TRAINING = re.compile(r"(?<!quantize)/(images|autoencoder|text|translation|gpt\w*)\.py$")
+WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 ENVIRONMENT["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
 torch.set_num_threads(1)
@@ -103,7 +105,8 @@ def words_of(script, arguments, processes):
     """
     folder = Path(script).parent.name
     count = ["--num_gpus", processes] if folder == "multigpu" else []
-    words = list(map(str, [ROOT / script, *count, *arguments]))
+    workers = ["--num_workers", WORKERS] if WORKERS and TRAINING.search(str(script)) else []
+    words = list(map(str, [ROOT / script, *count, *workers, *arguments]))
     if folder not in ("multinode", "hybrid"):
         return words, 0, 1
     return words, *(processes if isinstance(processes, tuple) else (1, processes))

@@ -9,13 +9,13 @@ A part takes at most 8 minutes on a fast GPU, by estimate. In brackets: seconds 
 
     losses     the losses of each script are those of the CPU, in each precision (170)
     time       a stop and a resume; phases and wall time; what the stopwatch costs (40)
-    waits      no step waits for the GPU, in the scripts or inside of torch (150)
-    ddp        one process and all; DDP's own timer; the hook; a profiler's trace (95)
+    waits      no step waits for the GPU, in the scripts or inside of torch (60)
+    ddp        one process and all; DDP's own timer; the hook; a profiler's trace (105)
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (70)
     attention  GPT-2 with FlashAttention and with cuDNN's; texts with and without cuDNN's (60)
     cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
-    precision  vgg11, resnet18 at 224 pixels: fp32 with and without TF32, bf16, channels_last (110)
-    loading    images of 224 pixels by 0, 2 and 4 workers (50)
+    precision  vgg11, resnet18 at 224 pixels: fp32 with and without TF32, bf16, channels_last (170)
+    loading    images of 224 pixels by 0, 2 and 4 workers (30)
     quantize   what gpt.py has trained, eager and compiled (15)
 
 It needs torch 2.11 or newer. A line says what is left out: what the GPUs send each other where
