@@ -369,7 +369,7 @@ def train_step(run, batches, args):
     """Takes one step of the optimizer, over all micro-batches of a batch."""
     done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
     for group in run.optimizer.param_groups:
-        group["lr"] = float(learning_rate(args, done))
+        group["lr"] = float(learning_rate(args, done)) * group.get("lr_scale", 1.0)
     # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
     torch.manual_seed(hash((args.seed, run.epoch, run.step, run.rank)))
     for micro_step in range(args.grad_accum_steps):
