@@ -253,9 +253,7 @@ def main(rank, args, init_method):
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over this process's samples of this epoch
     join_process_group(run, args, init_method)  # sets run.device and run.patient_group
-    random.seed(args.seed)  # so that a random split of the data is the same in all processes
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
+    set_seeds(args.seed)  # so that a random split of the data is the same in all processes
     for turn in (0, 1):  # rank 0 prepares the data, then the others read it
         if turn == int(run.rank > 0):
             train_data, val_data = read_data(args)
@@ -370,8 +368,7 @@ def train_step(run, batches, args):
     done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
     for group in run.optimizer.param_groups:
         group["lr"] = float(learning_rate(args, done)) * group.get("lr_scale", 1.0)
-    # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
-    torch.manual_seed(hash((args.seed, run.epoch, run.step, run.rank)))
+    set_seeds(args.seed, run.epoch, run.step, run.rank)  # a resumed run draws the same
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
         run.watch.mark("data")
@@ -388,6 +385,14 @@ def train_step(run, batches, args):
     run.scaler.update()
     run.optimizer.zero_grad()
     run.watch.mark("optimizer")
+
+
+def set_seeds(*numbers):
+    """Seeds the random numbers of Python, NumPy and PyTorch."""
+    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def add_batch(run, model, batch, totals, args):
@@ -445,9 +450,9 @@ def create_loader(data, indices, run, args):
         batch_sampler=indices,
         collate_fn=collate,
         num_workers=args.num_workers,
-        # It seeds the workers. Without it, they would change the random numbers of dropout.
+        # It seeds the workers, so that the augmentation of the processes differs.
         generator=torch.Generator().manual_seed(args.seed + run.rank),
-        # A forked worker starts at once and shares the data's memory. Others import all anew.
+        # A forked worker starts at once, and shares the memory of the data.
         multiprocessing_context="fork" if args.num_workers else None,
         worker_init_fn=ignore_signals,
         pin_memory=run.device.type == "cuda",
@@ -455,12 +460,12 @@ def create_loader(data, indices, run, args):
 
 
 def collate(samples):
-    """Makes a batch of a list of samples. A tuple or dict of the data's __getitems__ is one."""
+    """Makes a batch of a list of samples. A tuple or dict from __getitems__ is a batch already."""
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
 def ignore_signals(worker):
-    """Keeps a worker alive when a whole job is signaled. Only the process it loads for ends it."""
+    """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

@@ -264,9 +264,7 @@ def main(args):
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over the samples of this epoch
     run.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    random.seed(args.seed)  # so that a random split of the data is the same in a resumed run
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
+    set_seeds(args.seed)  # so that a random split of the data is the same in a resumed run
     train_data, val_data = read_data(args)
     run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
     if run.num_steps == 0 or len(val_data) == 0:
@@ -363,8 +361,7 @@ def train_step(run, batches, args):
     done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
     for group in run.optimizer.param_groups:
         group["lr"] = float(learning_rate(args, done)) * group.get("lr_scale", 1.0)
-    # A resumed run draws the same dropout: a tuple of numbers always has the same hash.
-    torch.manual_seed(hash((args.seed, run.epoch, run.step)))
+    set_seeds(args.seed, run.epoch, run.step)  # a resumed run draws the same
     for _ in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
         run.watch.mark("data")
@@ -379,6 +376,14 @@ def train_step(run, batches, args):
     run.scaler.update()
     run.optimizer.zero_grad()
     run.watch.mark("optimizer")
+
+
+def set_seeds(*numbers):
+    """Seeds the random numbers of Python, NumPy and PyTorch."""
+    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def add_batch(run, model, batch, totals, args):
@@ -426,9 +431,9 @@ def create_loader(data, indices, run, args):
         batch_sampler=indices,
         collate_fn=collate,
         num_workers=args.num_workers,
-        # It seeds the workers. Without it, they would change the random numbers of dropout.
+        # It seeds the workers.
         generator=torch.Generator().manual_seed(args.seed),
-        # A forked worker starts at once and shares the data's memory. Others import all anew.
+        # A forked worker starts at once, and shares the memory of the data.
         multiprocessing_context="fork" if args.num_workers else None,
         worker_init_fn=ignore_signals,
         pin_memory=run.device.type == "cuda",
@@ -436,12 +441,12 @@ def create_loader(data, indices, run, args):
 
 
 def collate(samples):
-    """Makes a batch of a list of samples. A tuple or dict of the data's __getitems__ is one."""
+    """Makes a batch of a list of samples. A tuple or dict from __getitems__ is a batch already."""
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
 def ignore_signals(worker):
-    """Keeps a worker alive when a whole job is signaled. Only the process it loads for ends it."""
+    """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, curve, load
+from conftest import ROOT, assert_same_weights, curve, load
 from PIL import Image
 from prediction import with_band
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -149,3 +149,31 @@ def test_weights_that_are_not_finite(attempt, run, table_band, tmp_path):
         words = ("--epochs", 2, "--max_steps", 1, "--snapshot", snapshot)
         status, _, err = attempt(script, *words, processes=processes)
         assert status and "weights are not finite" in err and snapshot.read_bytes() == before, err
+
+
+AUGMENTED = """
+    class Augmented(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(data)
+        def __getitem__(self, index):
+            numbers = [np.random.random(), random.random(), torch.rand(()).item()]
+            with open(f"FOLDER/{os.getpid()}", "a") as file:
+                print(*numbers, file=file)
+            return data[index][0] + sum(numbers), data[index][1]
+    return Augmented(), data"""
+
+
+def test_augmentation(run, table_band, tmp_path):
+    """Drawn by any library, it differs between processes, and a resumed run draws the same."""
+    band = table_band.replace(DATA, AUGMENTED.replace("FOLDER", str(tmp_path / "drawn")))
+    band = re.sub("return args.learning_rate .*", "return args.learning_rate", band)
+    (tmp_path / "drawn").mkdir()
+    script = paste(band, "multigpu", tmp_path / "multigpu/mine.py")
+    for epochs, name in ((2, "whole"), (1, "resumed"), (2, "resumed")):
+        words = ("--epochs", epochs, "--max_steps", 5, "--snapshot", tmp_path / f"{name}.pt")
+        run(script, *words, processes=2)
+    assert_same_weights(tmp_path / "whole.pt", tmp_path / "resumed.pt")
+    drawn = [set(path.read_text().split()) for path in (tmp_path / "drawn").iterdir()]
+    assert len(drawn) == 6 and all(drawn)
+    # Three numbers a sample, and those of the one sample that create_model looks at.
+    assert len(set.union(*drawn)) == 3 * (2 * 2 * 5 * 12 + 1), "two processes drew the same"
