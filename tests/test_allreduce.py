@@ -11,7 +11,7 @@ from test_models import module
 SIZES = ("--min_bytes", 1 << 12, "--max_bytes", 1 << 16, "--seconds", "0.05")
 
 
-def test_table_and_file(run, tmp_path):
+def test_table_is_that_of_the_file(run, tmp_path):
     """The columns of NCCL's tests, and the same times in the file."""
     path = tmp_path / "link.json"
     out = run("multigpu/allreduce.py", *SIZES, "--out", path, processes=3)

@@ -109,7 +109,7 @@ MISTAKES = {  # name: (text of the table's band, what stands there instead, the 
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(attempt, table_band, tmp_path, name):
+def test_mistakes_in_a_band_are_told(attempt, table_band, tmp_path, name):
     """Each ends the run with an error that says what to change, as soon with workers as without."""
     text, mistake, message = MISTAKES[name]
     assert text in table_band
@@ -163,7 +163,7 @@ AUGMENTED = """
     return Augmented(), data"""
 
 
-def test_augmentation(run, table_band, tmp_path):
+def test_augmentation_differs_and_is_drawn_again(run, table_band, tmp_path):
     """Drawn by any library, it differs between processes, and a resumed run draws the same."""
     band = table_band.replace(DATA, AUGMENTED.replace("FOLDER", str(tmp_path / "drawn")))
     band = re.sub("return args.learning_rate .*", "return args.learning_rate", band)

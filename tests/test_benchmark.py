@@ -17,7 +17,7 @@ def batches(split, args, epoch, steps, device):
 """
 
 
-def test_ratio(run, data, tmp_path):
+def test_sides_of_a_ratio_take_turns(run, data, tmp_path):
     """Its sides are train.py, whose first steps do not count, two of them at once, and a script."""
     (tmp_path / "train.py").write_text(NANOGPT)
     nanogpt = f"{BENCHMARK} nanogpt --folder {tmp_path}"
@@ -30,13 +30,13 @@ def test_ratio(run, data, tmp_path):
     assert rows[2][0] == script and float(rows[2][1]) > 0 and float(rows[2][3]) > 0
 
 
-def test_classic(run, data, tmp_path):
+def test_the_example_of_others_trains(run, data, tmp_path):
     log = tmp_path / "log.jsonl"
     run(BENCHMARK, "classic", "--data_dir", data, "--max_steps", 2, "--log", log)
     assert json.loads(log.read_text())["samples/s"] > 0
 
 
-def test_steps(run, data):
+def test_steps_to_a_loss(run, data):
     """A larger batch needs no more steps; a loss that is not reached is told."""
     words = [f"singlegpu/images.py --dataset mnist --data_dir {data} --model mlp", "--loss", 1.5]
     words += ["--batch_sizes", 8, 256, "--learning_rates", 1e-3, 1e-9, "--max_steps", 200]
@@ -47,7 +47,7 @@ def test_steps(run, data):
 
 
 @pytest.mark.parametrize("size", [28, 224])
-def test_bigmnist(run, tmp_path, size):
+def test_ways_to_read_a_large_file(run, tmp_path, size):
     """A line tells speed and memory of each way to read, and the file is gone."""
     (tmp_path / "old/singlegpu").mkdir(parents=True)
     (tmp_path / "old/singlegpu/images.py").write_text(READS_BY_WINDOWS)
@@ -60,7 +60,7 @@ def test_bigmnist(run, tmp_path, size):
 
 
 @pytest.mark.skipif(link.what_is_missing(), reason=f"{link.what_is_missing()}")
-def test_predict(run, tmp_path):
+def test_predicted_beside_measured(run, tmp_path):
     """Four nodes, from what is measured on one and two. Only a wrong model misses by a quarter."""
     words = [
         "--nodes",

@@ -26,7 +26,7 @@ def big(run, tmp_path_factory):
     return folder
 
 
-def test_contents(big):
+def test_labels_copies_and_augmented_versions(big):
     """Labels are those of the originals, copies are equal, and each version is augmented."""
     train, labels, test, test_labels = (np.load(big / name, mmap_mode="r") for name in FILES)
     assert train.shape == (75_000, 28, 28) and train.dtype == labels.dtype == np.uint8
@@ -93,7 +93,7 @@ def test_killed_and_started_again(big, start, run, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["bigmnist"]
 
 
-def test_order_of_blocks():
+def test_each_index_once_in_blocks():
     """Each index once; blocks of 2 MiB in random order, shuffled within pools; epochs differ."""
     images, size = module("singlegpu/images.py"), 13  # images of 3 x 224 x 224 in a block
     count = 5000 * size + 5

@@ -94,7 +94,7 @@ def test_gpt_snapshots_move(run, words, tmp_path):
     np.testing.assert_allclose(curves[: len(moves)], curves[len(moves) :], rtol=1e-5)
 
 
-def test_gpt_samples(run, words):
+def test_gpt_shards_and_stages_draw_the_same_text(run, words):
     """Shards and stages draw the same text, of the weights that all processes have trained."""
     base = [*words, "--learning_rate", 0.01, "--max_steps", 30, "--sample", 60]
     samples = [run(script, *base, processes=2).splitlines()[-1] for script in (FSDP, PIPELINE)]
@@ -103,7 +103,9 @@ def test_gpt_samples(run, words):
 
 
 @pytest.mark.parametrize("script, signum", [(PIPELINE, signal.SIGKILL), (FSDP, signal.SIGTERM)])
-def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
+def test_gpt_resumed_weights_are_those_of_an_undisturbed_run(
+    start, run, words, tmp_path, chance, script, signum
+):
     """A process is killed, or all are told to stop: the weights of an undisturbed run."""
     whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.jsonl"
     base = [*words, "--dropout", 0.1, "--epochs", 2, "--max_steps", 20, "--snapshot_every", 4]
@@ -123,7 +125,7 @@ def test_gpt_resume(start, run, words, tmp_path, chance, script, signum):
     assert_same_weights(cut, whole)
 
 
-def test_bad_arguments(attempt, words, tmp_path):
+def test_bad_arguments_are_named(attempt, words, tmp_path):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
     for script, flag, value in (
         ("hybrid/images.py", "--num_stages", 9),

@@ -41,7 +41,7 @@ def made(run, photos, tmp_path_factory):
     return out
 
 
-def test_contents(made):
+def test_each_photograph_once_with_its_class(made):
     """Each photograph is there once, with its class; a tenth is for testing."""
     assert (made / "classes.txt").read_text().split() == sorted(COLORS)
     assert sorted(os.listdir(made)) == sorted(FILES)
@@ -103,7 +103,7 @@ def write(folder, shape, counts, num_classes=4, dtype=np.uint8):
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "vgg11", "resnet18"])
-def test_any_size(model, run, tmp_path):
+def test_models_take_images_of_any_size(model, run, tmp_path):
     """Models take the channels, the height and the width of the data, and as many classes."""
     write(tmp_path / "wide", (2, 20, 36), (48, 10))
     words = ("--dataset", "wide", "--data_dir", tmp_path, "--model", model, "--batch_size", 24)
@@ -114,7 +114,7 @@ def test_any_size(model, run, tmp_path):
         np.testing.assert_allclose(curve(log)[:, 0], curve(tmp_path / "singlegpu.jsonl")[:, 0], 0.2)
 
 
-def test_what_does_not_fit(attempt, tmp_path):
+def test_a_folder_that_does_not_fit_is_refused(attempt, tmp_path):
     """One line says what is wrong with a folder, or that there is none of this name."""
     cases = {
         "float": write(tmp_path / "float", (3, 8, 8), (9, 9)),

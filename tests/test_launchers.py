@@ -37,7 +37,7 @@ STOPS = {  # the last of them asks the run to save and stop
 
 
 @pytest.mark.parametrize("folder", STOPS)
-def test_resume(start, run, tmp_path, chance, folder):
+def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, chance, folder):
     """Killed, stopped and started again: the weights of one undisturbed run, bit for bit.
 
     Two workers load its data, and those of the undisturbed run none.
@@ -72,7 +72,7 @@ def test_resume(start, run, tmp_path, chance, folder):
         assert not log.exists(), "nothing was left to do"
 
 
-def test_resume_on_three(run, data, tmp_path):
+def test_resumed_on_three_to_rounding(run, data, tmp_path):
     """To rounding: the first step after a start adds up the gradients in another order."""
     base = arguments_of("mlp", data)
     for epochs, name in ((1, "resumed"), (2, "resumed"), (2, "undisturbed")):
@@ -198,7 +198,7 @@ class Bomb:
         return open, (str(self.path), "w")
 
 
-def test_snapshots_that_do_not_fit(attempt, run, data, tmp_path):
+def test_snapshots_that_do_not_fit_are_refused(attempt, run, data, tmp_path):
     """Truncated, foreign or hostile: a line of error, and the file stays as it is."""
     base, script = [*arguments_of("mlp", data), "--epochs", 1], "singlegpu/images.py"
     good, bomb = tmp_path / "good.pt", tmp_path / "exploded"
@@ -226,7 +226,7 @@ def test_snapshots_that_do_not_fit(attempt, run, data, tmp_path):
     assert status and str(path) in err, err
 
 
-def test_bad_arguments(fork_server, attempt, data):
+def test_bad_arguments_are_named(fork_server, attempt, data):
     """Each script names the flag; those of torchrun say that they need it; parts are equal."""
     launched = [torchrun_env(0, 1, 1)] * len(SCRIPTS)
     texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
@@ -253,7 +253,7 @@ def test_bad_arguments(fork_server, attempt, data):
         assert status == 2 and "no folder for none/file" in err, err
 
 
-def test_missing_data(attempt, tmp_path):
+def test_missing_data_is_named(attempt, tmp_path):
     """Without the files and a network (the proxy is nobody) a line names the missing data set."""
     blocked = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     cases = ("singlegpu", "mnist"), ("singlegpu", "bigmnist"), ("multigpu", "mnist")

@@ -65,7 +65,7 @@ def test_gpt_is_causal():
     assert (before[:, 9:] != after[:, 9:]).any(2).all()
 
 
-def test_gpt_batches():
+def test_gpt_sequences_do_not_overlap():
     """An epoch's sequences do not overlap, and targets are the next tokens; epochs differ."""
     args = namespace(vocab_size=4000)
     data = gpt.Tokens(np.arange(4000, dtype=np.uint16), args)

@@ -59,7 +59,7 @@ def test_a_known_noise_scale(divisor):
     assert np.mean(estimates) == pytest.approx(expected, rel=0.15)
 
 
-def test_on_the_scripts(run, data, table_band, tmp_path):
+def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, tmp_path):
     """It takes a script's flags, a snapshot's settings and weights, and a user's own band."""
     snapshot, out, words = tmp_path / "s.pt", tmp_path / "noise.json", arguments_of("mlp", data)
     tool, few = "singlegpu/noise_scale.py", ("--steps", 20)
@@ -75,7 +75,7 @@ def test_on_the_scripts(run, data, table_band, tmp_path):
     assert "twice the batch needs" in told
 
 
-def test_mistakes(attempt, data, tmp_path):
+def test_mistakes_are_told(attempt, data, tmp_path):
     (bad := tmp_path / "bad.pt").write_text("no snapshot")
     script, words = ROOT / "singlegpu/images.py", arguments_of("mlp", data)
     for more, message in (

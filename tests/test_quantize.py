@@ -89,7 +89,7 @@ def test_cached_keys_change_nothing(trained):
     assert torch.equal(found, tokens[:, 12:])
 
 
-def test_snapshots_that_do_not_fit(attempt, trained, tmp_path):
+def test_snapshots_that_do_not_fit_are_refused(attempt, trained, tmp_path):
     """Missing, truncated or of another task: a line of error."""
     whole = trained("gpt")[1].read_bytes()
     (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])

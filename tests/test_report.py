@@ -157,7 +157,7 @@ def test_repeated_epochs_and_skew(tmp_path):
     assert two["speedup"] == "2.00" and two["skew"] == "1.00"
 
 
-def test_damaged_rows(tmp_path):
+def test_damaged_rows_are_left_out(tmp_path):
     """What is left out is said, and the rest reported."""
     whole = write(tmp_path / "whole.jsonl", rows_of("a", 1, [9, 9]), rows_of("b", 2, [9, 5]))
     text = whole.read_text()
@@ -278,7 +278,7 @@ def test_time_to_the_same_loss(tmp_path):
     assert done.returncode == 2 and "--noise needs --predict" in done.stderr
 
 
-def test_bad_input(tmp_path):
+def test_bad_links_are_refused(tmp_path):
     one, two = (write(tmp_path / f"{n}.jsonl", rows_of("a", n, [11, 11])) for n in (1, 2))
     good, nan = link(tmp_path / "good.json"), link(tmp_path / "nan.json", bandwidth=math.nan)
     (bad := tmp_path / "bad.json").write_text("[1")

@@ -78,7 +78,7 @@ def watched(run, data, tmp_path_factory):
     return watched
 
 
-def test_wall_time(watched):
+def test_phases_add_up_to_wall_time(watched):
     """The phases of the later epochs add up to the seconds between the rows of the log."""
     logged, seen = watched("cnn", "--epochs", 5, "--max_steps", 50)
     written = seen[0]["written"]
@@ -107,7 +107,7 @@ REAL = {  # the commands of real data sets, for a few steps; translation.py is i
 
 
 @pytest.mark.parametrize("script", REAL)
-def test_real_data(run, real_data, tmp_path, script):
+def test_real_data_is_learned(run, real_data, tmp_path, script):
     """A few steps lower the validation loss, and nothing is written beside the data."""
     log, before = tmp_path / "log.jsonl", sorted(real_data.iterdir())
     words = (*REAL[script].format(data=real_data).split(), "--epochs", 2, "--log", log)
