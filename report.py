@@ -280,10 +280,14 @@ def comparison(group):
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
     split = ["split"] if set(group["split"]) != {"-"} else []
     lines += [table([*SPEED, quality, *split], group), "", table(COMMUNICATION, group), ""]
-    if first["group"].startswith("strong"):
-        bound = f"at most {1 / first['serial']:.3g}" if first["serial"] > 0 else "any number of"
-        lines += [f"Serial fraction {first['serial']:.3f}: {bound} times as fast for any N.", ""]
-    return [*lines, pays_up_to(group), ""]
+    if first["group"].startswith("strong") and first["serial"] > 0:
+        bound = f"at most {1 / first['serial']:.3g} times as fast for any N"
+        lines += [f"Serial fraction {first['serial']:.3f}: {bound}.", ""]
+    lines += [pays_up_to(group), ""]
+    if (group["efficiency"] > 1.1).any():
+        doubt = "N processes are more than N times as fast: was a run beside other work?"
+        lines += [f"Not to be trusted: {doubt}", ""]
+    return lines
 
 
 def application(groups):

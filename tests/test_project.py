@@ -49,7 +49,8 @@ def test_each_script_has_its_job_file():
 
 def test_readme_names_what_exists():
     names = re.findall(r"\]\(([\w./]+)\)|(?:python|sbatch|bash) ([\w/]+\.\w+)", README)
-    assert [name for pair in names for name in pair if not (ROOT / name).exists()] == []
+    missing = [name for pair in names for name in pair if not (ROOT / name).exists()]
+    assert missing == ["multigpu/mine.py"], "the copy that it tells to make"
 
 
 def test_readme_commands(fork_server, tmp_path):
@@ -58,11 +59,7 @@ def test_readme_commands(fork_server, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     text = README.replace(" \\\n       ", "")
     lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
-    assert len(lines) == 8
-    for number in range(90):
-        path = tmp_path / f"photos/{number % 3}/{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30), (number, 0, 0)).save(path)
+    assert len(lines) == 6
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
     for line in lines:
         line += "".join(
@@ -108,6 +105,9 @@ def test_readme_example(run, tmp_path):
     for function in re.findall(r"^def \w+", example, re.M):
         script, count = re.subn(rf"^{function}\(.*?\n\n\n", "", script, flags=re.M | re.S)
         assert count == 1, function
+    for name in re.findall(r"^(\w+) = ", example, re.M):
+        script, count = re.subn(rf"^{name} = .*\n", "", script, flags=re.M)
+        assert count == 1, name
     example = example.replace('"photos/', f'"{tmp_path}/')
     copy.write_text(script.replace("\nclass Images", f"\n{example}\n\nclass Images", 1))
     for number in range(24):
@@ -124,7 +124,7 @@ def test_readme_example(run, tmp_path):
     predict.write_text(prediction.replace('"photos.pt"', f'"{snapshot}"'))
     env = ENVIRONMENT | {"TORCH_HOME": str(tmp_path)}
     out = subprocess.check_output([sys.executable, predict], cwd=tmp_path, env=env, text=True)
-    assert sum(map(float, re.findall(r"\d\.\d+(?:e-\d+)?", out))) == pytest.approx(1, abs=1e-3), out
+    assert out in ("0\n", "1\n"), "a class, by the name of its folder"
 
 
 def test_readme_token_files(run, tmp_path):

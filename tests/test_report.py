@@ -65,6 +65,10 @@ def test_strong_and_weak(tmp_path):
     assert [row["speedup"] for row in strong + weak] == ["1.00", "1.67", "2.50", "1.00", "2.00"]
     assert [row["efficiency"] for row in strong] == ["1.00", "0.833", "0.625"]
     assert "Serial fraction 0.200: at most 5 times as fast" in text
+    assert "Not to be trusted" not in text
+    fast = write(tmp_path / "fast.jsonl", rows_of("a", 1, [11, 11]), rows_of("b", 2, [5, 5]))
+    told = run_report(fast).stdout
+    assert "more than N times as fast" in told and "Serial fraction" not in told
     assert strong[1]["hidden %"] == "50.0" and strong[1]["R"] == "4.00" and strong[0]["R"] == "-"
     assert [row["comm %"] for row in strong] == ["0.00", "10.0", "10.0"], "of 7 - 1 s, not of 7"
     assert [row["device-hours"] for row in strong] == ["0.00306", "0.00389", "0.00556"]
