@@ -475,7 +475,8 @@ def share_of_matmul(run, links):
         if link["device"] == run["device"]:
             limits.append(link["matmul_tflops"].get(precision, 0.0))
     reached = run.get("TFLOP/s")  # gpt.py logs it
-    if not isinstance(reached, int | float) or not limits or max(limits) <= 0:
+    is_known = isinstance(reached, int | float) and 0 < reached < 1e12
+    if not is_known or not limits or max(limits) <= 0:
         return []
     share = f"{reached / max(limits):.0%} of a large matmul's {max(limits):.3g}"
     return [f"The run reaches {reached:.3g} TFLOP/s: {share} ({precision})."]

@@ -81,8 +81,10 @@ def edited(document, values, chance):
 def test_logs_and_links(outcome, tmp_path, monkeypatch, chance):
     """Bytes of a log; whole rows with any values in them; and what allreduce.py wrote."""
     log, link = tmp_path / "a.jsonl", tmp_path / "link.json"
-    good = [*rows_of("a", 1, [9, 11], buckets=[[3e6, 0.3], [1e6, 0]]), *rows_of("b", 2, [9, 7])]
+    more = {"buckets": [[3e6, 0.3], [1e6, 0]], "TFLOP/s": 0.05}
+    good = [*rows_of("a", 1, [9, 11], **more), *rows_of("b", 2, [9, 7])]
     numbers = {"processes": 2, "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "compute_rate": 0.9}
+    numbers |= {"nodes": 1, "device": "CPU", "matmul_tflops": {"fp32": 0.1}}
     valid_log, valid_link = write(log, good).read_bytes(), json.dumps(numbers).encode()
 
     def check(log_content, link_content=None):
@@ -97,7 +99,8 @@ def test_logs_and_links(outcome, tmp_path, monkeypatch, chance):
         check(damaged(valid_log, chance))
         rows = [row for row in edited(good, VALUES, chance) if isinstance(row, dict) and row]
         columns = dict.fromkeys(good[0])
-        check(write(tmp_path / "rows.jsonl", [columns | row for row in rows]).read_bytes())
+        edited_log = write(tmp_path / "rows.jsonl", [columns | row for row in rows]).read_bytes()
+        check(edited_log, chance.choice((None, valid_link)))
         check(valid_log, damaged(valid_link, chance))
         check(valid_log, json.dumps(edited(numbers, VALUES, chance)).encode())
     check(valid_log, b"[" * 9000)
