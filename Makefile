@@ -1,6 +1,7 @@
 # Each target sets up .venv first. make demo: one process, then two, on synthetic data, and the
-# speedup. make test: the suite, some 8 minutes on 2 cores. make test-torch TORCH=2.12.1: the same
-# with that torch, by default the oldest of requirements.txt. make soak: what takes long, 50 minutes.
+# speedup. make test: the suite, 8 to 9 minutes on 2 cores. make test-torch TORCH=2.12.1: the same
+# with that torch, by default the oldest of requirements.txt. make soak: what takes long, 90 minutes;
+# TEST_NUM_WORKERS=2 gives all training scripts of either workers.
 PYTHON ?= python3
 TORCH ?= $(shell sed -n 's/^torch>=\([0-9.]*\).*/\1/p' requirements.txt)
 RUN := .venv/bin/python

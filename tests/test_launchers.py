@@ -288,7 +288,7 @@ def test_loss_not_finite(attempt, data, tmp_path):
 def test_the_main_comparison(tmp_path):
     """One process, two processes (multigpu's own choice without a GPU), and the report."""
     environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name != "OMP_NUM_THREADS"}
-    steps = "--epochs 1 --max_steps 10 --log"
+    steps = "--model mlp --epochs 1 --max_steps 10 --log"
     for words in (f"singlegpu/images.py {steps}", f"multigpu/images.py {steps}", "report.py"):
         command = [sys.executable, *words.split(), tmp_path / "a.jsonl"]
         pipes = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
