@@ -582,6 +582,12 @@ def parts_of(scripts):
     return parts
 
 
+def checks_of(parts, name):
+    """Returns the checks of a part or, for part:argument, those of them with this argument."""
+    part, _, argument = name.partition(":")
+    return [each for each in parts.get(part, []) if argument in ("", *map(str, each[1:]))]
+
+
 def main():
     global options
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -593,7 +599,7 @@ def main():
     parser.add_argument("--out", default="gpu.md", help="file to append to")
     options = parser.parse_args()
     names = options.only.split(",")
-    if unknown := {name.split(":")[0] for name in names} - set(parts):
+    if unknown := [name for name in names if not checks_of(parts, name)]:
         parser.error(f"--only: {', '.join(unknown)} is no part; they are {', '.join(parts)}")
     options.device = options.device or ("cuda" if options.dry_run else device)
     if options.device == "cuda" and device == "cpu" and not options.dry_run:
@@ -614,11 +620,8 @@ def main():
         tell("- a rehearsal: what needs a GPU runs, but says nothing")
     for name in names:
         begin = time.monotonic()
-        part, _, argument = name.partition(":")
-        for check, *arguments in parts[part]:
-            arguments_told = [str(each) for each in arguments]
-            if argument in ("", *arguments_told):
-                attempt(" ".join([part, *arguments_told]), check, *arguments)
+        for check, *arguments in checks_of(parts, name):
+            attempt(" ".join([name.split(":")[0], *map(str, arguments)]), check, *arguments)
         tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 

@@ -96,7 +96,8 @@ def test_gpu_dry_run(tmp_path):
 
 def test_readme_example(run, tmp_path):
     """The example of "Make it yours" trains in place of three functions, and then it predicts."""
-    copy, script = tmp_path / "mine.py", (ROOT / "singlegpu/images.py").read_text()
+    copy, script = tmp_path / "multigpu/mine.py", (ROOT / "multigpu/images.py").read_text()
+    copy.parent.mkdir()
     blocks = [
         re.search(rf"^    {first}.*?^(?=\S)", README, re.M | re.S)[0]
         for first in ("from torchvision.transforms", "import mine")
@@ -119,10 +120,10 @@ def test_readme_example(run, tmp_path):
     torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
     snapshot = tmp_path / "photos.pt"
     words = ("--batch_size", 6, "--epochs", 1, "--num_workers", 2, "--snapshot", snapshot)
-    run(copy, *words, TORCH_HOME=str(tmp_path))
+    run(copy, *words, processes=2, TORCH_HOME=str(tmp_path))
     predict = tmp_path / "predict.py"
     predict.write_text(prediction.replace('"photos.pt"', f'"{snapshot}"'))
-    env = ENVIRONMENT | {"TORCH_HOME": str(tmp_path)}
+    env = ENVIRONMENT | {"TORCH_HOME": str(tmp_path), "PYTHONPATH": "multigpu"}
     out = subprocess.check_output([sys.executable, predict], cwd=tmp_path, env=env, text=True)
     assert out in ("0\n", "1\n"), "a class, by the name of its folder"
 
