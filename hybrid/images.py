@@ -201,12 +201,12 @@ def batch_loss(model, batch, args):
 
 
 def more_columns(row):
-    """Returns what the log shows beyond time, memory and the means of batch_loss."""
+    """Returns further columns, {name: value}, of a row with times and the means of batch_loss."""
     return {}
 
 
 def finish(model, data, args, device):
-    """Rank 0 calls it with the validation data when the training is complete."""
+    """Shows what the trained model does. Rank 0 calls it at the end, with the validation data."""
 
 
 # ==================================== How the model is split. =====================================
@@ -292,7 +292,7 @@ def main(args):
     run.epoch = 0
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over this process's samples of this epoch
-    join_process_group(run, args, "env://")  # sets run.devices, run.groups, run.patient_group
+    init_distributed(run, args, "env://")  # sets run.devices, run.groups, run.patient_group
     run.device = run.devices[0]  # of the batches and the losses
     set_seeds(args.seed)  # so that a random split of the data is the same in all processes
     train_data, val_data = read_data_in_turn(run, args)
@@ -427,7 +427,7 @@ def train_step(run, batches, args):
         is_last = micro_step == args.grad_accum_steps - 1
         for ddp_stage in run.ddp_model:
             ddp_stage.require_backward_grad_sync = is_last  # False: no all-reduce, as in no_sync()
-        loss = add_batch(run, run.ddp_model, batch, run.sums, args)
+        loss = compute_loss(run, run.ddp_model, batch, run.sums, args)
         run.watch.mark("forward")
         run.scaler.scale(loss / args.grad_accum_steps).backward()
         run.watch.mark("comm" if is_last else "backward")  # timed_hook has marked the last backward
@@ -448,7 +448,7 @@ def set_seeds(*numbers):
     torch.manual_seed(seed)
 
 
-def add_batch(run, model, batch, totals, args):
+def compute_loss(run, model, batch, totals, args):
     """Returns the loss of a batch, and adds the batch's sums to the totals."""
     with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
         result = batch_loss(model, batch, args)
@@ -479,7 +479,7 @@ def evaluate(run, data, args):
     indices = [share[start : start + size].tolist() for start in range(0, len(share), size)]
     totals = {}
     for batch in create_loader(data, indices, run, args):
-        add_batch(run, run.model, to_device(batch, run.device), totals, args)
+        compute_loss(run, run.model, to_device(batch, run.device), totals, args)
     return totals
 
 
@@ -507,7 +507,7 @@ def create_loader(data, indices, run, args):
         generator=torch.Generator().manual_seed(args.seed + run.rank),
         # A forked worker starts at once, and shares the memory of the data.
         multiprocessing_context="fork" if args.num_workers else None,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=init_worker,
         pin_memory=run.device.type == "cuda",
     )
 
@@ -517,7 +517,7 @@ def collate(samples):
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
-def ignore_signals(worker):
+def init_worker(worker):
     """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -550,21 +550,24 @@ def save_snapshot(run, args):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
-        torch.save(snapshot | {"progress": progress}, f"{args.snapshot}.tmp")
-        os.replace(f"{args.snapshot}.tmp", args.snapshot)
+        temporary = f"{args.snapshot}.tmp"
+        torch.save(snapshot | {"progress": progress}, temporary)
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # so does a resume
+        os.replace(temporary, args.snapshot)
     dist.barrier(run.patient_group)
     run.watch.mark("save")
 
 
 def load_snapshot(run, args):
     """Restores the snapshot, if there is one."""
-    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
-        if snapshot["settings"] != settings:
-            raise ValueError(f"it was made with {snapshot['settings']}")
+        for name in SAME_ON_RESUME:
+            value = snapshot["settings"].get(name)
+            if value != getattr(args, name):
+                raise ValueError(f"it was made with --{name} {value}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
         vars(run).update(snapshot["progress"])
@@ -637,7 +640,7 @@ def short(value):
     return f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def join_process_group(run, args, init_method):
+def init_distributed(run, args, init_method):
     """Connects this process with the others, in a group for each stage."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     timeout = timedelta(seconds=args.timeout)

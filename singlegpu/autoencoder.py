@@ -148,13 +148,13 @@ def batch_loss(model, batch, args):
 
 
 def more_columns(row):
-    """Returns what the log shows beyond time, memory and the means of batch_loss."""
+    """Returns further columns, {name: value}, of a row with times and the means of batch_loss."""
     return {}
 
 
 @torch.no_grad()
 def finish(model, data, args, device):
-    """Rank 0 calls it when the training is complete. Draws --reconstructions of 16 images."""
+    """Draws --reconstructions of 16 images. Rank 0 calls it at the end."""
     if args.reconstructions:
         images = data.__getitems__(slice(16)).to(device) / 255
         save_image(torch.cat((images, model(images))), args.reconstructions, nrow=len(images))
@@ -282,7 +282,7 @@ def train_step(run, batches, args):
     for _ in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
         run.watch.mark("data")
-        loss = add_batch(run, run.model, batch, run.sums, args)
+        loss = compute_loss(run, run.model, batch, run.sums, args)
         run.watch.mark("forward")
         run.scaler.scale(loss / args.grad_accum_steps).backward()
         run.watch.mark("backward")
@@ -303,7 +303,7 @@ def set_seeds(*numbers):
     torch.manual_seed(seed)
 
 
-def add_batch(run, model, batch, totals, args):
+def compute_loss(run, model, batch, totals, args):
     """Returns the loss of a batch, and adds the batch's sums to the totals."""
     with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
         result = batch_loss(model, batch, args)
@@ -325,7 +325,7 @@ def evaluate(run, data, args):
     indices = [order[start : start + size].tolist() for start in range(0, len(order), size)]
     totals = {}
     for batch in create_loader(data, indices, run, args):
-        add_batch(run, run.model, to_device(batch, run.device), totals, args)
+        compute_loss(run, run.model, to_device(batch, run.device), totals, args)
     return totals
 
 
@@ -352,7 +352,7 @@ def create_loader(data, indices, run, args):
         generator=torch.Generator().manual_seed(args.seed),
         # A forked worker starts at once, and shares the memory of the data.
         multiprocessing_context="fork" if args.num_workers else None,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=init_worker,
         pin_memory=run.device.type == "cuda",
     )
 
@@ -362,7 +362,7 @@ def collate(samples):
     return default_collate(samples) if isinstance(samples, list) else samples
 
 
-def ignore_signals(worker):
+def init_worker(worker):
     """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -395,20 +395,23 @@ def save_snapshot(run, args):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
         snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
-        torch.save(snapshot | {"progress": progress}, f"{args.snapshot}.tmp")
-        os.replace(f"{args.snapshot}.tmp", args.snapshot)
+        temporary = f"{args.snapshot}.tmp"
+        torch.save(snapshot | {"progress": progress}, temporary)
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # so does a resume
+        os.replace(temporary, args.snapshot)
     run.watch.mark("save")
 
 
 def load_snapshot(run, args):
     """Restores the snapshot, if there is one."""
-    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
-        if snapshot["settings"] != settings:
-            raise ValueError(f"it was made with {snapshot['settings']}")
+        for name in SAME_ON_RESUME:
+            value = snapshot["settings"].get(name)
+            if value != getattr(args, name):
+                raise ValueError(f"it was made with --{name} {value}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
         vars(run).update(snapshot["progress"])

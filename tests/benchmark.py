@@ -1,7 +1,7 @@
 """Speed of the scripts beside what they replace. It is no test, since times vary.
 
     python tests/benchmark.py ratio "OLD/singlegpu/images.py WORDS" "singlegpu/images.py WORDS"
-    python tests/benchmark.py bigmnist --folder FOLDER --old OLD   # reads a file that it writes
+    python tests/benchmark.py bigmnist --folder FOLDER  # reads a file that it writes there
     python tests/benchmark.py predict --nodes 2 4 8     # speedup on slow links; as root, on Linux
 
     python tests/benchmark.py steps "singlegpu/gpt.py --dataset TEXT" --loss 2 --batch_sizes 4 16 64
@@ -177,10 +177,6 @@ def batches_of(way, data, images, num_workers):
     if way == "one by one":
         order = np.random.default_rng(1).permutation(len(data))[: 64 * num_steps]
         return map(data.__getitems__, order.reshape(-1, 64))
-    if way == "windows":
-        batches = images.batches((data.images, data.labels), args, 0, range(num_steps), "cpu")
-        next(batches)  # begins to read
-        return batches
     run = SimpleNamespace(rank=0, num_steps=num_steps, device=SimpleNamespace(type="cpu"))
     indices = images.training_indices(data, 0, 0, run, args)
     return images.create_loader(data, indices, run, args)
@@ -189,9 +185,7 @@ def batches_of(way, data, images, num_workers):
 def bigmnist(options):
     """Images/s from a file that is not in the page cache, and memory, of each way to read it."""
     images = module("singlegpu/images.py")
-    ways = {"0 workers": (images, 0), "2 workers": (images, 2), "one by one": (images, 0)}
-    if options.old:
-        ways["windows"] = (module(Path(options.old, "singlegpu/images.py").resolve()), 0)
+    ways = {"0 workers": 0, "2 workers": 2, "one by one": 0}
     shape = (28, 28) if options.image_size == 28 else (3, options.image_size, options.image_size)
     for gigabytes in options.gigabytes:
         rates = {way: [] for way in ways}
@@ -203,7 +197,7 @@ def bigmnist(options):
                 # This maps the file anew, without any of its pages.
                 data, _ = images.read_data(argparse.Namespace(dataset=folder, data_dir=""))
                 start = time.perf_counter()
-                for count, _ in enumerate(batches_of(way, data, *ways[way]), start=1):
+                for count, _ in enumerate(batches_of(way, data, images, ways[way]), start=1):
                     seconds = time.perf_counter() - start
                     if seconds > options.seconds or count == len(data) // 64:
                         memory[way].append(private_gigabytes())  # the workers are still there
@@ -298,7 +292,6 @@ def main():
     add["bigmnist"]("--gigabytes", type=float, nargs="+", default=[0.6, 10], help="of the file")
     add["bigmnist"]("--image_size", type=int, default=28, help="28: as bigmnist; 224: in 3 colours")
     add["bigmnist"]("--seconds", type=float, default=20, help="of each measurement, at most")
-    add["bigmnist"]("--old", metavar="FOLDER", help="a checkout whose images.py reads by windows")
     add["predict"]("--nodes", type=int, nargs="+", default=[2, 4, 8])
     add["predict"]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
     add["predict"]("--models", nargs="+", help='as "images, mlp"; all by default')

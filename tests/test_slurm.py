@@ -120,9 +120,11 @@ def wait_for_restart(site, job, restarts):
     wait_for(lambda: site.show(job)["Restarts"] != restarts or site.show(job)["JobState"] in ENDED)
 
 
-def stop_at_the_time_limit(site, run, name, words):
+def test_stopped_at_the_time_limit(site, run):
     """Stop a job on two nodes; it goes on in a new one: the weights of an undisturbed run."""
-    job = site.submit(name, *words, options=["--gpus-per-node=1", "--cpus-per-task=1"])
+    words = "--model mlp --dropout 0.5 --max_steps 500 --epochs 2 --num_workers 2".split()
+    options = ["--gpus-per-node=1", "--cpus-per-task=1"]
+    job = site.submit("multinode_images", *words, options=options)
     wait_for(lambda: "starting at" in site.output(job) or site.show(job)["JobState"] in ENDED)
     time.sleep(4)
     wait_for_restart(site, job, signal_of_the_limit(site, job))
@@ -130,14 +132,9 @@ def stop_at_the_time_limit(site, run, name, words):
     assert f"job {job}, start 2" in site.output(job)
     starts = re.findall(r"starting at epoch (\d+), step (\d+)", site.output(job))
     assert len(starts) == 2 and starts[1] != ("0", "0"), "it began again"
-    whole, script = site.folder / "whole.pt", name.replace("_", "/", 1)
-    run(f"{script}.py", *words, "--snapshot", whole, processes=(2, 1))
-    assert_same_weights(whole, site.folder / f"{name}-{job}.pt")
-
-
-def test_stopped_at_the_time_limit(site, run):
-    words = "--model mlp --dropout 0.5 --max_steps 500 --epochs 2 --num_workers 2"
-    stop_at_the_time_limit(site, run, "multinode_images", words.split())
+    whole = site.folder / "whole.pt"
+    run("multinode/images.py", *words, "--snapshot", whole, processes=(2, 1))
+    assert_same_weights(whole, site.folder / f"multinode_images-{job}.pt")
 
 
 def test_a_job_that_saves_nothing_ends(site):

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, assert_same_weights, saved_at, wait_for
 from PIL import Image
 from test_slurm import ENDED, SMALL, cluster, signal_of_the_limit, site  # noqa: F401
-from test_slurm import stop_at_the_time_limit, wait_for_restart
+from test_slurm import wait_for_restart
 from test_training import arguments_of
 
 COMMON = SMALL[2:]
@@ -80,22 +80,6 @@ def long(site, run, data, tmp_path):  # noqa: F811
         assert_same_weights(tmp_path / "job.pt", tmp_path / "whole.pt")
 
     return long
-
-
-@pytest.mark.parametrize("folder", ["singlegpu", "multigpu", "multinode"])
-def test_signal_before_the_limit(site, long, folder):  # noqa: F811
-    """After the signal of a time limit the job queues itself, and goes on."""
-    job = long(folder, 20)
-    wait_for_restart(site, job, signal_of_the_limit(site, job))
-    assert site.show(job)["Restarts"] == "1", site.output(job)
-    assert site.wait(job) == "COMPLETED", site.output(job)
-    long.check()
-
-
-def test_shards_at_the_time_limit(site, run, tmp_path):  # noqa: F811
-    (text := tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 40)
-    words = ["--dataset", text, "--d_model", 64, "--max_steps", 60]
-    stop_at_the_time_limit(site, run, "hybrid_gpt_fsdp", words)
 
 
 def test_time_limit(site, long):  # noqa: F811
