@@ -19,7 +19,6 @@ Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V 
 """
 
 import argparse
-import contextlib
 import io
 import itertools
 import json
@@ -239,10 +238,10 @@ def shard_model(model, device, args):
     """Leaves this process a shard of each block, and of what stands outside the blocks."""
     timeout = timedelta(seconds=args.timeout)  # init_device_mesh() would not take it
     ranks = torch.arange(dist.get_world_size()).view(-1, args.shard_size)  # (copies, shards)
-    same_shard, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    same_copy, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    copies_of_shard, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    shards_of_copy, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
     mesh = DeviceMesh.from_group(
-        [same_shard, same_copy],
+        [copies_of_shard, shards_of_copy],
         device.type,
         mesh=ranks,
         mesh_dim_names=("copy", "shard"),  # FSDP keeps copies along the first dimension
@@ -281,6 +280,10 @@ def restore_shards(run, args):
     vars(run).update(message[0])
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     dcp.set_model_state_dict(run.model, weights, options=options)
+    for name, buffer in run.model.named_buffers():  # also those that no state dict holds
+        if run.rank == 0:
+            buffer.copy_(whole.model.get_buffer(name))
+        dist.broadcast(buffer, src=0)
     if run.epoch > 0 or run.step > 0:
         dcp.set_optimizer_state_dict(run.model, run.optimizer, moments, options=options)
 
@@ -296,7 +299,7 @@ def gather_shards(run, args):
         whole.model = create_model(args, run.data)
     whole.model.load_state_dict(weights, assign=True)
     whole.optimizer = create_optimizer(whole.model, args)
-    whole.optimizer.load_state_dict(moments)  # its state_dict() has numbers instead of names
+    whole.optimizer.load_state_dict(moments)  # its state_dict() numbers them, as DDP does
     return whole
 
 
@@ -355,13 +358,13 @@ def main(args):
         print(f"starting at epoch {run.epoch}, step {run.step}:")
         print(*(f"{name:>10}" for name in COLUMNS))
     rows = train(run, train_data, val_data, args)
-    if run.rank == 0:
-        print_summary(rows)  # the times of run.watch
+    if run.rank > 0:
+        sys.stdout = io.StringIO()  # all take part in what follows; rank 0 alone prints
+    print_summary(rows)  # the times of run.watch
     if run.epoch == args.epochs:
         run.model.eval()
         torch.manual_seed(args.seed)  # all processes draw the same
-        with contextlib.redirect_stdout(sys.stdout if run.rank == 0 else io.StringIO()):
-            finish(run.model, val_data, args, run.device)
+        finish(run.model, val_data, args, run.device)
     dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
     dist.destroy_process_group()
     # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
@@ -474,7 +477,7 @@ def compute_loss(run, model, batch, totals, args):
         sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
     loss, sums = result
     for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so is the sum
+        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so the sum is, too
         totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
     return loss
 
@@ -825,11 +828,12 @@ class ShardWatch(Stopwatch):
         On a CPU the pass waits for each of them: this time is taken out of the pass, and is comm.
         On a GPU the pass goes on meanwhile, and stays whole: only comm_total knows of them.
         """
-        for start, end in self.recent if phase in ("forward", "backward") else ():
-            if self.cuda:
-                self.spans.append((start, end))
-            else:
-                self.marks += [(phase, start), ("comm", end)]  # the pass goes on until `start`
+        if phase in ("forward", "backward"):
+            for start, end in self.recent:
+                if self.cuda:
+                    self.spans.append((start, end))
+                else:
+                    self.marks += [(phase, start), ("comm", end)]  # the pass goes on until `start`
         self.recent.clear()
         super().mark(phase)
 

@@ -11,9 +11,10 @@ time. A stage waits while the first micro-batch is on its way to it, and while t
 other stages. This is the bubble: (p - 1) / (m + p - 1) of the time with p stages and m micro-
 batches (Huang et al. 2019, "GPipe"). Each pipeline has its share of the batch, and all-reduces add
 up their gradients. The head is the embedding: the first and the last stage hold a copy each. A
-process first builds or loads the whole model on its CPU, and moves its own layers to its GPU. Rank
-0 keeps the others on its CPU, to save them, and to draw --sample there. Snapshots have the format
-of multinode/gpt.py. `diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages add.
+process first builds or loads the whole model in RAM, 4 bytes a parameter, and moves its own layers
+to its GPU. Rank 0 keeps the others in RAM, to save them, and to draw --sample there. Snapshots have
+the format of multinode/gpt.py. `diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages
+add.
 Shapes: B sequences of a micro-batch, m micro-batches of a batch in a pipeline, T tokens of a
 sequence, D = d_model, H heads, V vocabulary.
 """
@@ -230,7 +231,7 @@ def finish(model, data, args, device):
 # ==================================== How the model is split. =====================================
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SUMS = ("loss", "count")  # all that batch_loss sums up: the last stage tells it the others
+SUMS = ("loss", "count")  # names of all sums of batch_loss. The last stage sends them to the others
 IGNORED = -100  # the targets of rows that only fill up a batch
 
 
@@ -272,7 +273,7 @@ def head_loss(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def micro_batch_loss(logits, targets, mean_loss, run, args):
+def micro_batch_loss(logits, targets, head_loss, run, args):
     """Returns a micro-batch's part of the mean loss of a batch. The gradients just add up."""
     if not torch.is_grad_enabled():  # a validation: without the rows that fill up a batch
         is_real = targets[:, 0] != IGNORED
@@ -280,8 +281,10 @@ def micro_batch_loss(logits, targets, mean_loss, run, args):
         targets = targets[is_real]
         if len(targets) == 0:
             return logits.sum()  # 0; it is not used
-    # For batch_loss, the "model" is what is left of it here: from logits and targets to the loss.
-    loss = compute_loss(run, mean_loss, (logits, targets), run.new_sums, args)
+    # Here batch_loss gets the head's loss as its model, and (logits, targets) as its batch.
+    loss = compute_loss(run, head_loss, (logits, targets), run.new_sums, args)
+    if set(run.new_sums) != set(SUMS):
+        sys.exit(f"SUMS must name what batch_loss sums up: {', '.join(run.new_sums)}")
     return loss / args.num_microbatches / run.num_pipelines
 
 
@@ -302,7 +305,7 @@ def create_groups(run, args):
 def create_schedule(run, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
     size = args.batch_size // run.num_pipelines // args.num_microbatches  # B
-    # What a stage receives and sends. Gradients come back for all but ids and logits.
+    # What a stage receives and sends. All but ids and logits have gradients, which come back.
     with torch.device("meta"):  # only types and shapes
         inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
         outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
@@ -321,13 +324,10 @@ def create_schedule(run, args):
     )
     if args.compile:
         run.stage.compile()
-    mean_loss = torch.compile(head_loss) if args.compile else head_loss
-    loss = partial(micro_batch_loss, mean_loss=mean_loss, run=run, args=args)
-    # The schedule calls these three for each micro-batch: now they mark their time, too.
-    timed = run.watch.timed_pass
-    pipeline_stage.forward_one_chunk = timed(pipeline_stage.forward_one_chunk, "forward")
-    pipeline_stage.backward_one_chunk = timed(pipeline_stage.backward_one_chunk, "backward")
-    loss = timed(loss, "forward")
+    compiled_loss = torch.compile(head_loss) if args.compile else head_loss
+    loss = partial(micro_batch_loss, head_loss=compiled_loss, run=run, args=args)
+    run.watch.time_passes(pipeline_stage)
+    loss = run.watch.timed_pass(loss, "forward")
     schedule = SCHEDULES[args.schedule]
     return schedule(pipeline_stage, args.num_microbatches, loss, scale_grads=False)
 
@@ -461,7 +461,7 @@ def main(args):
     if run.rank == 0:
         print_summary(rows)  # the times of run.watch
         if run.epoch == args.epochs:
-            torch.manual_seed(args.seed)  # so that gpt_fsdp.py draws the same text
+            torch.manual_seed(args.seed)  # on CPUs, gpt_fsdp.py draws the same text
             finish(run.model.cpu().eval(), val_data, args, torch.device("cpu"))
     # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
 
@@ -536,9 +536,10 @@ def train_step(run, batches, args):
     done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
     for group in run.optimizer.param_groups:
         group["lr"] = float(learning_rate(args, done)) * group.get("lr_scale", 1.0)
-    set_seeds(args.seed, run.epoch, run.step, run.rank)  # a resumed run draws the same
+    set_seeds(args.seed, run.epoch, run.step, run.pipeline)  # its stages draw the same samples
     tokens, targets = to_device(next(batches), run.device)
     run.watch.mark("data")
+    set_seeds(args.seed, run.epoch, run.step, run.rank)  # a resumed run draws the same dropout
     run.new_sums = {}
     pass_batch(run, run.schedule.step, tokens, targets)
     # The gradients of this stage are added up over the pipelines, while other stages work.
@@ -553,7 +554,8 @@ def train_step(run, batches, args):
     news = torch.zeros(3, dtype=torch.float64, device=run.device)
     news[0] = squared_norm(run.stage)
     for number, name in enumerate(SUMS, start=1):  # which the last stage alone knows
-        news[number] = run.new_sums.get(name, 0.0)
+        value = torch.as_tensor(run.new_sums.get(name, 0.0))  # a count is on the CPU
+        news[number].copy_(value, non_blocking=True)
     run.watch.mark("optimizer")
     dist.all_reduce(news, group=run.pipeline_group)
     run.watch.mark("comm")
@@ -583,7 +585,7 @@ def compute_loss(run, model, batch, totals, args):
         sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
     loss, sums = result
     for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so is the sum
+        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so the sum is, too
         totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
     return loss
 
@@ -631,8 +633,8 @@ def create_loader(data, indices, run, args):
         batch_sampler=indices,
         collate_fn=collate,
         num_workers=args.num_workers,
-        # It seeds the workers, so that the augmentation of the processes differs.
-        generator=torch.Generator().manual_seed(args.seed + run.rank),
+        # It seeds the workers: the stages of a pipeline must get the same samples.
+        generator=torch.Generator().manual_seed(args.seed + run.pipeline),
         # A forked worker starts at once, and shares the memory of the data.
         multiprocessing_context="fork" if args.num_workers else None,
         worker_init_fn=init_worker,
@@ -949,6 +951,12 @@ class PipelineWatch(Stopwatch):
             return output
 
         return timed_function
+
+    def time_passes(self, pipeline_stage):
+        """Times the two methods that the schedule calls for each micro-batch."""
+        for phase in ("forward", "backward"):
+            name = f"{phase}_one_chunk"
+            setattr(pipeline_stage, name, self.timed_pass(getattr(pipeline_stage, name), phase))
 
     def mark_bubble(self, pipeline_group):
         """Waits for the other stages, so that this time is not taken for communication.

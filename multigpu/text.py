@@ -428,7 +428,7 @@ def compute_loss(run, model, batch, totals, args):
         sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
     loss, sums = result
     for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so is the sum
+        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so the sum is, too
         totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
     return loss
 

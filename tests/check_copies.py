@@ -25,8 +25,8 @@ YOURS, RUN, TIMING = RULER.findall(Path("multigpu/images.py").read_text())
 OF_FOLDER = "head main parse_args parse_run_args".split()  # differ between all folders
 OF_SINGLEGPU = """train_epoch train_step evaluate training_indices create_loader save_snapshot
     progress_bar describe log_epoch PHASES Stopwatch print_summary""".split()  # differ only there
-OF_HYBRID = """train_step evaluate training_indices save_snapshot init_distributed DTYPES PHASES
-    print_communication""".split()  # differ between the scripts of hybrid and from multinode
+OF_HYBRID = """train_step evaluate training_indices create_loader save_snapshot init_distributed
+    DTYPES PHASES print_communication""".split()  # differ in hybrid and from multinode
 OF_QUANTIZE = ["create_trained"]
 # fmt: off
 BOUNDS = {  # in lines; those of a folder are for the head, (the split,) the run, timing and main

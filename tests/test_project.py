@@ -139,7 +139,10 @@ def test_readme_token_files(run, tmp_path):
     run("singlegpu/gpt.py", *command.split(), "--batch_size", 4, "--max_steps", 2)
 
 
-@pytest.mark.parametrize("script", ["multigpu/images.py", "singlegpu/gpt.py"])
+BARE = ["multigpu/images.py", "singlegpu/gpt.py", *(name for name in SCRIPTS if "hybrid" in name)]
+
+
+@pytest.mark.parametrize("script", BARE)
 def test_a_copy_without_its_stopwatch(run, tmp_path, script):
     """Without the last band and the lines with watch, among them the summary, the rest trains."""
     copy, log = tmp_path / script, tmp_path / "log.jsonl"
