@@ -58,7 +58,8 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-# The settings that compared runs have in common. Seed and epochs may differ.
+# The settings that compared runs have in common, and those that their rows name (SAME_ON_RESUME of
+# the script). Seed and epochs may differ.
 SAME = (
     "script model dataset precision size parameters source target vocab_size d_model n_heads "
     "num_layers seq_len learning_rate dropout compile max_steps device"
@@ -72,14 +73,15 @@ RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in
 COMPUTE = ["forward", "backward", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save"]
 MEANS = ["seconds", "samples/s", *PHASES, "comm_total"]
-QUALITY = ["val_acc", "val_ppl", "val_loss"]  # the first one that a script logs is shown
+QUALITY = ["val_acc", "val_ppl", "val_loss"]  # what is shown if the script names no metric
 
 # What a row must hold, and what stands for what older logs and most scripts lack.
-WORDS = ["run", *TITLE, "comm_hook", "device", "host"]
+WORDS = ["run", *TITLE, "comm_hook", "device", "host", "metric"]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads"]
 NUMBERS = [*COUNTS, *MEANS, "epoch", "rank"]
 DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "host": "-", "peak_MB": math.nan}
 DEFAULTS |= {"comm_hook": "none", "compile": False, "model": "-", "dataset": "-"}
+DEFAULTS |= {"metric": "val_acc", "same_on_resume": []}
 
 RATIOS = ["speedup", "efficiency"]
 SPEED = ["processes", "nodes", "batch_size", "seconds", "samples/s", *RATIOS, "device-hours"]
@@ -102,6 +104,7 @@ def read_row(line):
     """Returns the row in this line, or None if it is damaged. A torn row may stand before it."""
     try:
         row = DEFAULTS | json.loads(line[line.rfind('{"') :])
+        row["same_on_resume"] = list(map(str, row["same_on_resume"]))
     except (TypeError, ValueError, RecursionError):
         return None
     for name in WORDS:
@@ -110,7 +113,7 @@ def read_row(line):
     for name in NUMBERS:
         if not isinstance(row.get(name), int | float) or not 0 <= row[name] < 1e12:
             return None
-    for name in (*QUALITY, "peak_MB"):
+    for name in (*QUALITY, row["metric"], "peak_MB"):
         if not isinstance(row.get(name, math.nan), int | float):
             return None
     training = row["seconds"] - row["eval"] - row["save"]
@@ -193,7 +196,8 @@ def summary_of(run, warmup):
 
 def settings_of(run):
     """Returns the settings that compared runs have in common, as words."""
-    return {name: str(run.get(name, "")) for name in SAME}
+    own = [name for name in run["same_on_resume"] if name not in (*NUMBERS, "seed")]
+    return {name: str(run.get(name, "")) for name in dict.fromkeys([*SAME, *own])}
 
 
 def groups_of(runs):
@@ -276,7 +280,7 @@ def comparison(group):
     for name in ("comm_hook", "threads", *LAUNCH):
         if set(group[name]) != {"-"}:
             facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
-    quality = next((name for name in QUALITY if name in first), "val_loss")
+    quality = next((name for name in (first["metric"], *QUALITY) if name in first), "val_loss")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
     split = ["split"] if set(group["split"]) != {"-"} else []
     lines += [table([*SPEED, quality, *split], group), "", table(COMMUNICATION, group), ""]
@@ -330,7 +334,8 @@ def step_of(run, runs):
     seconds = {0: dict.fromkeys(PHASES, 0.0)}  # a batch of 0 takes no time
     slowest_last = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
     for other in [*slowest_last, run]:  # a later run replaces one of the same batch
-        if all(str(other.get(name)) == str(run.get(name)) for name in (*SAME, *LAUNCH)):
+        is_launched_alike = all(other[name] == run[name] for name in LAUNCH)
+        if is_launched_alike and settings_of(other) == settings_of(run):
             steps = other["samples/s"] * other["training"] / other["batch_size"]
             seconds[other["batch_size"]] = {name: other[name] / steps for name in PHASES}
     phases = pd.DataFrame.from_dict(seconds, orient="index").sort_index()
@@ -408,7 +413,7 @@ def predict_step(step, processes, scaling, links, gpus_per_node):
     row["comm %"] = 100 * comm / training
     comm_total = all_reduces.sum()
     if comm_total > 0:
-        row["hidden %"] = 100 - 100 * comm / comm_total
+        row["hidden %"] = max(0.0, 100 - 100 * comm / comm_total)
         row["R"] = compute / comm_total
     return row
 

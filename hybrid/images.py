@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 METRIC = "val_acc"  # in the row for results.md
-# Flags that a resumed run must not change
+# All flags that change the training. A resumed run, and runs to compare, must have the same.
 SAME_ON_RESUME = ("model", "dataset", "batch_size", "learning_rate", "dropout", "precision", "seed")
 MAX_GRAD_NORM = None  # gradients are not clipped
 
@@ -391,7 +391,7 @@ def train_epoch(run, batches, args):
         run.step += 1
         bar.update()
         if run.step == next_look:
-            loss = float(run.sums["loss"] / run.sums["count"])  # of this process
+            loss = float(run.sums["loss"]) / max(1.0, float(run.sums["count"]))  # of this process
             steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
             news = torch.tensor([len(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
             dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
@@ -560,14 +560,14 @@ def save_snapshot(run, args):
 
 def load_snapshot(run, args):
     """Restores the snapshot, if there is one."""
+    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     if not args.snapshot or not os.path.exists(args.snapshot):
         return
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
-        for name in SAME_ON_RESUME:
-            value = snapshot["settings"].get(name)
-            if value != getattr(args, name):
-                raise ValueError(f"it was made with --{name} {value}")
+        for name, value in settings.items():
+            if snapshot["settings"].get(name) != value:
+                raise ValueError(f"it was made with --{name} {snapshot['settings'].get(name)}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
         vars(run).update(snapshot["progress"])
@@ -610,11 +610,11 @@ def describe(run, args):
 
 def log_epoch(run, val_sums, num_samples, args):
     """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
-    row = run.settings | {"epoch": run.epoch}
+    row = run.settings | {"epoch": run.epoch, "metric": METRIC, "same_on_resume": SAME_ON_RESUME}
     for split, sums in (("train", run.sums), ("val", val_sums)):
         totals = all_reduce_sums(sums)
         for name in totals:
-            row[f"{split}_{name}"] = totals[name] / totals["count"]
+            row[f"{split}_{name}"] = totals[name] / (totals["count"] or math.nan)
     run.watch.mark("eval")
     row |= run.watch.end_epoch(num_samples)
     row |= more_columns(row)

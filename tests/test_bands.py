@@ -105,6 +105,7 @@ MISTAKES = {  # name: (text of the table's band, what stands there instead, the 
     "short order": (".permutation(len(data))", ".permutation(100)", "returned 100 indices for 480"),
     "sample": (DATA, UNREADABLE, "sample 77 cannot be read"),
     "too little": (DATA, DATA.replace("[0.8, 0.2]", "[10, 590]"), "the data is too small"),
+    "no flag": ('("table", ', '("tables", ', "no attribute 'tables'"),
     "setting": ('"--table", ', '"--table", type=np.str_, ', "Weights only load failed"),
 }
 
@@ -123,6 +124,16 @@ def test_mistakes_in_a_band_are_told(attempt, table_band, tmp_path, name):
         seconds.append(time.monotonic() - start)
         assert status and message in err and not (tmp_path / "s.pt").exists(), err
     assert seconds[1] < seconds[0] + 25, "workers delay the error"
+
+
+def test_batches_in_which_nothing_counts(run, table_band, tmp_path):
+    """A run goes on if a process has no labelled sample in a batch, or none at all."""
+    nothing = 'return 0 * loss, {"loss": 0 * loss, "mae": 0 * errors, "count": 0}'
+    for folder, processes in LAUNCHES[:2]:
+        band = table_band.replace(LOSS, nothing)
+        script = paste(band, folder, tmp_path / folder / "mine.py")
+        out = run(script, "--epochs", 1, processes=processes)
+        assert re.search(r"^ +0( +-){3} +\d", out, re.M), out
 
 
 def test_a_parameter_without_gradient(attempt, table_band, tmp_path):

@@ -5,7 +5,8 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import assert_same_weights, curve, load, rows, saved_at, wait_for, wait_for_saves
+from conftest import ROOT, assert_same_weights, curve, load, rows, saved_at
+from conftest import wait_for, wait_for_saves
 from test_launchers import steps_of
 from test_training import PHASES, arguments_of
 
@@ -70,6 +71,40 @@ def test_gpt_one_loss_curve(run, words, tmp_path):
             if script == FSDP:  # weights, gradients and two moments of 4 bytes
                 share = 16e-6 * row["parameters"] / row["shard_size"]
                 assert row["state_MB"] == pytest.approx(share, rel=0.1) and row["comm_total"] > 0
+
+
+START = "starts = np.array(indices)[:, None] * self.args.seq_len"
+NORMS = "        self.norm1, self.norm2 ="
+MASK = 'self.register_buffer("mask", torch.ones(32, 32).tril().bool(), persistent=False)'
+CHANGES = {  # {text of the band of gpt.py: what stands there instead}
+    PIPELINE: {START: START + " - np.random.randint(3, size=(len(indices), 1))"},
+    FSDP: {"is_causal=True": "attn_mask=self.mask", NORMS: f"        {MASK}\n{NORMS}"},
+}
+
+
+@pytest.mark.parametrize("script", CHANGES)
+def test_gpt_with_own_bands(run, words, tmp_path, script):
+    """Stages draw the same random samples; shards have the buffers that no state dict holds."""
+    for processes, path in enumerate(("multigpu/gpt.py", script), start=1):
+        text = (ROOT / path).read_text()
+        for old, new in CHANGES[script].items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        copy, log = tmp_path / path, tmp_path / f"{processes}.jsonl"
+        copy.parent.mkdir()
+        copy.write_text(text)
+        run(copy, *words, "--epochs", 2, "--max_steps", 4, "--log", log, processes=processes)
+    one, two = (curve(tmp_path / f"{processes}.jsonl")[:, 0] for processes in (1, 2))
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+
+
+def test_gpt_sums_that_a_pipeline_does_not_know(attempt, words, tmp_path):
+    """They end the run with an error that names them, and no stage waits for ever."""
+    (copy := tmp_path / PIPELINE).parent.mkdir()
+    sums = '"count": targets.numel()'
+    copy.write_text((ROOT / PIPELINE).read_text().replace(sums, f'{sums}, "acc": 1'))
+    status, _, err = attempt(copy, *words, processes=2)
+    assert status and "SUMS must name what batch_loss sums up: loss, count, acc" in err, err
 
 
 def test_gpt_snapshots_move(run, words, tmp_path):

@@ -133,6 +133,16 @@ def test_what_is_compared(tmp_path):
     assert same == [bf16, plain, alone], "a prediction comes after them"
 
 
+def test_settings_of_an_own_band(tmp_path):
+    """Runs that differ in a user's own setting are not compared, and his metric is shown."""
+    own = {"same_on_resume": ["width", "data", "seed"], "metric": "val_iou", "val_iou": 0.5}
+    runs = [rows_of(n, n, [9, 9 / n], width=1, seed=n, **own) for n in (1, 2)]
+    runs.append(rows_of("wide", 2, [9, 4], width=3, **own))
+    _, group, alone = tables(write(tmp_path / "a.jsonl", *runs))
+    assert [row["val_iou"] for row in group] == ["0.500", "0.500"]
+    assert len(alone) == 1 and "speedup" not in alone[0]
+
+
 def test_launches_are_compared(tmp_path):
     """Stages and shards are of the launch: such runs stand beside those of the whole model."""
     gpt = {"script": "multinode/gpt.py", "grad_accum_steps": 1}
