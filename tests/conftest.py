@@ -20,18 +20,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fork_server import torchrun_env
+from fork_server import run_all, torchrun_env
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / name).glob("*.py"))
 # One thread a process: tests side by side do not slow each other. No test gives a flag for it.
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
+ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 TRAINING = re.compile(r"(?<!quantize)/(images|autoencoder|text|translation|gpt\w*)\.py$")
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
-ENVIRONMENT["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
 torch.set_num_threads(1)
 # A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,23 +46,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_sessionfinish():
     shutil.rmtree(ENVIRONMENT["HF_HOME"], ignore_errors=True)
-
-
-def processes_of(mark):
-    """The living processes that have `mark` in their environment: {id: command line}."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (entry / "environ").read_text(errors="replace").split("\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-    return found
-
-
-def kill(mark):
-    """End the processes of a mark."""
-    for pid in processes_of(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 class Job:
@@ -84,7 +68,13 @@ class Job:
         return self.process.returncode, out, err
 
     def processes(self):
-        return processes_of(self.mark)
+        """Its living processes, {id: command line}."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self.mark in (entry / "environ").read_text(errors="replace").split("\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        return found
 
     def workers(self):
         """The ids of the processes that train, of a job that has several."""
@@ -93,7 +83,9 @@ class Job:
         return sorted(found - {self.process.pid})
 
     def end(self):
-        kill(self.mark)
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         if self.process.returncode is None:
             self.process.communicate()
 
@@ -151,33 +143,13 @@ def start(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory):
-    """fork_server(commands, envs, cwd) runs them at the same time, and returns its answer."""
-    command, pipe = [sys.executable, ROOT / "tests/fork_server.py"], subprocess.PIPE
-    folder = tmp_path_factory.mktemp("cwd")
-    with subprocess.Popen(command, env=ENVIRONMENT, text=True, stdin=pipe, stdout=pipe) as server:
-
-        def fork_server(commands, envs=None, cwd=folder):
-            mark = {"TEST_JOB": str(uuid.uuid4())}
-            envs = [env | mark for env in envs or [{}] * len(commands)]
-            request = {"commands": commands, "envs": envs, "cwd": str(cwd), "timeout": TIMEOUT}
-            print(json.dumps(request), file=server.stdin, flush=True)
-            answer = json.loads(server.stdout.readline())
-            kill(f"TEST_JOB={mark['TEST_JOB']}")
-            assert None not in [status for status, *_ in answer], f"no end: {commands}, {answer}"
-            return answer
-
-        yield fork_server
-        server.kill()
-
-
-@pytest.fixture(scope="session")
-def attempt(fork_server):
+def attempt(tmp_path_factory):
     """attempt(script, *arguments, processes=1) runs it without torchrun and a start's imports.
 
     Returns (exit status, stdout, stderr); of several processes the worst, and all output. The
     words `before` precede the script.
     """
+    folder = tmp_path_factory.mktemp("cwd")
 
     def attempt(script, *arguments, processes=1, before=(), **env):
         words, agents, each = words_of(script, arguments, processes)
@@ -185,7 +157,7 @@ def attempt(fork_server):
         env |= LOOPBACK if agents > 1 else {}
         envs = [torchrun_env(rank, agents, each) | env for rank in range(agents * each)] or [env]
         commands = [[*map(str, before), *words]] * len(envs)
-        statuses, outs, errs = zip(*fork_server(commands, envs))
+        statuses, outs, errs = zip(*run_all(commands, envs, folder, TIMEOUT))
         return max(map(abs, statuses)), "".join(outs), "".join(errs)
 
     return attempt

@@ -1,10 +1,8 @@
 """Hold report.py's prediction against training on a network that this machine pretends to have."""
 
 import itertools
-import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +15,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 import report  # noqa: E402
-from fork_server import torchrun_env  # noqa: E402
+from fork_server import run_all, torchrun_env  # noqa: E402
 
 # Batch; seconds of forward, backward and optimizer; bytes of the buckets; shares of the backward
 # pass. These are of logs on one core of an AMD EPYC.
@@ -70,9 +68,7 @@ class Network:
         self.sleeper.parent.mkdir()
         band = (ROOT / "tests/bands/sleeping.py").read_text()
         self.sleeper.write_text(with_band(band, "multinode/images.py"))
-        command, pipe = [sys.executable, ROOT / "tests/fork_server.py"], subprocess.PIPE
-        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self.server = subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=pipe)
+        os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, words, spaces, each):
         """Runs a command with `each` processes on each of these nodes."""
@@ -83,12 +79,9 @@ class Network:
         for rank in range(len(spaces) * each):
             network = {"NETWORK": spaces[rank // each]}
             envs.append(torchrun_env(rank, len(spaces), each) | common | network)
-        commands = [list(map(str, words))] * len(envs)
-        request = {"commands": commands, "envs": envs, "cwd": str(ROOT), "timeout": 600}
-        print(json.dumps(request), file=self.server.stdin, flush=True)
-        answer = json.loads(self.server.stdout.readline())
-        if any(status != 0 for status, *_ in answer):
-            sys.exit(f"failed: {commands[0]}: {answer}")
+        ended = run_all([words] * len(envs), envs, ROOT)
+        if any(status != 0 for status, *_ in ended):
+            sys.exit(f"failed: {words}: {ended}")
 
     def measure_link(self, spaces, each=1):
         """Returns what allreduce.py measures. Sending does not slow down who sleeps."""
@@ -175,7 +168,6 @@ def predict(options):
             print(f"{number} of {len(cases)}, about {left:.0f} min left", file=sys.stderr)
             if case == Case(case.model, case.mbit, case.nodes):
                 points.setdefault(case.nodes, []).append((run["R"], speedup))
-        network.server.kill()
     draw_speedups(points, options.picture)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, SCRIPTS, TIMEOUT, assert_same_weights, curve, load
 from conftest import rows, wait_for, wait_for_saves
-from fork_server import torchrun_env
+from fork_server import run_all, torchrun_env
 from test_training import arguments_of
 
 
@@ -225,17 +225,18 @@ def test_snapshots_that_do_not_fit_are_refused(attempt, run, data, tmp_path):
     assert status and str(path) in err, err
 
 
-def test_bad_arguments_are_named(fork_server, attempt, data):
+def test_bad_arguments_are_named(attempt, data, tmp_path):
     """Each script names the flag; those of torchrun say that they need it; parts are equal."""
     launched = [torchrun_env(0, 1, 1)] * len(SCRIPTS)
     texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
     flags = {name: re.search(r'"(--\w+)", type=int', text)[1] for name, text in texts.items()}
     commands = [[str(ROOT / script), flag, "many"] for script, flag in flags.items()]
-    for script, (status, _, err) in zip(SCRIPTS, fork_server(commands, launched)):
+    for script, (status, _, err) in zip(SCRIPTS, run_all(commands, launched, tmp_path)):
         assert status == 2 and "Traceback" not in err, (script, err)
         assert f"argument {flags[script]}: invalid int value: 'many'" in err, (script, err)
     commands = [[str(ROOT / name)] for name in SCRIPTS if name.startswith(("multinode", "hybrid"))]
-    for command, (status, _, err) in zip(commands, fork_server(commands)):
+    ended = run_all(commands, [{}] * len(commands), tmp_path)
+    for command, (status, _, err) in zip(commands, ended):
         assert status in (1, 2) and "torchrun " in err and "Traceback" not in err, (command, err)
     for folder, parts in (("singlegpu", 2), ("multigpu", 1), ("multinode", 1)):
         more = ("--batch_size", 25, "--grad_accum_steps", parts)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port
+from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
 
@@ -53,7 +54,7 @@ def test_readme_names_what_exists():
     assert missing == ["multigpu/mine.py"], "the copy that it tells to make"
 
 
-def test_readme_commands(fork_server, tmp_path):
+def test_readme_commands(tmp_path):
     """Each line with python or torchrun runs as it stands, but at a tiny size."""
     for name in (*FOLDERS, "report.py"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -66,7 +67,7 @@ def test_readme_commands(fork_server, tmp_path):
             f" {more}" for name, more in TINY.items() if re.search(rf"\b{name} ", line + " ")
         )
         if line.startswith("python"):
-            [(status, _, err)] = fork_server([line.split()[1:]], cwd=tmp_path)
+            [(status, _, err)] = run_all([line.split()[1:]], [{}], tmp_path)
             assert status == 0, (line, err)
             continue
         line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
