@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, assert_same_weights, curve, load
-from PIL import Image
 from prediction import with_band
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -20,17 +19,6 @@ def paste(band, folder, script):
     script.parent.mkdir(exist_ok=True)
     script.write_text(with_band(band, f"{folder}/images.py"))
     return script
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory):
-    """A folder of two classes of 30 photographs of different sizes."""
-    folder = tmp_path_factory.mktemp("photos")
-    for name, color in {"blue": (0, 0, 250), "red": (250, 0, 0)}.items():
-        (folder / name).mkdir()
-        for number in range(30):
-            Image.new("RGB", (40 + number, 50), color).save(folder / name / f"{number}.png")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +52,12 @@ def texts(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["photos", "table", "huggingface"])
-def test_own_bands(run, request, tmp_path, name):
-    """They train on 1, 2 and 3 processes. Where nothing is random, with one loss curve."""
+@pytest.mark.parametrize("name", ["table", "huggingface"])
+def test_pasted_bands_train_with_one_loss_curve(run, request, tmp_path, name):
+    """They train on 1, 2 and 3 processes, two workers each."""
     band = (ROOT / f"tests/bands/{name}.py").read_text()
     words = ("--num_workers", 2, "--batch_size", 12)
-    for flag in re.findall(r'"--(photos|table|network|texts)"', band):
+    for flag in re.findall(r'"--(table|network|texts)"', band):
         words = (*words, f"--{flag}", request.getfixturevalue(flag))
     if name == "huggingface":
         words = (*words, "--seq_len", 8, "--learning_rate", 1e-2)
@@ -85,7 +73,7 @@ def test_own_bands(run, request, tmp_path, name):
         assert load(snapshot)["place"] == (2, 0)
         curves.append(curve(log))
     for each in curves[1:]:
-        np.testing.assert_allclose(each, curves[0], rtol=1 if name == "photos" else 1e-5)
+        np.testing.assert_allclose(each, curves[0], rtol=1e-5)
 
 
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
@@ -102,6 +90,7 @@ UNREADABLE = """
 MISTAKES = {  # name: (text of the table's band, what stands there instead, the message)
     "no sums": (LOSS, "return loss", "batch_loss must return the loss, and a dict"),
     "no count": (LOSS, 'return loss, {"loss": loss}', "a dict of sums with"),
+    "infinite": (LOSS, LOSS.replace("loss * len(targets)", "math.inf"), "not finite at step 1 of"),
     "short order": (".permutation(len(data))", ".permutation(100)", "returned 100 indices for 480"),
     "sample": (DATA, UNREADABLE, "sample 77 cannot be read"),
     "too little": (DATA, DATA.replace("[0.8, 0.2]", "[10, 590]"), "the data is too small"),
@@ -179,6 +168,7 @@ def test_augmentation_differs_and_is_drawn_again(run, table_band, tmp_path):
     """Drawn by any library, it differs between processes, and a resumed run draws the same."""
     band = table_band.replace(DATA, AUGMENTED.replace("FOLDER", str(tmp_path / "drawn")))
     band = re.sub("return args.learning_rate .*", "return args.learning_rate", band)
+    band = re.sub(r"np.random.*permutation\(len\(data\)\)", "torch.arange(len(data))", band)
     (tmp_path / "drawn").mkdir()
     script = paste(band, "multigpu", tmp_path / "multigpu/mine.py")
     for epochs, name in ((2, "whole"), (1, "resumed"), (2, "resumed")):

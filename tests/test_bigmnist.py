@@ -2,20 +2,18 @@
 
 import filecmp
 import os
-import shutil
 import signal
 
 import numpy as np
 import pytest
 import torch
-from conftest import curve, wait_for
+from conftest import wait_for
 from test_models import module, namespace
 from torchvision.transforms.v2 import functional as v2
 
 SCRIPT = "singlegpu/make_bigmnist.py"
 SMALL = "--dataset synthetic --versions 2 --copies 15 --num_images 2500".split()
 FILES = [f"{split}_{what}.npy" for split in ("train", "test") for what in ("images", "labels")]
-TRAIN = "--dataset bigmnist --model mlp --batch_size 960 --learning_rate 3e-5".split()
 
 
 @pytest.fixture(scope="module")
@@ -108,19 +106,3 @@ def test_each_index_once_in_blocks():
             blocks = np.unique(order[start : start + 200 * size] // size)
             assert len(blocks) <= 3 * 200, "a block is read within a short time"
             assert np.ptp(blocks) > 4000, "blocks come in random order"
-
-
-def test_training_on_a_large_file(big, run, tmp_path):
-    """One loss curve on 1 and 3 processes."""
-    base = [*TRAIN, "--data_dir", big.parent, "--epochs", 1, "--max_steps", 40]
-    logs = {processes: tmp_path / f"{processes}.jsonl" for processes in (1, 3)}
-    run("singlegpu/images.py", *base, "--log", logs[1])
-    run("multigpu/images.py", *base, "--log", logs[3], processes=3)
-    np.testing.assert_allclose(curve(logs[3]), curve(logs[1]), rtol=3e-4)  # Adam magnifies rounding
-
-
-def test_a_file_that_is_cut_short(big, attempt, tmp_path):
-    shutil.copytree(big, tmp_path / "bigmnist")
-    os.truncate(tmp_path / "bigmnist" / FILES[0], 1000)
-    status, _, err = attempt("singlegpu/images.py", *TRAIN, "--data_dir", tmp_path)
-    assert status in (1, 2) and "bigmnist" in err and "Traceback" not in err, err

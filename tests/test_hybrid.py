@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, assert_same_weights, curve, load, rows, saved_at
 from conftest import wait_for, wait_for_saves
 from test_launchers import steps_of
-from test_training import PHASES, arguments_of
+from test_training import arguments_of
 
 PIPELINE, FSDP = "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
 GPT = "--d_model 32 --n_heads 2 --num_layers 8 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
@@ -31,18 +31,6 @@ def test_images_one_loss_curve(run, data, tmp_path, model, num_stages):
         np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-5)
 
 
-def test_images_snapshots_move(run, data, tmp_path):
-    """It carries on what singlegpu began, and multigpu what it has done: the losses of one run."""
-    base, one, found = arguments_of("mlp", data), tmp_path / "one.jsonl", []
-    run("singlegpu/images.py", *base, "--epochs", 3, "--log", one)
-    for epochs, folder in enumerate(("singlegpu", "hybrid", "multigpu"), start=1):
-        log = tmp_path / f"{folder}.jsonl"
-        more = ("--epochs", epochs, "--snapshot", tmp_path / "moved.pt", "--log", log)
-        run(f"{folder}/images.py", *base, *more, processes=2)
-        found += curve(log).tolist()
-    np.testing.assert_allclose(found, curve(one), rtol=1e-5)
-
-
 HYBRIDS = (  # script, processes, arguments
     (PIPELINE, 2, "--num_stages 2 --schedule gpipe --num_microbatches 3"),
     (PIPELINE, (2, 2), "--num_stages 2 --num_microbatches 4"),
@@ -55,7 +43,7 @@ HYBRIDS = (  # script, processes, arguments
 
 
 def test_gpt_one_loss_curve(run, words, tmp_path):
-    """The losses of one process. Phases are the wall time; a process holds its share of memory."""
+    """The losses of one process. A process holds its share of memory."""
     base, one = [*words, "--epochs", 2, "--max_steps", 8], tmp_path / "one.jsonl"
     run("singlegpu/gpt.py", *base, "--log", one)
     assert curve(one)[1, 0] < curve(one)[0, 0]
@@ -64,9 +52,7 @@ def test_gpt_one_loss_curve(run, words, tmp_path):
         run(script, *base, *more.split(), "--log", log, processes=processes)
         np.testing.assert_allclose(curve(log), curve(one), rtol=1e-5)
         for row in rows(log):
-            phases = {name: row[name] for name in PHASES if name in row}
-            assert sum(phases.values()) == pytest.approx(row["seconds"], rel=0.01)
-            assert all(phases[name] > 0 for name in ("forward", "backward", "comm", "optimizer"))
+            assert all(row[name] > 0 for name in ("forward", "backward", "comm", "optimizer"))
             assert (script == FSDP) != (row.get("bubble", 0) > 0)
             if script == FSDP:  # weights, gradients and two moments of 4 bytes
                 share = 16e-6 * row["parameters"] / row["shard_size"]
@@ -156,7 +142,7 @@ def test_gpt_resumed_weights_are_those_of_an_undisturbed_run(
     assert_same_weights(cut, whole)
 
 
-def test_bad_arguments_are_named(attempt, words, tmp_path):
+def test_stages_and_shards_that_do_not_fit_are_named(attempt, words, tmp_path):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
     for script, flag, value in (
         ("hybrid/images.py", "--num_stages", 9),

@@ -115,29 +115,29 @@ def test_models_take_images_of_any_size(model, run, tmp_path):
 
 
 def test_a_folder_that_does_not_fit_is_refused(attempt, tmp_path):
-    """One line says what is wrong with a folder, or that there is none of this name."""
+    """One line says what is wrong with it."""
     cases = {
         "float": write(tmp_path / "float", (3, 8, 8), (9, 9)),
         "count": write(tmp_path / "count", (3, 8, 8), (9, 9)),
         "shape": write(tmp_path / "shape", (3, 8, 8), (9, 9)),
         "class": write(tmp_path / "class", (3, 8, 8), (9, 9)),
         "flat": write(tmp_path / "flat", (8,), (9, 9)),
+        "short": write(tmp_path / "short", (3, 8, 8), (9, 9)),
     }
     np.save(cases["float"] / FILES[0], np.zeros((9, 3, 8, 8), np.float32))
     np.save(cases["count"] / FILES[1], np.zeros(8, np.int64))
     np.save(cases["shape"] / FILES[2], np.zeros((9, 3, 9, 8), np.uint8))
     np.save(cases["class"] / FILES[3], np.full(9, 4))
+    os.truncate(cases["short"] / FILES[0], 1000)
     for folder in cases.values():
         words = ("--dataset", folder, "--batch_size", 3, "--model", "mlp")
         status, _, err = attempt("singlegpu/images.py", *words)
         assert status == 1 and str(folder) in err and "Traceback" not in err, (folder, err)
-    status, _, err = attempt("singlegpu/images.py", "--dataset", "fashion")
-    assert status == 1 and "cannot read fashion" in err and "Traceback" not in err, err
 
 
 def test_validation_is_of_what_is_saved(run, tmp_path):
     """With BatchNorm, too, whose statistics differ between the processes while they train."""
-    folder = write(tmp_path / "small", (3, 16, 16), (48, 20))
+    folder = write(tmp_path / "small", (16, 16), (48, 20))  # without channels
     log, snapshot = tmp_path / "log.jsonl", tmp_path / "s.pt"
     words = ("--dataset", folder, "--model", "resnet18", "--batch_size", 24, "--epochs", 2)
     more = ("--snapshot", snapshot, "--log", log)

@@ -65,7 +65,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, c
     assert (first["epoch"], steps_of(first)) == (epoch, STEPS - step), "it went on at that step"
     run(script, *base, "--snapshot", whole, processes=processes)
     assert_same_weights(cut, whole)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert {path.name for path in tmp_path.iterdir()} == {"cut.pt", "whole.pt", "log.jsonl"}
     if folder == "singlegpu":
         log.unlink()
         run(script, *base, "--snapshot", cut, "--log", log)
@@ -81,19 +81,20 @@ def test_resumed_on_three_to_rounding(run, data, tmp_path):
     assert_same_weights(tmp_path / "resumed.pt", tmp_path / "undisturbed.pt", rounding=1e-5)
 
 
-def test_snapshots_move(start, run, data, tmp_path, chance):
-    """One and 2 x 2 processes carry on what two began, in the middle of an epoch."""
+def test_other_numbers_of_processes_carry_on(start, run, tmp_path, chance):
+    """What two began in hybrid goes on in mid-epoch, there and in all folders, on 1, 2 or 2 x 2."""
     begun, whole = tmp_path / "begun.pt", tmp_path / "whole.jsonl"
     base = ("--model", "mlp", "--max_steps", STEPS, "--batch_size", 48)
-    job = start("multigpu/images.py", *base, "--epochs", 10_000, "--snapshot", begun, processes=2)
+    job = start("hybrid/images.py", *base, "--epochs", 10_000, "--snapshot", begun, processes=2)
     wait_for_saves(job, begun, 1)
     time.sleep(chance.uniform(0, 1))
     job.process.send_signal(signal.SIGTERM)
     status, _, err = job.wait()
-    assert status == 128 + signal.SIGTERM, err
+    assert status, err
     base = (*base, "--epochs", load(begun)["place"][0] + 1)
     run("singlegpu/images.py", *base, "--log", whole)
-    for folder, processes in (("singlegpu", 1), ("multinode", (2, 2))):
+    moves = ("singlegpu", 1), ("multigpu", 2), ("multinode", (2, 2)), ("hybrid", 1)
+    for folder, processes in moves:
         snapshot, log = tmp_path / f"{folder}.pt", tmp_path / f"{folder}.jsonl"
         shutil.copy(begun, snapshot)
         more = ("--snapshot", snapshot, "--log", log)
@@ -102,36 +103,36 @@ def test_snapshots_move(start, run, data, tmp_path, chance):
         np.testing.assert_allclose(curve(log, "val_acc"), expected, rtol=1e-4)
 
 
-def test_stopped_in_validation(start, run, data, tmp_path):
-    """The epoch is saved before its validation, with which a killed run goes on."""
-    cut, log = tmp_path / "cut.pt", tmp_path / "log.jsonl"
-    base = (*arguments_of("cnn", data), "--epochs", 1)
-    job = start("singlegpu/images.py", *base, "--snapshot", cut)
-    wait_for_saves(job, cut, 1)
-    job.process.send_signal(signal.SIGKILL)
-    job.wait()
-    if load(cut)["place"] == (0, 20):
-        run("singlegpu/images.py", *base, "--snapshot", cut, "--log", log)
-        assert steps_of(rows(log)[0]) == 0 and rows(log)[0]["eval"] > 0
-    assert load(cut)["place"] == (1, 0)
-
-
 SLOWLY = (ROOT / "tests/slow.py",)
 
 
+def test_killed_in_validation_repeats_the_validation_alone(start, run, data, tmp_path):
+    """The epoch is saved before its validation, with which a killed run goes on."""
+    cut, log = tmp_path / "cut.pt", tmp_path / "log.jsonl"
+    script, base = ROOT / "singlegpu/images.py", (*arguments_of("mlp", data), "--epochs", 1)
+    job = start(*SLOWLY, "eval", 0, TIMEOUT, script, *base, "--snapshot", cut)
+    wait_for_saves(job, cut, 1)
+    job.process.send_signal(signal.SIGKILL)
+    job.wait()
+    assert load(cut)["place"] == (0, 20)
+    run(script, *base, "--snapshot", cut, "--log", log)
+    assert steps_of(rows(log)[0]) == 0 and rows(log)[0]["eval"] > 0
+    assert load(cut)["place"] == (1, 0)
+
+
 @pytest.mark.parametrize("what", ["read", "save"])
-def test_slow_beginnings_and_slow_disks(run, data, tmp_path, what):
+def test_a_slow_rank_0_times_nobody_out(run, data, tmp_path, what):
     """Rank 0 may take longer than --timeout to prepare data or to save; a save is not `comm`."""
-    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 6)
+    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 10)
     files = ("--snapshot", tmp_path / "s.pt", "--log", log)
-    words = (*arguments_of("mlp", data), "--epochs", 1, "--timeout", 3, *files)
+    words = (*arguments_of("mlp", data), "--epochs", 1, "--timeout", 6, *files)
     run("multinode/images.py", *words, processes=3, before=before)
     for row in rows(log):
-        assert row["comm"] < 6 and (row["save"] > 5) == (what == "save"), row
+        assert row["comm"] < 10 and (row["save"] > 9) == (what == "save"), row
 
 
-def test_a_late_process(run, data, tmp_path):
-    """It is named with its host, by the script and by the report, and the link is not blamed."""
+def test_a_late_process_is_named(run, data, tmp_path):
+    """It is named with its host, and the link is not blamed."""
     log, verdicts = tmp_path / "log.jsonl", []
     for seconds in (0, 0.1):
         more = ("--epochs", 2, "--max_steps", 10, "--log", log)
@@ -141,9 +142,6 @@ def test_a_late_process(run, data, tmp_path):
         verdicts.append(float(re.search(r"^R = compute / sending = ([\d.]+)", out, re.M)[1]))
     assert f"for rank 2 on {os.uname().nodename}" in out, out
     assert verdicts[1] > verdicts[0]
-    command = [sys.executable, ROOT / "report.py", log]
-    report = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    assert report.returncode == 0 and os.uname().nodename in report.stdout, report.stdout
 
 
 @pytest.mark.parametrize("folder, processes", [("singlegpu", 1), ("multigpu", 2)])
@@ -171,20 +169,6 @@ def test_ctrl_c_before_the_first_step(start, tmp_path, folder, processes):
     status, out, err = job.wait()
     os.close(writer)
     assert status and "starting" not in out, (status, out, err)
-
-
-@pytest.mark.parametrize("folder", ["singlegpu", "multigpu", "multinode"])
-def test_a_copied_script_runs_alone(start, tmp_path, folder):
-    """With the flags that a user needs, it fits a terminal and leaves nothing but its log."""
-    copy, log = tmp_path / folder / "mine.py", tmp_path / folder / "log.jsonl"
-    copy.parent.mkdir()
-    shutil.copy(ROOT / folder / "images.py", copy)
-    job = start(copy, "--model", "mlp", "--max_steps", 15, "--log", log, processes=2)
-    status, out, err = job.wait()
-    assert status == 0 and "synthetic" in out, err
-    assert all(len(line) <= 100 for line in out.splitlines() if line[:1] != "|"), out
-    assert sorted(path.name for path in copy.parent.iterdir()) == ["log.jsonl", "mine.py"]
-    assert curve(log)[1, 1] < curve(log)[0, 1]
 
 
 class Bomb:
@@ -256,15 +240,13 @@ def test_bad_arguments_are_named(attempt, data, tmp_path):
 def test_missing_data_is_named(attempt, tmp_path):
     """Without the files and a network (the proxy is nobody) a line names the missing data set."""
     blocked = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    cases = ("singlegpu", "mnist"), ("singlegpu", "bigmnist"), ("multigpu", "mnist")
-    for folder, dataset in cases:
+    for dataset in ("mnist", "bigmnist"):
         more = ("--dataset", dataset, "--data_dir", tmp_path / "none")
-        status, _, err = attempt(f"{folder}/images.py", *more, processes=2, **blocked)
-        assert status and dataset in err, err
-        assert folder == "multigpu" or "Traceback" not in err, err
+        status, _, err = attempt("singlegpu/images.py", *more, **blocked)
+        assert status and f"cannot read {dataset}" in err and "Traceback" not in err, err
 
 
-def test_precision_and_comm_hooks(run, data, tmp_path):
+def test_half_precision_changes_the_loss_a_little(run, data, tmp_path):
     """Half precision, of the computation or of what is sent, changes the loss a little."""
     losses = {}
     for more in ("--precision fp32", "--precision bf16", "--comm_hook bf16", "--comm_hook fp16"):
@@ -277,15 +259,7 @@ def test_precision_and_comm_hooks(run, data, tmp_path):
     assert len(set(losses.values())) == 4, losses
 
 
-def test_loss_not_finite(attempt, data, tmp_path):
-    """A loss that overflows ends all processes, and no snapshot is made of it."""
-    words = (*arguments_of("mlp", data), "--learning_rate", "1e30", "--snapshot", tmp_path / "s.pt")
-    for folder in ("singlegpu", "multigpu"):
-        status, _, err = attempt(f"{folder}/images.py", *words, processes=2)
-        assert status and "not finite" in err and not (tmp_path / "s.pt").exists(), err
-
-
-def test_the_main_comparison(tmp_path):
+def test_the_commands_of_make_demo_report_a_speedup(tmp_path):
     """One process, two processes (multigpu's own choice without a GPU), and the report."""
     environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name != "OMP_NUM_THREADS"}
     steps = "--model mlp --epochs 1 --max_steps 10 --log"

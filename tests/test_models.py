@@ -77,28 +77,6 @@ def test_gpt_sequences_do_not_overlap():
         assert len(tokens.unique()) == 249 * 16
 
 
-def test_shares_of_the_processes():
-    """Processes have equal, disjoint shares of a batch; an epoch goes on where it stopped."""
-    multi, args = module("multigpu/gpt.py"), namespace(grad_accum_steps=2, epochs=2)
-    data = gpt.Tokens(np.zeros(16 * 100 + 1, np.uint8), args)
-
-    def batches_of(script, rank, world_size, start=(0, 0)):
-        """The indices (steps, micro-batches, B) of a process."""
-        process = SimpleNamespace(rank=rank, world_size=world_size, num_steps=8)
-        found = list(script.training_indices(data, *start, process, args))
-        return np.array(found).reshape(-1, 2, 12 // world_size // 2)
-
-    whole = batches_of(gpt, 0, 1)
-    assert whole.shape == (16, 2, 6) and (whole[:8] != whole[8:]).any()
-    for world_size in (1, 2, 3):
-        shares = [batches_of(multi, rank, world_size) for rank in range(world_size)]
-        together = np.concatenate(shares, 2).reshape(16, -1)
-        assert (np.sort(together) == np.sort(whole.reshape(16, -1))).all()
-    for epoch in (0, 1):
-        resumed = batches_of(multi, 1, 2, (epoch, 3))
-        assert np.array_equal(resumed, batches_of(multi, 1, 2)[8 * epoch + 3 :])
-
-
 def test_gpt_token_files(run, attempt, tmp_path):
     """Files of 16 and of 32 bits; others, and ids beyond the vocabulary, end the run in a line."""
     ids = np.random.default_rng(0).integers(0, 300, 2_000)

@@ -96,22 +96,12 @@ def test_gpu_dry_run(tmp_path):
 
 
 def test_readme_example(run, tmp_path):
-    """The example of "Make it yours" trains in place of three functions, and then it predicts."""
-    copy, script = tmp_path / "multigpu/mine.py", (ROOT / "multigpu/images.py").read_text()
-    copy.parent.mkdir()
+    """The example of "Make it yours" trains in place of some names of each folder, and predicts."""
     blocks = [
         re.search(rf"^    {first}.*?^(?=\S)", README, re.M | re.S)[0]
         for first in ("from torchvision.transforms", "import mine")
     ]
     example, prediction = (textwrap.dedent(block).strip() for block in blocks)
-    for function in re.findall(r"^def \w+", example, re.M):
-        script, count = re.subn(rf"^{function}\(.*?\n\n\n", "", script, flags=re.M | re.S)
-        assert count == 1, function
-    for name in re.findall(r"^(\w+) = ", example, re.M):
-        script, count = re.subn(rf"^{name} = .*\n", "", script, flags=re.M)
-        assert count == 1, name
-    example = example.replace('"photos/', f'"{tmp_path}/')
-    copy.write_text(script.replace("\nclass Images", f"\n{example}\n\nclass Images", 1))
     for number in range(24):
         path = tmp_path / ("val", "train")[number % 2] / f"{number % 4 // 2}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,8 +110,19 @@ def test_readme_example(run, tmp_path):
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
     snapshot = tmp_path / "photos.pt"
-    words = ("--batch_size", 6, "--epochs", 1, "--num_workers", 2, "--snapshot", snapshot)
-    run(copy, *words, processes=2, TORCH_HOME=str(tmp_path))
+    words = ("--batch_size", 6, "--num_workers", 2, "--snapshot", snapshot, "--epochs")
+    for epochs, folder in enumerate(("singlegpu", "multinode", "multigpu"), start=1):
+        script = (ROOT / folder / "images.py").read_text()
+        for function in re.findall(r"^def \w+", example, re.M):
+            script, count = re.subn(rf"^{function}\(.*?\n\n\n", "", script, flags=re.M | re.S)
+            assert count == 1, function
+        for name in re.findall(r"^(\w+) = ", example, re.M):
+            script, count = re.subn(rf"^{name} = .*\n", "", script, flags=re.M)
+            assert count == 1, name
+        (copy := tmp_path / folder / "mine.py").parent.mkdir()
+        mine = example.replace('"photos/', f'"{tmp_path}/')
+        copy.write_text(script.replace("\nclass Images", f"\n{mine}\n\nclass Images", 1))
+        run(copy, *words, epochs, processes=epochs, TORCH_HOME=str(tmp_path))
     predict = tmp_path / "predict.py"
     predict.write_text(prediction.replace('"photos.pt"', f'"{snapshot}"'))
     env = ENVIRONMENT | {"TORCH_HOME": str(tmp_path), "PYTHONPATH": "multigpu"}

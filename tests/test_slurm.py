@@ -73,7 +73,7 @@ def site(tmp_path, cluster):
     wait_for(lambda: not site.command("squeue", "--noheader"), pause=0.3)
 
 
-def test_sweep(site):
+def test_jobs_of_a_sweep_train_and_are_reported(site):
     """Jobs of singlegpu, multigpu and multinode, and their report."""
     words = ("--gpus", "1 2 2x1", "--batch_sizes", 32, "--out", "sweep", "images", *SMALL)
     told = site.command("bash", "slurm/sweep.sh", *words)

@@ -13,11 +13,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--network", default="distilbert/distilbert-base-uncased", help="on the Hub, or a folder")
-    add(
-        "--texts",
-        default="stanfordnlp/imdb",
-        help="on the Hub, or a folder: text and label",
-    )
+    add("--texts", default="stanfordnlp/imdb", help="on the Hub, or a folder: text and label")
     add("--seq_len", type=int, default=256, help="longest text in tokens; the rest is cut off")
     return parse_run_args(parser, epochs=2, batch_size=32, learning_rate=5e-5)
 

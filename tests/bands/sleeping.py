@@ -48,15 +48,6 @@ class Sleeper(nn.Module):
         return x
 
 
-class SleepingOptimizer(torch.optim.Optimizer):
-    def __init__(self, parameters, seconds):
-        super().__init__(parameters, {"lr": 0.0})
-        self.seconds = seconds
-
-    def step(self):
-        time.sleep(self.seconds)
-
-
 def read_data(args):
     data = TensorDataset(torch.zeros(1 << 16, 1))
     return data, TensorDataset(torch.zeros(64, 1))
@@ -71,7 +62,9 @@ def create_model(args, data):
 
 
 def create_optimizer(model, args):
-    return SleepingOptimizer(model.parameters(), args.optimizer)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.step = lambda: time.sleep(args.optimizer)
+    return optimizer
 
 
 def learning_rate(args, done):

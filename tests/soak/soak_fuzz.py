@@ -78,7 +78,7 @@ def edited(document, values, chance):
     return document
 
 
-def test_logs_and_links(outcome, tmp_path, monkeypatch, chance):
+def test_damaged_logs_and_links_are_read_or_refused(outcome, tmp_path, monkeypatch, chance):
     """Bytes of a log; whole rows with any values in them; and what allreduce.py wrote."""
     log, link = tmp_path / "a.jsonl", tmp_path / "link.json"
     more = {"buckets": [[3e6, 0.3], [1e6, 0]], "TFLOP/s": 0.05}
@@ -106,7 +106,7 @@ def test_logs_and_links(outcome, tmp_path, monkeypatch, chance):
     check(valid_log, b"[" * 9000)
 
 
-def test_snapshots(outcome, tmp_path, chance):
+def test_damaged_snapshots_are_read_or_refused(outcome, tmp_path, chance):
     """Damaged, with other values in it, or hostile."""
     images, path = module("singlegpu/images.py"), tmp_path / "s.pt"
     args = argparse.Namespace(snapshot=str(path), model="cnn", dataset="mnist", batch_size=8)
