@@ -117,16 +117,20 @@ def signal_of_the_limit(site, job):
 
 
 def wait_for_restart(site, job, restarts):
-    wait_for(lambda: site.show(job)["Restarts"] != restarts or site.show(job)["JobState"] in ENDED)
+    def has_come():
+        shown = site.show(job)
+        return shown["Restarts"] != restarts or shown["JobState"] in ENDED
+
+    wait_for(has_come, pause=0.3)
 
 
 def test_stopped_at_the_time_limit(site, run):
     """Stop a job on two nodes; it goes on in a new one: the weights of an undisturbed run."""
-    words = "--model mlp --dropout 0.5 --max_steps 500 --epochs 2 --num_workers 2".split()
+    words = "--model mlp --dropout 0.5 --max_steps 150 --epochs 6 --num_workers 2".split()
     options = ["--gpus-per-node=1", "--cpus-per-task=1"]
     job = site.submit("multinode_images", *words, options=options)
-    wait_for(lambda: "starting at" in site.output(job) or site.show(job)["JobState"] in ENDED)
-    time.sleep(4)
+    snapshot = site.folder / f"multinode_images-{job}.pt"
+    wait_for(lambda: snapshot.exists() or site.show(job)["JobState"] in ENDED, pause=0.3)
     wait_for_restart(site, job, signal_of_the_limit(site, job))
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert f"job {job}, start 2" in site.output(job)
@@ -134,7 +138,7 @@ def test_stopped_at_the_time_limit(site, run):
     assert len(starts) == 2 and starts[1] != ("0", "0"), "it began again"
     whole = site.folder / "whole.pt"
     run("multinode/images.py", *words, "--snapshot", whole, processes=(2, 1))
-    assert_same_weights(whole, site.folder / f"multinode_images-{job}.pt")
+    assert_same_weights(whole, snapshot)
 
 
 def test_a_job_that_saves_nothing_ends(site):
