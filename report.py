@@ -58,8 +58,8 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-# The settings that compared runs have in common, and those that their rows name (SAME_ON_RESUME of
-# the script). Seed and epochs may differ.
+# Compared runs have these settings in common, and SAME_ON_RESUME of their script. The seed, the
+# batch size and the number of epochs may differ.
 SAME = (
     "script model dataset precision size parameters source target vocab_size d_model n_heads "
     "num_layers seq_len learning_rate dropout compile max_steps device"
@@ -104,7 +104,7 @@ def read_row(line):
     """Returns the row in this line, or None if it is damaged. A torn row may stand before it."""
     try:
         row = DEFAULTS | json.loads(line[line.rfind('{"') :])
-        row["same_on_resume"] = list(map(str, row["same_on_resume"]))
+        row["same_on_resume"] = dict(row["same_on_resume"])  # of pairs: a name and its value
     except (TypeError, ValueError, RecursionError):
         return None
     for name in WORDS:
@@ -196,8 +196,8 @@ def summary_of(run, warmup):
 
 def settings_of(run):
     """Returns the settings that compared runs have in common, as words."""
-    own = [name for name in run["same_on_resume"] if name not in (*NUMBERS, "seed")]
-    return {name: str(run.get(name, "")) for name in dict.fromkeys([*SAME, *own])}
+    settings = {name: run.get(name, "") for name in SAME} | run["same_on_resume"]
+    return {name: str(settings[name]) for name in settings if name not in ("batch_size", "seed")}
 
 
 def groups_of(runs):

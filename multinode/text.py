@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
 METRIC = "val_acc"  # in the row for results.md
-# All flags that change the training. A resumed run, and runs to compare, must have the same.
+# Flags that a resumed run must not change. report.py compares runs that have them in common.
 SAME_ON_RESUME = (
     "model size dataset seq_len batch_size learning_rate dropout precision seed"
 ).split()
@@ -365,7 +365,7 @@ def train_epoch(run, batches, args):
         run.step += 1
         bar.update()
         if run.step == next_look:
-            loss = float(run.sums["loss"]) / max(1.0, float(run.sums["count"]))  # of this process
+            loss = float(run.sums["loss"])  # of this process
             steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
             news = torch.tensor([len(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
             dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
@@ -375,7 +375,7 @@ def train_epoch(run, batches, args):
             if is_not_finite:
                 sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
             is_stopped = num_requests > 0
-            bar.set_postfix(train_loss=loss, refresh=False)
+            bar.set_postfix(train_loss=loss / (float(run.sums["count"]) or math.nan), refresh=False)
             last_look = run.step
             next_look = run.step + max(1, int(steps_per_second))
             start = time.perf_counter()
@@ -525,7 +525,7 @@ def save_snapshot(run, args):
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
         temporary = f"{args.snapshot}.tmp"
         torch.save(snapshot | {"progress": progress}, temporary)
-        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # so does a resume
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # as a resume will
         os.replace(temporary, args.snapshot)
     dist.barrier(run.patient_group)
     run.watch.mark("save")
@@ -538,9 +538,10 @@ def load_snapshot(run, args):
         return
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
-        for name, value in settings.items():
-            if snapshot["settings"].get(name) != value:
-                raise ValueError(f"it was made with --{name} {snapshot['settings'].get(name)}")
+        saved = snapshot["settings"]
+        for name in settings | saved:
+            if settings.get(name) != saved.get(name):
+                raise ValueError(f"it was made with --{name} {saved.get(name, 'unknown')}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
         vars(run).update(snapshot["progress"])
@@ -583,7 +584,8 @@ def describe(run, args):
 
 def log_epoch(run, val_sums, num_samples, args):
     """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
-    row = run.settings | {"epoch": run.epoch, "metric": METRIC, "same_on_resume": SAME_ON_RESUME}
+    row = run.settings | {"epoch": run.epoch, "metric": METRIC}
+    row["same_on_resume"] = [(name, getattr(args, name)) for name in SAME_ON_RESUME]
     for split, sums in (("train", run.sums), ("val", val_sums)):
         totals = all_reduce_sums(sums)
         for name in totals:

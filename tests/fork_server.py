@@ -4,11 +4,13 @@ Processes that a command starts by torch.multiprocessing are forks, too. A comma
 has NETWORK runs in the network namespace of this name (ip netns).
 """
 
+import contextlib
 import ctypes
 import functools
 import multiprocessing.connection
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +41,7 @@ def run(command, cwd, env, files):
     """Do in a fork what the interpreter does with the command; multiprocessing ends it alike."""
     import torch.multiprocessing  # here, as the tests need not wait for it
 
+    os.setsid()  # run_all() ends the group of this process
     start = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(start, start_method="fork")
     for number, path in enumerate((os.devnull, *files)):
@@ -64,18 +67,22 @@ def run_all(commands, envs, cwd, timeout=600):
             children.append(CONTEXT.Process(target=run, args=words))
             children[-1].start()
         left, end = {child.sentinel: child for child in children}, time.monotonic() + timeout
-        while left and time.monotonic() < end:
-            for sentinel in multiprocessing.connection.wait(left, end - time.monotonic()):
-                child = left.pop(sentinel)
+        try:
+            while left and time.monotonic() < end:
+                for sentinel in multiprocessing.connection.wait(left, end - time.monotonic()):
+                    child = left.pop(sentinel)
+                    child.join()
+                    end = min(end, time.monotonic() + 20) if child.exitcode else end
+            has_failed = any(child.exitcode for child in children)
+        finally:
+            for child in children:
+                child.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)  # and what it has left behind
                 child.join()
-                end = min(end, time.monotonic() + 20) if child.exitcode else end
-        has_failed = any(child.exitcode for child in children)
-        for child in left.values():
-            child.kill()
-            child.join()
-        assert has_failed or not left, f"no end after {timeout} s: {commands}"
         answers = []
         for number, child in enumerate(children):
             out, err = (Path(f"{folder}/{number}.{name}").read_text() for name in ("out", "err"))
             answers.append((child.exitcode, out, err))
+        assert has_failed or not left, f"no end after {timeout} s: {commands}, {answers}"
         return answers

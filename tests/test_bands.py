@@ -168,7 +168,8 @@ def test_augmentation_differs_and_is_drawn_again(run, table_band, tmp_path):
     """Drawn by any library, it differs between processes, and a resumed run draws the same."""
     band = table_band.replace(DATA, AUGMENTED.replace("FOLDER", str(tmp_path / "drawn")))
     band = re.sub("return args.learning_rate .*", "return args.learning_rate", band)
-    band = re.sub(r"np.random.*permutation\(len\(data\)\)", "torch.arange(len(data))", band)
+    band, count = re.subn(r"np.random.*permutation\(len\(data\)\)", "torch.arange(len(data))", band)
+    assert count == 1
     (tmp_path / "drawn").mkdir()
     script = paste(band, "multigpu", tmp_path / "multigpu/mine.py")
     for epochs, name in ((2, "whole"), (1, "resumed"), (2, "resumed")):

@@ -84,13 +84,19 @@ def test_gpt_with_own_bands(run, words, tmp_path, script):
     np.testing.assert_allclose(two, one, rtol=1e-5)
 
 
-def test_gpt_sums_that_a_pipeline_does_not_know(attempt, words, tmp_path):
-    """They end the run with an error that names them, and no stage waits for ever."""
+def test_gpt_sums_that_a_pipeline_does_not_know(attempt, run, words, tmp_path):
+    """They end the run with an error that names them; named in SUMS, they are logged."""
     (copy := tmp_path / PIPELINE).parent.mkdir()
     sums = '"count": targets.numel()'
     copy.write_text((ROOT / PIPELINE).read_text().replace(sums, f'{sums}, "acc": 1'))
-    status, _, err = attempt(copy, *words, processes=2)
+    few = (*words, "--max_steps", 2)
+    status, _, err = attempt(copy, *few, processes=2)
     assert status and "SUMS must name what batch_loss sums up: loss, count, acc" in err, err
+    copy.write_text(
+        copy.read_text().replace('SUMS = ("loss", "count")', 'SUMS = ("loss", "count", "acc")')
+    )
+    run(copy, *few, "--log", tmp_path / "log.jsonl", processes=2)
+    assert (curve(tmp_path / "log.jsonl", "train_acc", "val_acc")[:, 2:] > 0).all()
 
 
 def test_gpt_snapshots_move(run, words, tmp_path):

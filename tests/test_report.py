@@ -135,9 +135,10 @@ def test_what_is_compared(tmp_path):
 
 def test_settings_of_an_own_band(tmp_path):
     """Runs that differ in a user's own setting are not compared, and his metric is shown."""
-    own = {"same_on_resume": ["width", "data", "seed"], "metric": "val_iou", "val_iou": 0.5}
-    runs = [rows_of(n, n, [9, 9 / n], width=1, seed=n, **own) for n in (1, 2)]
-    runs.append(rows_of("wide", 2, [9, 4], width=3, **own))
+    iou, runs = {"metric": "val_iou", "val_iou": 0.5}, []
+    for number, folder, processes in ((1, "a", 1), (2, "a", 2), (3, "b", 2)):
+        own = {"data": folder, "seed": number}  # `data` is also the name of a phase
+        runs.append(rows_of(number, processes, [9, 5], same_on_resume=list(own.items()), **iou))
     _, group, alone = tables(write(tmp_path / "a.jsonl", *runs))
     assert [row["val_iou"] for row in group] == ["0.500", "0.500"]
     assert len(alone) == 1 and "speedup" not in alone[0]
