@@ -4,7 +4,7 @@
 
 Each process writes FOLDER/<rank>.json: `written`, the moment (s) at which it wrote each epoch's
 rows; `all_reduces`, the seconds of each all-reduce of the script's own that counts as `comm`, that
-of its news about once a second; and what DDP's own runtime logger found, in seconds of all steps:
+of its news about once a second; and what DDP's own runtime logger found, the seconds of each step:
 `comm_total`, all communication of gradients, and `comm`, what was not hidden behind the backward
 pass.
 """
@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 import torch.nn.parallel
 
@@ -55,10 +56,10 @@ def watched_all_reduce(tensor, op=dist.ReduceOp.SUM, **kwargs):
 def write_down_and_leave():
     models[0].logger.set_runtime_stats_and_log()  # of the last step
     steps.append(models[0]._get_ddp_logging_data())
-    totals = [step.get("backward_comm_time", 0) / 1e9 for step in steps]
-    hidden = [step.get("backward_compute_comm_overlap_time", 0) / 1e9 for step in steps]
+    totals = np.array([step["backward_comm_time"] for step in steps[1:]]) / 1e9
+    hidden = np.array([step["backward_compute_comm_overlap_time"] for step in steps[1:]]) / 1e9
     found = {"written": written, "all_reduces": all_reduces}
-    found |= {"comm_total": sum(totals), "comm": sum(totals) - sum(hidden)}
+    found |= {"comm_total": totals.tolist(), "comm": (totals - hidden).tolist()}
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     leave()
 
