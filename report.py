@@ -60,10 +60,7 @@ from matplotlib import pyplot as plt
 
 # Compared runs have these settings in common, and SAME_ON_RESUME of their script. The seed, the
 # batch size and the number of epochs may differ.
-SAME = (
-    "script model dataset precision size parameters source target vocab_size d_model n_heads "
-    "num_layers seq_len learning_rate dropout compile max_steps device"
-).split()
+SAME = "script model dataset precision parameters learning_rate compile max_steps device".split()
 # The settings of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = (
     "num_stages shard_size grad_accum_steps num_microbatches schedule checkpoint_activations"
@@ -446,10 +443,8 @@ def verdicts(strong, weak):
     shortest = strong["processes"][shorter.cummin()].max()
     efficient = weak["processes"][(weak["efficiency"] >= 0.8).cummin()].max()
     step = f"With the global batch kept, a step gets shorter up to {shortest} process(es)."
-    speed = (
-        f"With the batch of a process kept, the samples/s keep 80% efficiency up to {efficient}."
-    )
-    found = [step, pays_up_to(strong), speed]
+    speed = f"the samples/s keep 80% efficiency up to {efficient}."
+    found = [step, pays_up_to(strong), f"With the batch of a process kept, {speed}"]
     if "time to loss" in weak:
         best = weak.loc[weak["time to loss"].idxmin()]
         share = f"in {best['time to loss']:.2g} of the time of one"

@@ -271,7 +271,8 @@ def restore_shards(run, args):
         whole = SimpleNamespace(**vars(run))
         whole.model = create_model(args, run.data)
         whole.optimizer = create_optimizer(whole.model, args)
-        load_snapshot(whole, args)
+        if args.snapshot and os.path.exists(args.snapshot):
+            load_snapshot(whole, args)
         weights = whole.model.state_dict()
         if whole.optimizer.state:  # a new one has none
             moments = dcp.get_optimizer_state_dict(whole.model, whole.optimizer)
@@ -329,14 +330,14 @@ def main(args):
     run.epoch = 0
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over this process's samples of this epoch
+    run.fixed_settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     init_distributed(run, args, "env://")  # sets run.device and run.patient_group
     set_seeds(args.seed)  # so that a random split of the data is the same in all processes
     train_data, val_data = read_data_in_turn(run, args)
     run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
     if run.num_steps == 0 or len(val_data) < run.world_size:
         sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
-    if args.max_steps > 0:
-        run.num_steps = min(run.num_steps, args.max_steps)
+    run.num_steps = min(run.num_steps, args.max_steps or run.num_steps)
 
     torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
     with torch.device("meta"):  # it takes no memory, until the process has its shards
@@ -347,8 +348,7 @@ def main(args):
     run.optimizer = create_optimizer(run.model, args)
     run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
     restore_shards(run, args)
-    for name in run.sums:
-        run.sums[name] /= run.world_size  # each process begins with an equal share
+    run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
     run.watch = ShardWatch(run)
 
     run.settings = describe(run, args)
@@ -570,7 +570,7 @@ def save_snapshot(run, args):
         snapshot = {name: getattr(whole, name).state_dict() for name in STATES}
         if not all(parameter.isfinite().all() for parameter in whole.model.parameters()):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        snapshot["settings"] = run.fixed_settings
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
         temporary = f"{args.snapshot}.tmp"
         torch.save(snapshot | {"progress": progress}, temporary)
@@ -581,15 +581,12 @@ def save_snapshot(run, args):
 
 
 def load_snapshot(run, args):
-    """Restores the snapshot, if there is one."""
-    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return
+    """Restores the snapshot."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
         saved = snapshot["settings"]
-        for name in settings | saved:
-            if settings.get(name) != saved.get(name):
+        for name in run.fixed_settings | saved:
+            if run.fixed_settings.get(name) != saved.get(name):
                 raise ValueError(f"it was made with --{name} {saved.get(name, 'unknown')}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
@@ -626,7 +623,7 @@ def describe(run, args):
 def log_epoch(run, val_sums, num_samples, args):
     """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
     row = run.settings | {"epoch": run.epoch, "metric": METRIC}
-    row["same_on_resume"] = [(name, getattr(args, name)) for name in SAME_ON_RESUME]
+    row["same_on_resume"] = list(run.fixed_settings.items())
     for split, sums in (("train", run.sums), ("val", val_sums)):
         totals = all_reduce_sums(sums)
         for name in totals:

@@ -44,7 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
@@ -422,6 +422,7 @@ def main(args):
     run.epoch = 0
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over this process's samples of this epoch
+    run.fixed_settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     init_distributed(run, args, "env://")  # sets run.device and run.patient_group
     create_groups(run, args)
     set_seeds(args.seed)  # so that a random split of the data is the same in all processes
@@ -429,17 +430,16 @@ def main(args):
     run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
     if run.num_steps == 0 or len(val_data) < run.world_size:
         sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
-    if args.max_steps > 0:
-        run.num_steps = min(run.num_steps, args.max_steps)
+    run.num_steps = min(run.num_steps, args.max_steps or run.num_steps)
 
     torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data)  # on the CPU
     run.stage = Stage(run.model, run.rank % args.num_stages, args).to(run.device)
     run.optimizer = create_optimizer(run.model, args)
     run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
-    load_snapshot(run, args)
-    for name in run.sums:
-        run.sums[name] /= run.world_size  # each process begins with an equal share
+    if args.snapshot and os.path.exists(args.snapshot):
+        load_snapshot(run, args)
+    run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
     check_same_start(run, args)
     run.settings = describe(run, args)  # here the process still knows all parameters
     if run.rank > 0:
@@ -458,11 +458,10 @@ def main(args):
         gather_stages(run, args)  # finish() needs the whole model
     dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
     dist.destroy_process_group()
-    if run.rank == 0:
-        print_summary(rows)  # the times of run.watch
-        if run.epoch == args.epochs:
-            torch.manual_seed(args.seed)  # on CPUs, gpt_fsdp.py draws the same text
-            finish(run.model.cpu().eval(), val_data, args, torch.device("cpu"))
+    print_summary(rows)  # the times of run.watch
+    if run.rank == 0 and run.epoch == args.epochs:
+        torch.manual_seed(args.seed)  # on CPUs, gpt_fsdp.py draws the same text
+        finish(run.model.cpu().eval(), val_data, args, torch.device("cpu"))
     # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
 
 
@@ -602,9 +601,9 @@ def evaluate(run, data, args):
     """Returns the sums of batch_loss over this pipeline's share of the data, in its last stage."""
     run.model.eval()
     set_seeds(args.seed, run.epoch, run.pipeline)  # its stages draw the same samples
-    share = np.arange(run.pipeline, len(data), run.num_pipelines)
+    share = range(run.pipeline, len(data), run.num_pipelines)
     size = args.batch_size // run.num_pipelines  # as in training
-    indices = [share[start : start + size].tolist() for start in range(0, len(share), size)]
+    indices = BatchSampler(share, size, drop_last=False)
     run.new_sums = dict.fromkeys(SUMS, 0.0)  # which stay 0 in the other stages
     for batch in create_loader(data, indices, run, args):
         tokens, targets = to_device(batch, run.device)
@@ -681,7 +680,7 @@ def save_snapshot(run, args):
         snapshot = {name: getattr(run, name).state_dict() for name in STATES}
         if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        snapshot["settings"] = run.fixed_settings
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
         temporary = f"{args.snapshot}.tmp"
         torch.save(snapshot | {"progress": progress}, temporary)
@@ -692,15 +691,12 @@ def save_snapshot(run, args):
 
 
 def load_snapshot(run, args):
-    """Restores the snapshot, if there is one."""
-    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return
+    """Restores the snapshot."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
         saved = snapshot["settings"]
-        for name in settings | saved:
-            if settings.get(name) != saved.get(name):
+        for name in run.fixed_settings | saved:
+            if run.fixed_settings.get(name) != saved.get(name):
                 raise ValueError(f"it was made with --{name} {saved.get(name, 'unknown')}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
@@ -745,7 +741,7 @@ def describe(run, args):
 def log_epoch(run, val_sums, num_samples, args):
     """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
     row = run.settings | {"epoch": run.epoch, "metric": METRIC}
-    row["same_on_resume"] = [(name, getattr(args, name)) for name in SAME_ON_RESUME]
+    row["same_on_resume"] = list(run.fixed_settings.items())
     for split, sums in (("train", run.sums), ("val", val_sums)):
         totals = all_reduce_sums(sums)
         for name in totals:

@@ -35,7 +35,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from torchvision import datasets, models
 from tqdm import tqdm
 
@@ -239,6 +239,7 @@ def main(rank, args, init_method):
     run.epoch = 0
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over this process's samples of this epoch
+    run.fixed_settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     init_distributed(run, args, init_method)  # sets run.device and run.patient_group
     set_seeds(args.seed)  # so that a random split of the data is the same in all processes
     for turn in (0, 1):  # rank 0 prepares the data, then the others read it
@@ -248,16 +249,15 @@ def main(rank, args, init_method):
     run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
     if run.num_steps == 0 or len(val_data) < run.world_size:
         sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
-    if args.max_steps > 0:
-        run.num_steps = min(run.num_steps, args.max_steps)
+    run.num_steps = min(run.num_steps, args.max_steps or run.num_steps)
 
     torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data).to(run.device)
     run.optimizer = create_optimizer(run.model, args)
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
-    load_snapshot(run, args)
-    for name in run.sums:
-        run.sums[name] /= run.world_size  # each process begins with an equal share
+    if args.snapshot and os.path.exists(args.snapshot):
+        load_snapshot(run, args)
+    run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
     run.ddp_model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
     run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics
     comm_hook = COMM_HOOKS[args.comm_hook]
@@ -276,11 +276,10 @@ def main(rank, args, init_method):
     rows = train(run, train_data, val_data, args)
     dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
     dist.destroy_process_group()
-    if run.rank == 0:
-        print_summary(rows)  # the times of run.watch
-        if run.epoch == args.epochs:
-            run.model.eval()
-            finish(run.model, val_data, args, run.device)
+    print_summary(rows)  # the times of run.watch
+    if run.rank == 0 and run.epoch == args.epochs:
+        run.model.eval()
+        finish(run.model, val_data, args, run.device)
     if run.epoch < args.epochs:
         sys.exit(128 + signal.SIGTERM)  # the status of a process that SIGTERM has ended
 
@@ -408,9 +407,9 @@ def evaluate(run, data, args):
     for buffer in run.model.buffers():  # BatchNorm's statistics: those of rank 0, which are saved
         dist.broadcast(buffer, src=0)
     run.model.eval()
-    share = np.arange(run.rank, len(data), run.world_size)
+    share = range(run.rank, len(data), run.world_size)
     size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
-    indices = [share[start : start + size].tolist() for start in range(0, len(share), size)]
+    indices = BatchSampler(share, size, drop_last=False)
     totals = {}
     for batch in create_loader(data, indices, run, args):
         compute_loss(run, run.model, to_device(batch, run.device), totals, args)
@@ -482,7 +481,7 @@ def save_snapshot(run, args):
         snapshot = {name: getattr(run, name).state_dict() for name in STATES}
         if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        snapshot["settings"] = run.fixed_settings
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
         temporary = f"{args.snapshot}.tmp"
         torch.save(snapshot | {"progress": progress}, temporary)
@@ -493,15 +492,12 @@ def save_snapshot(run, args):
 
 
 def load_snapshot(run, args):
-    """Restores the snapshot, if there is one."""
-    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return
+    """Restores the snapshot."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
         saved = snapshot["settings"]
-        for name in settings | saved:
-            if settings.get(name) != saved.get(name):
+        for name in run.fixed_settings | saved:
+            if run.fixed_settings.get(name) != saved.get(name):
                 raise ValueError(f"it was made with --{name} {saved.get(name, 'unknown')}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
@@ -538,7 +534,7 @@ def describe(run, args):
 def log_epoch(run, val_sums, num_samples, args):
     """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
     row = run.settings | {"epoch": run.epoch, "metric": METRIC}
-    row["same_on_resume"] = [(name, getattr(args, name)) for name in SAME_ON_RESUME]
+    row["same_on_resume"] = list(run.fixed_settings.items())
     for split, sums in (("train", run.sums), ("val", val_sums)):
         totals = all_reduce_sums(sums)
         for name in totals:

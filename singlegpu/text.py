@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
@@ -263,20 +263,21 @@ def main(args):
     run.epoch = 0
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over the samples of this epoch
+    run.fixed_settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
     run.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_seeds(args.seed)  # so that a random split of the data is the same in a resumed run
     train_data, val_data = read_data(args)
     run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
     if run.num_steps == 0 or len(val_data) == 0:
         sys.exit("the data is too small for --batch_size")
-    if args.max_steps > 0:
-        run.num_steps = min(run.num_steps, args.max_steps)
+    run.num_steps = min(run.num_steps, args.max_steps or run.num_steps)
 
     torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data).to(run.device)
     run.optimizer = create_optimizer(run.model, args)
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
-    load_snapshot(run, args)
+    if args.snapshot and os.path.exists(args.snapshot):
+        load_snapshot(run, args)
     run.watch = Stopwatch(run.device)
     if args.compile:
         run.model.compile()
@@ -403,9 +404,8 @@ def compute_loss(run, model, batch, totals, args):
 def evaluate(run, data, args):
     """Returns the sums of batch_loss over the data."""
     run.model.eval()
-    order = np.arange(len(data))
     size = args.batch_size // args.grad_accum_steps  # as in training
-    indices = [order[start : start + size].tolist() for start in range(0, len(order), size)]
+    indices = BatchSampler(range(len(data)), size, drop_last=False)
     totals = {}
     for batch in create_loader(data, indices, run, args):
         compute_loss(run, run.model, to_device(batch, run.device), totals, args)
@@ -476,7 +476,7 @@ def save_snapshot(run, args):
         snapshot = {name: getattr(run, name).state_dict() for name in STATES}
         if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-        snapshot["settings"] = {name: getattr(args, name) for name in SAME_ON_RESUME}
+        snapshot["settings"] = run.fixed_settings
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
         temporary = f"{args.snapshot}.tmp"
         torch.save(snapshot | {"progress": progress}, temporary)
@@ -486,15 +486,12 @@ def save_snapshot(run, args):
 
 
 def load_snapshot(run, args):
-    """Restores the snapshot, if there is one."""
-    settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return
+    """Restores the snapshot."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
         saved = snapshot["settings"]
-        for name in settings | saved:
-            if settings.get(name) != saved.get(name):
+        for name in run.fixed_settings | saved:
+            if run.fixed_settings.get(name) != saved.get(name):
                 raise ValueError(f"it was made with --{name} {saved.get(name, 'unknown')}")
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
@@ -529,9 +526,8 @@ def describe(run, args):
 
 def log_epoch(run, val_sums, num_samples, args):
     """Prints the epoch's row and appends it to --log. Returns it in a list."""
-    row = run.settings | {"run": run.run_id, "epoch": run.epoch}
-    row["metric"] = METRIC
-    row["same_on_resume"] = [(name, getattr(args, name)) for name in SAME_ON_RESUME]
+    row = run.settings | {"run": run.run_id, "epoch": run.epoch, "metric": METRIC}
+    row["same_on_resume"] = list(run.fixed_settings.items())
     for split, sums in (("train", run.sums), ("val", val_sums)):
         for name in sums:
             row[f"{split}_{name}"] = float(sums[name]) / (float(sums["count"]) or math.nan)

@@ -126,7 +126,7 @@ def wait_for_restart(site, job, restarts):
 
 def test_stopped_at_the_time_limit(site, run):
     """Stop a job on two nodes; it goes on in a new one: the weights of an undisturbed run."""
-    words = "--model mlp --dropout 0.5 --max_steps 150 --epochs 9 --num_workers 2".split()
+    words = "--model mlp --dropout 0.5 --max_steps 300 --epochs 3 --num_workers 2".split()
     options = ["--gpus-per-node=1", "--cpus-per-task=1"]
     job = site.submit("multinode_images", *words, options=options)
     snapshot = site.folder / f"multinode_images-{job}.pt"
