@@ -109,12 +109,12 @@ def test_damaged_logs_and_links_are_read_or_refused(outcome, tmp_path, monkeypat
 def test_damaged_snapshots_are_read_or_refused(outcome, tmp_path, chance):
     """Damaged, with other values in it, or hostile."""
     images, path = module("singlegpu/images.py"), tmp_path / "s.pt"
-    args = argparse.Namespace(snapshot=str(path), model="cnn", dataset="mnist", batch_size=8)
-    args.learning_rate, args.dropout, args.seed, args.precision = 1e-3, 0.0, 1, "fp32"
+    args = argparse.Namespace(snapshot=str(path))
 
     def load(content):
         path.write_bytes(content)
         run = SimpleNamespace(run_id="1a", epoch=1, step=2, sums={"loss": 0.5, "count": 8.0})
+        run.fixed_settings = {"model": "cnn", "batch_size": 8, "learning_rate": 1e-3}
         run.model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(3, 2))
         run.optimizer = torch.optim.AdamW(run.model.parameters(), 1e-3)
         run.scaler = torch.amp.GradScaler("cpu", enabled=False)
