@@ -275,12 +275,12 @@ def main(args):
     check_same_start(run, args)
     run.ddp_model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
     run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics
+    if args.compile:
+        run.ddp_model.compile()
     comm_hook = COMM_HOOKS[args.comm_hook]
     run.watch = Stopwatch(run.device)
     comm_hook = run.watch.timed(comm_hook)
     run.ddp_model.register_comm_hook(None, comm_hook)
-    if args.compile:
-        run.ddp_model.compile()
 
     run.settings = describe(run, args)
     if run.rank == 0:
@@ -403,7 +403,7 @@ def compute_loss(run, model, batch, totals, args):
         sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
     loss, sums = result
     for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so the sum is, too
+        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # long sums stay exact
         totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
     return loss
 
@@ -465,14 +465,14 @@ def collate(samples):
 
 
 def init_worker(worker):
-    """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
+    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:
+            if received and received.si_pid == parent:  # the loader ends it
                 break
         os._exit(0)
 
@@ -616,7 +616,7 @@ def read_data_in_turn(run, args):
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the parser, and parses and checks them."""
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
+    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
@@ -646,7 +646,7 @@ def parse_run_args(parser, **defaults):
     return args
 
 
-# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
+# = Where the time goes. To do without it, delete up to the main guard, and each line with watch. ==
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
@@ -692,9 +692,9 @@ class Stopwatch:
                 self.spans.append((start, self.now()))
                 return future.value()
 
-            # comm_hook can make its stream wait for the all-reduce. In a side stream, it delays
-            # neither the backward pass nor, as two streams take turns, the next bucket. On a CPU,
-            # None stands for no stream.
+            # comm_hook can make its stream wait for the all-reduce: in a side stream, the backward
+            # pass goes on. Two streams take turns, so that the next bucket does not wait, either.
+            # On a CPU, the stream is None.
             stream = self.streams[bucket.index() % 2]
             if self.cuda:
                 stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
@@ -738,7 +738,7 @@ class Stopwatch:
 
 
 def peak_bytes():
-    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    """Returns the most memory held so far: by tensors on the GPU, or else by the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with open("/proc/self/status") as file:

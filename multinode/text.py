@@ -79,7 +79,7 @@ def synthetic_texts():
 
 
 def learn_vocabulary(batch):
-    """Returns a tokenizer for these texts, as a table of one string, so that `map` caches it."""
+    """Returns a tokenizer for these texts, as a table of one row, which map() caches."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
@@ -96,7 +96,7 @@ def learn_vocabulary(batch):
 def encode(batch, tokenizer, labels):
     """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
-    tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # small in the cache
+    tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # VOCAB_SIZE < 2**15
     tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
     return {
         "tokens": tokens,
@@ -113,11 +113,12 @@ def load_texts(args):
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        train_texts, test_texts = datasets.load_dataset(path, split=["train", "test"])
-        train_texts = train_texts.select_columns(["text", "label"])
-        test_texts = test_texts.select_columns(["text", "label"])
-        labels = {*train_texts.unique("label"), *test_texts.unique("label")}
-        return train_texts, test_texts, sorted(labels)
+        splits = datasets.load_dataset(path, split=["train", "test"])
+        train_texts, test_texts = [split.select_columns(["text", "label"]) for split in splits]
+        labels = sorted(train_texts.unique("label"))
+        if not set(test_texts.unique("label")) <= set(labels):
+            raise ValueError("test has labels that train has not")
+        return train_texts, test_texts, labels
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         sys.exit(f"cannot read {path}: {error}")
 
@@ -126,7 +127,7 @@ class Texts(Dataset):
     """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
 
     def __init__(self, encoded, num_classes):
-        arrays = encoded.with_format("numpy")[:]
+        arrays = encoded.with_format("numpy", dtype=np.int16)[:]
         order = np.argsort(arrays["length"], stable=True)
         self.tokens = arrays["tokens"][order]
         self.lengths = arrays["length"][order]
@@ -139,7 +140,7 @@ class Texts(Dataset):
     def __getitems__(self, indices):
         """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
         tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices])
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices]).long()
 
 
 def read_data(args):
@@ -147,8 +148,8 @@ def read_data(args):
 
     The test texts of the data sets serve for validation.
     """
-    # map() names its cache after the function's module. Where multigpu/text.py starts a process,
-    # the module is called __mp_main__, and the texts would be encoded again.
+    # map() caches by the code of a function of __main__, but by the name alone of any other. Where
+    # multigpu/text.py starts a process, the main module is called __mp_main__.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     datasets.disable_progress_bars()
@@ -156,6 +157,7 @@ def read_data(args):
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
+    tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
     options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
@@ -164,7 +166,7 @@ def read_data(args):
 
 def training_order(data, args, epoch):
     """Returns the indices of all texts that fill a batch, in the order of an epoch."""
-    num_texts = len(data) // args.batch_size * args.batch_size  # the rest fills no batch
+    num_texts = len(data) // args.batch_size * args.batch_size  # an incomplete batch is left out
     generator = np.random.default_rng((args.seed, epoch))
     shuffled = generator.permutation(len(data))[:num_texts]
     # The data is sorted by length, so that sorted numbers are texts sorted by length. 100 random
@@ -212,7 +214,7 @@ def create_model(args, data):
     """Returns a network from token ids (B, T) to logits (B, K)."""
     d_model = SIZES[args.size][0]
     if args.model == "transformer":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes long for each new shape
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it is slow at each new T
         encoder = TextEncoder(args)
     else:
         encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
@@ -242,7 +244,7 @@ def batch_loss(model, batch, args):
 
 
 def more_columns(row):
-    """Returns further columns, {name: value}, of a row with times and the means of batch_loss."""
+    """Returns more columns, {name: value}, made of those of the row: times, train_*, val_*."""
     return {}
 
 
@@ -300,12 +302,12 @@ def main(args):
     check_same_start(run, args)
     run.ddp_model = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
     run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics
+    if args.compile:
+        run.ddp_model.compile()
     comm_hook = COMM_HOOKS[args.comm_hook]
     run.watch = Stopwatch(run.device)
     comm_hook = run.watch.timed(comm_hook)
     run.ddp_model.register_comm_hook(None, comm_hook)
-    if args.compile:
-        run.ddp_model.compile()
 
     run.settings = describe(run, args)
     if run.rank == 0:
@@ -428,7 +430,7 @@ def compute_loss(run, model, batch, totals, args):
         sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
     loss, sums = result
     for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so the sum is, too
+        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # long sums stay exact
         totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
     return loss
 
@@ -490,14 +492,14 @@ def collate(samples):
 
 
 def init_worker(worker):
-    """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
+    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:
+            if received and received.si_pid == parent:  # the loader ends it
                 break
         os._exit(0)
 
@@ -641,7 +643,7 @@ def read_data_in_turn(run, args):
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the parser, and parses and checks them."""
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
+    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
@@ -671,7 +673,7 @@ def parse_run_args(parser, **defaults):
     return args
 
 
-# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
+# = Where the time goes. To do without it, delete up to the main guard, and each line with watch. ==
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 
@@ -717,9 +719,9 @@ class Stopwatch:
                 self.spans.append((start, self.now()))
                 return future.value()
 
-            # comm_hook can make its stream wait for the all-reduce. In a side stream, it delays
-            # neither the backward pass nor, as two streams take turns, the next bucket. On a CPU,
-            # None stands for no stream.
+            # comm_hook can make its stream wait for the all-reduce: in a side stream, the backward
+            # pass goes on. Two streams take turns, so that the next bucket does not wait, either.
+            # On a CPU, the stream is None.
             stream = self.streams[bucket.index() % 2]
             if self.cuda:
                 stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
@@ -763,7 +765,7 @@ class Stopwatch:
 
 
 def peak_bytes():
-    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    """Returns the most memory held so far: by tensors on the GPU, or else by the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with open("/proc/self/status") as file:

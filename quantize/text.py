@@ -72,7 +72,7 @@ def synthetic_texts():
 
 
 def learn_vocabulary(batch):
-    """Returns a tokenizer for these texts, as a table of one string, so that `map` caches it."""
+    """Returns a tokenizer for these texts, as a table of one row, which map() caches."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
@@ -89,7 +89,7 @@ def learn_vocabulary(batch):
 def encode(batch, tokenizer, labels):
     """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
-    tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # small in the cache
+    tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # VOCAB_SIZE < 2**15
     tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
     return {
         "tokens": tokens,
@@ -106,11 +106,12 @@ def load_texts(args):
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     try:
-        train_texts, test_texts = datasets.load_dataset(path, split=["train", "test"])
-        train_texts = train_texts.select_columns(["text", "label"])
-        test_texts = test_texts.select_columns(["text", "label"])
-        labels = {*train_texts.unique("label"), *test_texts.unique("label")}
-        return train_texts, test_texts, sorted(labels)
+        splits = datasets.load_dataset(path, split=["train", "test"])
+        train_texts, test_texts = [split.select_columns(["text", "label"]) for split in splits]
+        labels = sorted(train_texts.unique("label"))
+        if not set(test_texts.unique("label")) <= set(labels):
+            raise ValueError("test has labels that train has not")
+        return train_texts, test_texts, labels
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
         sys.exit(f"cannot read {path}: {error}")
 
@@ -119,7 +120,7 @@ class Texts(Dataset):
     """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
 
     def __init__(self, encoded, num_classes):
-        arrays = encoded.with_format("numpy")[:]
+        arrays = encoded.with_format("numpy", dtype=np.int16)[:]
         order = np.argsort(arrays["length"], stable=True)
         self.tokens = arrays["tokens"][order]
         self.lengths = arrays["length"][order]
@@ -132,7 +133,7 @@ class Texts(Dataset):
     def __getitems__(self, indices):
         """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
         tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices])
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices]).long()
 
 
 def read_data(args):
@@ -140,8 +141,8 @@ def read_data(args):
 
     The test texts of the data sets serve for validation.
     """
-    # map() names its cache after the function's module. Where multigpu/text.py starts a process,
-    # the module is called __mp_main__, and the texts would be encoded again.
+    # map() caches by the code of a function of __main__, but by the name alone of any other. Where
+    # multigpu/text.py starts a process, the main module is called __mp_main__.
     for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     datasets.disable_progress_bars()
@@ -149,6 +150,7 @@ def read_data(args):
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
+    tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
     options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
@@ -192,7 +194,7 @@ def create_model(args, data):
     """Returns a network from token ids (B, T) to logits (B, K)."""
     d_model = SIZES[args.size][0]
     if args.model == "transformer":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it takes long for each new shape
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it is slow at each new T
         encoder = TextEncoder(args)
     else:
         encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)

@@ -105,6 +105,7 @@ def train_tokenizer(texts, seq_len):
         special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
     )
     tokenizer.train_from_iterator((text for text in texts if text), trainer)
+    tokenizer.encode_special_tokens = True  # "[END]" in a text is text
     tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
     tokenizer.enable_truncation(seq_len)
     tokenizer.enable_padding(length=seq_len, pad_id=PAD)
@@ -127,11 +128,11 @@ class Pairs(Dataset):
     """Pairs of sentences as token ids, and their texts; the longest sources come first."""
 
     def __init__(self, texts, tokenizers):
-        # map() names its cache after the function's module. Where multigpu/translation.py starts a
-        # process, the module is called __mp_main__, and the pairs would be encoded again.
+        # map() caches by the code of a function of __main__, but by the name alone of any other.
+        # Where multigpu/translation.py starts a process, the main module is called __mp_main__.
         encode_pairs.__module__ = "__main__"
         encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
-        arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
+        arrays = encoded.remove_columns(SIDES).with_format("numpy", dtype=np.int16)[:]
         order = np.argsort(-arrays["source_length"], stable=True)
         self.arrays = {name: array[order] for name, array in arrays.items()}
         self.texts = texts.select(order)

@@ -197,7 +197,7 @@ def batch_loss(model, batch, args):
 
 
 def more_columns(row):
-    """Returns further columns, {name: value}, of a row with times and the means of batch_loss."""
+    """Returns more columns, {name: value}, made of those of the row: times, train_*, val_*."""
     return {}
 
 
@@ -240,9 +240,9 @@ def main(args):
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if args.snapshot and os.path.exists(args.snapshot):
         load_snapshot(run, args)
-    run.watch = Stopwatch(run.device)
     if args.compile:
         run.model.compile()
+    run.watch = Stopwatch(run.device)
 
     run.settings = describe(run, args)
     settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
@@ -357,7 +357,7 @@ def compute_loss(run, model, batch, totals, args):
         sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
     loss, sums = result
     for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so the sum is, too
+        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # long sums stay exact
         totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
     return loss
 
@@ -408,14 +408,14 @@ def collate(samples):
 
 
 def init_worker(worker):
-    """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
+    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:
+            if received and received.si_pid == parent:  # the loader ends it
                 break
         os._exit(0)
 
@@ -515,7 +515,7 @@ def short(value):
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the parser, and parses and checks them."""
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
+    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
@@ -541,7 +541,7 @@ def parse_run_args(parser, **defaults):
     return args
 
 
-# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
+# = Where the time goes. To do without it, delete up to the main guard, and each line with watch. ==
 
 PHASES = ("data", "forward", "backward", "optimizer", "eval", "save")
 
@@ -590,7 +590,7 @@ class Stopwatch:
 
 
 def peak_bytes():
-    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    """Returns the most memory held so far: by tensors on the GPU, or else by the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with open("/proc/self/status") as file:

@@ -105,6 +105,7 @@ def train_tokenizer(texts, seq_len):
         special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
     )
     tokenizer.train_from_iterator((text for text in texts if text), trainer)
+    tokenizer.encode_special_tokens = True  # "[END]" in a text is text
     tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
     tokenizer.enable_truncation(seq_len)
     tokenizer.enable_padding(length=seq_len, pad_id=PAD)
@@ -127,11 +128,11 @@ class Pairs(Dataset):
     """Pairs of sentences as token ids, and their texts; the longest sources come first."""
 
     def __init__(self, texts, tokenizers):
-        # map() names its cache after the function's module. Where multigpu/translation.py starts a
-        # process, the module is called __mp_main__, and the pairs would be encoded again.
+        # map() caches by the code of a function of __main__, but by the name alone of any other.
+        # Where multigpu/translation.py starts a process, the main module is called __mp_main__.
         encode_pairs.__module__ = "__main__"
         encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
-        arrays = encoded.remove_columns(SIDES).with_format("numpy")[:]
+        arrays = encoded.remove_columns(SIDES).with_format("numpy", dtype=np.int16)[:]
         order = np.argsort(-arrays["source_length"], stable=True)
         self.arrays = {name: array[order] for name, array in arrays.items()}
         self.texts = texts.select(order)
@@ -251,7 +252,7 @@ def create_model(args, data):
     sizes = [data.tokenizers[side].get_vocab_size() for side in SIDES]
     if args.model == "lstm":
         return LSTMTranslator(*sizes, args.dropout)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it takes long for each new shape
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it is slow at each new T
     return TransformerTranslator(*sizes, args.seq_len, args.dropout)
 
 
@@ -353,9 +354,9 @@ def main(args):
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if args.snapshot and os.path.exists(args.snapshot):
         load_snapshot(run, args)
-    run.watch = Stopwatch(run.device)
     if args.compile:
         run.model.compile()
+    run.watch = Stopwatch(run.device)
 
     run.settings = describe(run, args)
     settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
@@ -470,7 +471,7 @@ def compute_loss(run, model, batch, totals, args):
         sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
     loss, sums = result
     for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # so the sum is, too
+        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # long sums stay exact
         totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
     return loss
 
@@ -521,14 +522,14 @@ def collate(samples):
 
 
 def init_worker(worker):
-    """Lets a worker outlive a signal to the whole job, and end with the process it loads for."""
+    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:
+            if received and received.si_pid == parent:  # the loader ends it
                 break
         os._exit(0)
 
@@ -628,7 +629,7 @@ def short(value):
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the parser, and parses and checks them."""
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change shifts the schedule")
+    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
@@ -654,7 +655,7 @@ def parse_run_args(parser, **defaults):
     return args
 
 
-# ========== Where the time goes. To do without it, delete this and each line with watch. ==========
+# = Where the time goes. To do without it, delete up to the main guard, and each line with watch. ==
 
 PHASES = ("data", "forward", "backward", "optimizer", "eval", "save")
 
@@ -703,7 +704,7 @@ class Stopwatch:
 
 
 def peak_bytes():
-    """Returns the most memory that this process has held: on its GPU, or else in RAM."""
+    """Returns the most memory held so far: by tensors on the GPU, or else by the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with open("/proc/self/status") as file:

@@ -117,6 +117,19 @@ def test_text_padding_changes_nothing(model):
         assert not torch.allclose(model(changed), alone, rtol=1e-5, atol=1e-6)
 
 
+def test_texts_of_a_folder(tmp_path):
+    """ "[PAD]" in a text is text; a label that only the test texts have ends the run in a line."""
+    args = namespace(dataset=str(tmp_path), data_dir="", seq_len=16)
+    (tmp_path / "train.csv").write_text("text,label\n" + "the cat,0\nthe cat [PAD] sat,1\n" * 2)
+    (tmp_path / "test.csv").write_text("text,label\nsat,0\n")
+    data, _ = text.read_data(args)
+    assert data.lengths.tolist() == [2, 2, 6, 6] and data.tokens.dtype == np.int16
+    assert ((data.tokens > 0).sum(1) == data.lengths).all(), "none is cut off"
+    (tmp_path / "test.csv").write_text("text,label\nsat,-1\n")
+    with pytest.raises(SystemExit, match="test has labels that train has not"):
+        text.read_data(args)
+
+
 @pytest.mark.parametrize("script", [text, translation])
 def test_batches_of_similar_lengths(script):
     """An epoch takes each text at most once, in batches of little padding; epochs differ."""
