@@ -255,7 +255,7 @@ def cell(value):
         return str(value)
     if not math.isfinite(value):
         return "-"
-    return f"{value:#.3g}" if abs(value) < 99.9 else f"{value:.0f}"
+    return f"{round(value, 9):#.3g}" if abs(value) < 99.9 else f"{value:.0f}"
 
 
 def table(columns, rows):

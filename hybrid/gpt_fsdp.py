@@ -331,6 +331,7 @@ def main(args):
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over this process's samples of this epoch
     run.fixed_settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
+    json.dumps(run.fixed_settings)  # an error at once if no snapshot could hold them
     init_distributed(run, args, "env://")  # sets run.device and run.patient_group
     set_seeds(args.seed)  # so that a random split of the data is the same in all processes
     train_data, val_data = read_data_in_turn(run, args)
@@ -410,17 +411,16 @@ def train_epoch(run, batches, args):
         train_step(run, batches, args)
         run.step += 1
         bar.update()
-        if run.step == next_look:
+        if run.step in (next_look, run.num_steps):
             loss = float(run.sums["loss"])  # of this process
             steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
-            news = torch.tensor([len(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
+            news = torch.tensor([bool(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
             dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
             run.watch.mark("comm")
             run.watch.flush()
-            num_requests, is_not_finite, steps_per_second = news.tolist()
+            is_stopped, is_not_finite, steps_per_second = news.tolist()  # in any process
             if is_not_finite:
                 sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
-            is_stopped = num_requests > 0
             bar.set_postfix(train_loss=loss / (float(run.sums["count"]) or math.nan), refresh=False)
             last_look = run.step
             next_look = run.step + max(1, int(steps_per_second))
@@ -473,20 +473,20 @@ def compute_loss(run, model, batch, totals, args):
     """Returns the loss of a batch, and adds the batch's sums to the totals."""
     with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
         result = batch_loss(model, batch, args)
-    if not isinstance(result, tuple) or not {"loss", "count"} <= set(result[1]):
-        sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
-    loss, sums = result
+    loss, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not {"loss", "count"} <= set(sums) or set(totals or sums) != set(sums):
+        sys.exit("batch_loss must return the loss and, each time, a dict of sums: loss, count, ...")
     for name, value in sums.items():
         total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # long sums stay exact
-        totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
+        totals[name] = total + torch.as_tensor(value).detach().reshape(())  # one number
     return loss
 
 
 def all_reduce_sums(sums):
     """Returns the sums over all processes, as numbers."""
-    totals = torch.tensor([float(value) for value in sums.values()], dtype=torch.float64)
+    totals = torch.tensor([float(sums[name]) for name in sorted(sums)], dtype=torch.float64)
     dist.all_reduce(totals)
-    return dict(zip(sums, totals.tolist()))
+    return dict(zip(sorted(sums), totals.tolist()))
 
 
 @torch.no_grad()
@@ -640,7 +640,7 @@ def log_epoch(run, val_sums, num_samples, args):
     print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
     if args.log:
         with open(args.log, "a") as file:
-            file.writelines(json.dumps(process_row) + "\n" for process_row in rows)
+            file.writelines(json.dumps(process_row, default=str) + "\n" for process_row in rows)
     return rows
 
 
@@ -712,12 +712,12 @@ def parse_run_args(parser, **defaults):
     if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
         parser.error("--batch_size must be a multiple of processes x --grad_accum_steps")
     for path in filter(None, (args.snapshot, args.log)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"there is no folder for {path}")
+        if not os.access(os.path.dirname(path) or ".", os.W_OK):
+            parser.error(f"there is no folder for {path}, or it is read-only")
     return args
 
 
-# = Where the time goes. To do without it, delete up to the main guard, and each line with watch. ==
+# == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
 
 PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
 

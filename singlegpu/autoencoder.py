@@ -181,6 +181,7 @@ def main(args):
     run.step = 0  # steps of this epoch that are done
     run.sums = {}  # of batch_loss, over the samples of this epoch
     run.fixed_settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
+    json.dumps(run.fixed_settings)  # an error at once if no snapshot could hold them
     run.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     set_seeds(args.seed)  # so that a random split of the data is the same in a resumed run
     train_data, val_data = read_data(args)
@@ -253,7 +254,7 @@ def train_epoch(run, batches, args):
         train_step(run, batches, args)
         run.step += 1
         bar.update()
-        if run.step == next_look:
+        if run.step in (next_look, run.num_steps):
             loss = float(run.sums["loss"])
             steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
             run.watch.flush()
@@ -308,12 +309,12 @@ def compute_loss(run, model, batch, totals, args):
     """Returns the loss of a batch, and adds the batch's sums to the totals."""
     with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
         result = batch_loss(model, batch, args)
-    if not isinstance(result, tuple) or not {"loss", "count"} <= set(result[1]):
-        sys.exit('batch_loss must return the loss, and a dict of sums with "loss" and "count"')
-    loss, sums = result
+    loss, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not {"loss", "count"} <= set(sums) or set(totals or sums) != set(sums):
+        sys.exit("batch_loss must return the loss and, each time, a dict of sums: loss, count, ...")
     for name, value in sums.items():
         total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # long sums stay exact
-        totals[name] = total + (value.detach() if torch.is_tensor(value) else value)
+        totals[name] = total + torch.as_tensor(value).detach().reshape(())  # one number
     return loss
 
 
@@ -454,7 +455,7 @@ def log_epoch(run, val_sums, num_samples, args):
     print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
     if args.log:
         with open(args.log, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, default=str) + "\n")
     return [row]
 
 
@@ -491,12 +492,12 @@ def parse_run_args(parser, **defaults):
     if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
     for path in filter(None, (args.snapshot, args.log)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            parser.error(f"there is no folder for {path}")
+        if not os.access(os.path.dirname(path) or ".", os.W_OK):
+            parser.error(f"there is no folder for {path}, or it is read-only")
     return args
 
 
-# = Where the time goes. To do without it, delete up to the main guard, and each line with watch. ==
+# == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
 
 PHASES = ("data", "forward", "backward", "optimizer", "eval", "save")
 

@@ -20,7 +20,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 import sys
 
 import numpy as np
@@ -61,9 +60,6 @@ def load_script(path, words):
     args = script.parse_args()
     if args.precision == "fp16":
         sys.exit("--precision fp16 scales its loss: take bf16")
-    random.seed(args.seed)  # as the script does, so that a random split is the same
-    np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
     return script, args
 
 
@@ -145,8 +141,9 @@ def print_estimate(estimate, width, steps, size):
         factor = (1 + estimate / batch) / (1 + estimate / size)  # relative to the first row
         print(f"| {batch:7,} | {factor:22.3f} | {factor * batch / size:24.2f} |")
         batch *= 2
-    print(f"Up to a batch of {estimate / 9:,.0f}, twice the batch needs 0.5 to 0.55 of the steps.")
-    print(f"From {9 * estimate:,.0f} on, it needs 0.95 of them or more: that does not help.")
+    few, many = math.ceil(estimate / 9), math.ceil(9 * estimate)
+    print(f"Up to a batch of {few:,}, twice the batch needs 0.5 to 0.55 of the steps.")
+    print(f"From {many:,} on, it needs 0.95 of them or more: that does not help.")
 
 
 def main():
@@ -155,6 +152,7 @@ def main():
     weights = None
     if options.snapshot and os.path.exists(options.snapshot):
         weights = load_weights(options.snapshot, args, words)
+    script.set_seeds(args.seed)  # as the script does, so that a random split is the same
     data, _ = script.read_data(args)
     size = args.batch_size // NUM_PARTS
     num_samples = len(script.training_order(data, args, 0))

@@ -87,14 +87,23 @@ UNREADABLE = """
                 raise OSError("sample 77 cannot be read")
             return data[index]
     return Data(), data"""
+AT_LAST = f"""steps = globals().setdefault("steps", [])
+    steps.append(loss)
+    errors = errors if len(steps) < 20 else math.inf
+    {LOSS.replace("loss * len(targets)", "errors")}"""
 MISTAKES = {  # name: (text of the table's band, what stands there instead, the message)
-    "no sums": (LOSS, "return loss", "batch_loss must return the loss, and a dict"),
-    "no count": (LOSS, 'return loss, {"loss": loss}', "a dict of sums with"),
+    "no sums": (LOSS, "return loss", "batch_loss must return the loss and, each time, a dict"),
+    "no count": (LOSS, 'return loss, {"loss": loss}', "a dict of sums: loss, count"),
+    "three values": (LOSS, LOSS + ", 1", "batch_loss must return the loss and, each time, a dict"),
+    "other sums": (LOSS, LOSS.replace('"mae"', "str(loss)"), "each time, a dict of sums"),
+    "vector": (LOSS, LOSS.replace("errors", "targets"), "'[]' is invalid for input of size"),
     "infinite": (LOSS, LOSS.replace("loss * len(targets)", "math.inf"), "not finite at step 1 of"),
+    "infinite at last": (LOSS, AT_LAST, "not finite at step 20 of epoch 0"),
     "short order": (".permutation(len(data))", ".permutation(100)", "returned 100 indices for 480"),
     "sample": (DATA, UNREADABLE, "sample 77 cannot be read"),
     "too little": (DATA, DATA.replace("[0.8, 0.2]", "[10, 590]"), "the data is too small"),
     "no flag": ('("table", ', '("tables", ', "no attribute 'tables'"),
+    "no word": ('"--table", ', '"--table", type=lambda path: {path}, ', "not JSON serializable"),
     "setting": ('"--table", ', '"--table", type=np.str_, ', "Weights only load failed"),
 }
 

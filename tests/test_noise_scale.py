@@ -1,6 +1,7 @@
 """noise_scale.py on a model whose noise scale is known, and on the scripts."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,9 +70,13 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, tmp_pat
     later = run(tool, ROOT / "singlegpu/images.py", *more)
     assert "20 batches of 8 x 3 samples" in first and "20 batches of 8 x 3 samples" in later
     assert first != later and json.loads(out.read_text())["noise_scale"]
-    told = run(
-        tool, paste(table_band, "singlegpu", tmp_path / "singlegpu/mine.py"), "--batch_size", 64
-    )
+    split = "return random_split(data, [0.8, 0.2])"
+    band = table_band.replace(split, f"print('seeds', torch.initial_seed())\n    {split}")
+    mine = paste(band, "singlegpu", tmp_path / "singlegpu/mine.py")
+    words = (mine, "--batch_size", 64, "--epochs", 1, "--seed", 7, "--snapshot", tmp_path / "7.pt")
+    trained, told = run(*words), run(tool, mine, *words[1:3], *words[-2:])
+    seeds = [re.findall(r"^seeds \d+", out, re.M) for out in (trained, told)]
+    assert seeds[0] == seeds[1] != [], "it draws the split of the training"
     assert "twice the batch needs" in told
 
 

@@ -82,10 +82,10 @@ def watched(run, data, tmp_path_factory):
 def test_phases_add_up_to_wall_time(watched):
     """The phases of the later epochs add up to the seconds between the rows of the log."""
     logged, seen = watched("cnn", "--epochs", 5, "--max_steps", 50)
-    written = seen[0]["written"]
+    between = np.diff(seen[0]["written"])
     later = [row for row in logged if row["rank"] == 0 and row["epoch"] > 0]
-    phases = sum(row.get(phase, 0) for row in later for phase in PHASES)
-    assert len(written) == 5 and phases == pytest.approx(written[-1] - written[0], rel=0.02)
+    phases = [sum(row.get(phase, 0) for phase in PHASES) for row in later]
+    assert len(between) == 4 and np.median(phases / between) == pytest.approx(1, abs=0.02)
 
 
 def test_comm_agrees_with_ddp(watched):
