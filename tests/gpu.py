@@ -313,7 +313,7 @@ def check_all_processes():
             for name in ("comm", "comm_total"):
                 tell(
                     f"- {count} processes, {model}: {name} {25 * rows[0][name]:.2f} ms a step with "
-                    f"an all-reduce a second; DDP's logger {25 * seen[name]:.2f} without"
+                    f"an all-reduce a second; DDP's logger {25 * sum(seen[name]):.2f} without"
                 )
     no_hook = ("    run.ddp_model.register_comm_hook(None, comm_hook)\n", "")
     words = words[:-1] + "3"
