@@ -19,7 +19,7 @@ SLOW = {
     "backward": (torch.Tensor, "backward"),  # a process that comes late
     "step": (torch.optim.AdamW, "step"),  # a large model
     "eval": (torch.nn.Module, "eval"),  # a long validation
-    "save": (torch, "save"),  # a slow disk
+    "save": (os, "replace"),  # a slow disk
 }
 
 
