@@ -1,5 +1,5 @@
 # Each target sets up .venv first. make demo: one process, then two, on synthetic data, and the
-# speedup. make test: the suite, 8 to 9 minutes on 2 cores. make test-torch TORCH=2.12.1: the same
+# speedup. make test: the suite, 7 to 8 minutes on 2 cores. make test-torch TORCH=2.12.1: the same
 # with that torch, by default the oldest of requirements.txt. make soak: what takes long, 90 minutes;
 # TEST_NUM_WORKERS=2 gives all training scripts of either workers.
 PYTHON ?= python3
