@@ -834,7 +834,7 @@ def parse_run_args(parser, **defaults):
     if args.batch_size < 1 or args.batch_size % divisor:
         parser.error("--batch_size must be a multiple of pipelines x --num_microbatches")
     for path in filter(None, (args.snapshot, args.log)):
-        if not os.access(os.path.dirname(path) or ".", os.W_OK):
+        if not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             parser.error(f"there is no folder for {path}, or it is read-only")
     return args
 

@@ -628,7 +628,7 @@ def parse_run_args(parser, **defaults):
     if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
         parser.error("--batch_size must be a multiple of processes x --grad_accum_steps")
     for path in filter(None, (args.snapshot, args.log)):
-        if not os.access(os.path.dirname(path) or ".", os.W_OK):
+        if not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             parser.error(f"there is no folder for {path}, or it is read-only")
     return args
 

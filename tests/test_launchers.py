@@ -235,6 +235,8 @@ def test_bad_arguments_are_named(attempt, data, tmp_path):
     for flag in ("--snapshot", "--log", "--reconstructions"):
         status, _, err = attempt("singlegpu/autoencoder.py", flag, "none/file")
         assert status == 2 and "no folder for none/file" in err, err
+    status, _, err = attempt("singlegpu/images.py", "--log", f"{__file__}/log.jsonl")
+    assert status == 2 and "no folder for" in err, err
 
 
 def test_missing_data_is_named(attempt, tmp_path):
