@@ -28,6 +28,8 @@ OF_SINGLEGPU = """train_epoch train_step evaluate training_indices create_loader
 OF_HYBRID = """train_step evaluate training_indices create_loader save_snapshot init_distributed
     DTYPES PHASES print_communication""".split()  # differ in hybrid and from multinode
 OF_QUANTIZE = ["create_trained"]
+# The five mnist.py are copies of each other alone. These are the names that differ between them.
+OF_MNIST = {"head": None, "main": None, "print_marks": ("singlegpu", "hybrid")}
 # fmt: off
 BOUNDS = {  # in lines; those of a folder are for the head, (the split,) the run, timing and main
     "images": 170, "autoencoder": 125, "text": 210, "translation": 280, "gpt": 180,
@@ -36,7 +38,7 @@ BOUNDS = {  # in lines; those of a folder are for the head, (the split,) the run
     "singlegpu/make_bigmnist.py": 155, "singlegpu/make_images.py": 145, "report.py": 595,
     "singlegpu/noise_scale.py": 190,
     "multigpu/allreduce.py": 210, "multinode/allreduce.py": 200, "quantize/text.py": 350,
-    "quantize/gpt.py": 335, "quantize/translation.py": 440, "distinct": 1800,
+    "hybrid/mnist.py": 170, "quantize/gpt.py": 335, "quantize/translation.py": 440, "distinct": 1800,
 }
 # fmt: on
 DISTRIBUTION = r"(?i)rank|dist|ddp|comm|reduce|process|nodes|gpu[s/]|same_start|requests|temp|delta"
@@ -70,7 +72,12 @@ def drifted():
             folder, []
         )
         for name, text in pieces(source).items():
-            if name not in [*OF_FOLDER, *own]:
+            if path.stem == "mnist" and (name.startswith("#") or OF_MNIST.get(name, ()) is None):
+                continue
+            if path.stem == "mnist":
+                group = ("mnist", folder if folder in OF_MNIST.get(name, ()) else "")
+                copies.setdefault((name, group), {})[path] = text
+            elif name not in [*OF_FOLDER, *own]:
                 copies.setdefault((name, common.get(name)), {})[path] = text
     groups = [(name, texts) for (name, _), texts in copies.items() if len({*texts.values()}) > 1]
     return sorted(groups, key=lambda group: group[0][0] != "#")
@@ -98,7 +105,7 @@ def oversized():
         source, folder, task = path.read_text(), path.parent.name, path.stem.split("_")[0]
         counts = [len(source.splitlines())]
         bounds = [BOUNDS.get(str(path), 150)]  # a new tool has 150 lines
-        if path in SCRIPTS or folder == "hybrid":
+        if path in SCRIPTS or (folder == "hybrid" and task != "mnist"):
             found, rulers = pieces(source), RULER.findall(source)
             texts = [found[name] for name in (YOURS, "head", *rulers[1:], "main")]
             counts = [len(text.strip().splitlines()) for text in texts]
@@ -138,7 +145,10 @@ def main():
             if re.search(r"\w", hunk) and not re.search(DISTRIBUTION, hunk):
                 problems.append(f"{path.parent} to {other.parent}: not distribution:\n{hunk}")
     for folder in ("singlegpu_[!m]", "singlegpu_make", *FOLDERS[1:]):  # make_*.py have no snapshot
-        texts = {str(job_text(path)): path for path in Path("slurm").glob(f"{folder}*.slurm")}
+        paths = [
+            path for path in Path("slurm").glob(f"{folder}*.slurm") if "mnist" not in path.stem
+        ]
+        texts = {str(job_text(path)): path for path in paths}
         if len(texts) > 1:
             problems.append(f"{' and '.join(map(str, texts.values()))} differ in more than a name")
     sys.exit("\n\n".join(dict.fromkeys(problems)) or 0)

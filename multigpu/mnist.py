@@ -1,0 +1,130 @@
+"""Train a network on MNIST with all GPUs of a machine or, if it has none, with two CPU processes.
+
+    python multigpu/mnist.py --epochs 5    # or, without any data, --synthetic
+
+The same training is in singlegpu, multinode and hybrid: `diff` shows what each of them adds.
+images.py has what a real job needs: snapshots, mixed precision, workers that load data, logs.
+"""
+
+import argparse
+import os
+import tempfile
+import time  # for mark()
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchvision.datasets import MNIST
+
+ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
+
+
+def read_data(args, train):
+    """Returns images (N, 28, 28) float32, from 0 for black to 1 for white, and labels (N,)."""
+    if args.synthetic:
+        labels = torch.randint(10, (60_000 if train else 10_000,))
+        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1): the label tells
+        return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
+    mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
+    return TensorDataset(mnist.data / 255, mnist.targets)
+
+
+def main(rank, args, init_method):
+    world_size = args.num_gpus
+    device = torch.device(rank if ON_GPU else "cpu")
+    if ON_GPU:
+        torch.accelerator.set_device_index(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
+    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)
+    torch.manual_seed(1)  # the same weights in each run
+    train_data, val_data = read_data(args, train=True), read_data(args, train=False)
+    val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
+    sampler = DistributedSampler(train_data, drop_last=True)
+    share = args.batch_size // world_size  # of each batch: together, the very one of singlegpu
+    loader = DataLoader(train_data, share, sampler=sampler, drop_last=True, pin_memory=ON_GPU)
+    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    model = nn.Sequential(nn.Flatten(), *layers).to(device)
+    model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # comes last
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+
+    for epoch in range(args.epochs):
+        marks.clear()  # print_marks shows the last epoch: the first one is slower
+        mark("start")
+        sampler.set_epoch(epoch)  # a new order in each epoch, the same in all processes
+        loss_sum = torch.zeros((), device=device)
+        for batch in loader:
+            images, labels = [x.to(device, non_blocking=True) for x in batch]
+            mark("data")
+            loss = nn.functional.cross_entropy(model(images), labels)
+            mark("forward")
+            loss.backward()  # DDP averages the gradients of all processes
+            mark("comm")  # what backward() still did after the first layer had its gradient
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_sum += loss.detach()  # loss.item() would make Python wait for the GPU
+            mark("optimizer")
+        with torch.no_grad():  # each image counts once. A DistributedSampler would repeat some.
+            val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
+        means = torch.stack([loss_sum / len(loader) / world_size, val_acc])
+        dist.all_reduce(means)  # adds up what each process has found in its share
+        mark("eval")
+        train_loss, val_acc = means.tolist()
+        if rank == 0:
+            print(f"epoch {epoch}: train_loss {train_loss:.4f}, val_acc {val_acc:.4f}")
+            torch.save(model.module.state_dict(), "mnist.pt")
+    print_marks(f"| multigpu | {world_size} | {args.batch_size} | {val_acc:.4f} |")
+    del model  # before torch 2.14, a process can hang at its end if DDP outlives its group
+    dist.destroy_process_group()
+
+
+# == Where the time goes. To do without, delete up to the main guard, and each line with "mark". ==
+marks = []  # (phase, the moment at which it ended)
+
+
+def mark(phase):
+    """Notes that this phase of a step ends here. On a GPU, the GPU itself notes the time."""
+    moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
+    if ON_GPU:
+        moment.record()  # Python goes on. The GPU comes here later, and then notes the time.
+    marks.append((phase, moment))
+
+
+def print_marks(row):
+    """Prints the seconds of each phase, and the row for results.md, which begins with `row`."""
+    seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
+    for (_, start), (phase, end) in zip(marks, marks[1:]):
+        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
+    seconds["total"] = sum(seconds.values())
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, seconds)
+    if dist.get_rank() > 0:
+        return
+    late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])
+    shown = sorted({*range(len(of_ranks))[:7], late})  # a line has room for eight
+    print(f"{'mean':>17}        {''.join(f'   rank {rank:<2}' for rank in shown)}")
+    means = {name: sum(each[name] for each in of_ranks) / len(of_ranks) for name in seconds}
+    for phase, mean in means.items():
+        columns = "".join(f"{of_ranks[rank][phase]:9.3f}" for rank in shown)
+        print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
+    print(f"comm: sending that nothing hides, and waiting. Rank {late} waits least: it comes last.")
+    print(row, *[f"{mean:.3f} |" for mean in means.values()])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--num_gpus", type=int, default=0, help="processes; 0: one for each GPU")
+    parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
+    parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
+    parser.add_argument("--batch_size", type=int, default=240, help="images of a step")
+    args = parser.parse_args()
+    args.num_gpus = args.num_gpus or torch.accelerator.device_count() or 2
+    if args.epochs < 1 or args.batch_size not in range(args.num_gpus, 60_001, args.num_gpus):
+        parser.error("--epochs starts at 1, --batch_size is a multiple of --num_gpus up to 60,000")
+    read_data(args, train=True)  # downloads what is missing, before all processes read it
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # only this machine
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
+    with tempfile.TemporaryDirectory() as folder:  # the processes find each other by a file in it
+        torch.multiprocessing.spawn(main, (args, f"file://{folder}/store"), args.num_gpus)

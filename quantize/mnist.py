@@ -1,0 +1,70 @@
+"""Compare what another mnist.py has trained in fp32 and in int8: size, accuracy, speed.
+
+    python singlegpu/mnist.py && python quantize/mnist.py    # the first one writes mnist.pt
+
+Dynamic quantization: weights become int8 once, activations in each call, for kernels of CPUs. That
+takes time, too: in small models, one image at a time can be slower than in fp32.
+"""
+
+import argparse
+import io
+import os
+import time
+import warnings
+
+import torch
+from torch import nn
+from torch.ao.quantization import quantize_dynamic
+from torch.utils.data import TensorDataset
+from torchvision.datasets import MNIST
+
+
+def read_data(args, train):
+    """Returns images (N, 28, 28) float32, from 0 for black to 1 for white, and labels (N,)."""
+    if args.synthetic:
+        labels = torch.randint(10, (60_000 if train else 10_000,))
+        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1): the label tells
+        return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
+    mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
+    return TensorDataset(mnist.data / 255, mnist.targets)
+
+
+def images_per_second(networks, images):
+    """Returns the speeds of the two networks, which get all these images at once."""
+    speeds = []
+    for _ in range(20):  # in turn. The best counts: other programs can only slow a network.
+        for network in networks:
+            start = time.perf_counter()
+            for _ in range(50):
+                network(images)
+            speeds.append(50 * len(images) / (time.perf_counter() - start))
+    return max(speeds[::2]), max(speeds[1::2])
+
+
+@torch.no_grad()
+def main(args):
+    images, labels = read_data(args, train=False).tensors
+    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    model = nn.Sequential(nn.Flatten(), *layers)
+    model.load_state_dict(torch.load(args.model, map_location="cpu", weights_only=True))
+    warnings.filterwarnings("ignore", ".*deprecated")  # by torchao: see text.py, also for GPUs
+    networks = (model, quantize_dynamic(model, {nn.Linear}, torch.qint8))
+    one = images_per_second(networks, images[:1])
+    many = images_per_second(networks, images[:240])
+    print("| script | precision | MB | val_acc | images/s, 1 at a time | images/s, 240 at a time |")
+    for precision, network, *speeds in zip(("fp32", "int8"), networks, one, many):
+        val_acc = (network(images).argmax(1) == labels).float().mean()
+        torch.save(network.state_dict(), file := io.BytesIO())
+        print(f"| quantize | {precision} | {file.tell() / 1e6:.2f} | {val_acc:.4f} |", end="")
+        print("".join(f" {speed:.0f} |" for speed in speeds))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", default="mnist.pt", help="file that a training has saved")
+    parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
+    parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
+    args = parser.parse_args()
+    if not os.path.exists(args.model):
+        parser.error(f"there is no {args.model}: singlegpu/mnist.py writes it")
+    main(args)

@@ -1,0 +1,98 @@
+"""Train a network on MNIST with one GPU or, if there is none, with the CPU.
+
+    python singlegpu/mnist.py --epochs 5    # or, without any data, --synthetic
+
+The same training is in multigpu, multinode and hybrid: `diff` shows what each of them adds.
+images.py has what a real job needs: snapshots, mixed precision, workers that load data, logs.
+"""
+
+import argparse
+import time  # for mark()
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torchvision.datasets import MNIST
+
+ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
+
+
+def read_data(args, train):
+    """Returns images (N, 28, 28) float32, from 0 for black to 1 for white, and labels (N,)."""
+    if args.synthetic:
+        labels = torch.randint(10, (60_000 if train else 10_000,))
+        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1): the label tells
+        return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
+    mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
+    return TensorDataset(mnist.data / 255, mnist.targets)
+
+
+def main(args):
+    device = torch.device(0 if ON_GPU else "cpu")
+    torch.manual_seed(1)  # the same weights in each run
+    train_data, val_data = read_data(args, train=True), read_data(args, train=False)
+    if args.epochs < 1 or not 1 <= args.batch_size <= len(train_data):
+        raise SystemExit("--epochs and --batch_size start at 1, and a batch is at most all images")
+    val_images, val_labels = [x.to(device) for x in val_data.tensors]
+    sampler = RandomSampler(train_data, generator=torch.Generator())
+    loader = DataLoader(
+        train_data, args.batch_size, sampler=sampler, drop_last=True, pin_memory=ON_GPU
+    )
+    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    model = nn.Sequential(nn.Flatten(), *layers).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+
+    for epoch in range(args.epochs):
+        marks.clear()  # print_marks shows the last epoch: the first one is slower
+        mark("start")
+        sampler.generator.manual_seed(epoch)  # a new order in each epoch
+        loss_sum = torch.zeros((), device=device)
+        for batch in loader:
+            images, labels = [x.to(device, non_blocking=True) for x in batch]
+            mark("data")
+            loss = nn.functional.cross_entropy(model(images), labels)
+            mark("forward")
+            loss.backward()
+            mark("backward")
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_sum += loss.detach()  # loss.item() would make Python wait for the GPU
+            mark("optimizer")
+        with torch.no_grad():
+            val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
+        mark("eval")
+        print(f"epoch {epoch}: train_loss {loss_sum / len(loader):.4f}, val_acc {val_acc:.4f}")
+    torch.save(model.state_dict(), "mnist.pt")
+    print_marks(f"| singlegpu | 1 | {args.batch_size} | {val_acc:.4f} |")
+
+
+# == Where the time goes. To do without, delete up to the main guard, and each line with "mark". ==
+marks = []  # (phase, the moment at which it ended)
+
+
+def mark(phase):
+    """Notes that this phase of a step ends here. On a GPU, the GPU itself notes the time."""
+    moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
+    if ON_GPU:
+        moment.record()  # Python goes on. The GPU comes here later, and then notes the time.
+    marks.append((phase, moment))
+
+
+def print_marks(row):
+    """Prints the seconds of each phase, and the row for results.md, which begins with `row`."""
+    seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
+    for (_, start), (phase, end) in zip(marks, marks[1:]):
+        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
+    seconds["total"] = sum(seconds.values())
+    for phase, value in seconds.items():
+        print(f"{phase:9} {value:8.3f} s {value / seconds['total']:4.0%}")
+    print(row, *[f"{value:.3f} |" for value in seconds.values()])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
+    parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
+    parser.add_argument("--batch_size", type=int, default=240, help="images of a step")
+    main(parser.parse_args())
