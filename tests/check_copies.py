@@ -38,7 +38,8 @@ BOUNDS = {  # in lines; those of a folder are for the head, (the split,) the run
     "singlegpu/make_bigmnist.py": 155, "singlegpu/make_images.py": 145, "report.py": 595,
     "singlegpu/noise_scale.py": 190,
     "multigpu/allreduce.py": 210, "multinode/allreduce.py": 200, "quantize/text.py": 350,
-    "hybrid/mnist.py": 170, "quantize/gpt.py": 335, "quantize/translation.py": 440, "distinct": 1800,
+    "hybrid/mnist.py": 170, "quantize/gpt.py": 335, "quantize/translation.py": 440,
+    "distinct": 1800,
 }
 # fmt: on
 DISTRIBUTION = r"(?i)rank|dist|ddp|comm|reduce|process|nodes|gpu[s/]|same_start|requests|temp|delta"

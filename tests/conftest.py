@@ -147,17 +147,17 @@ def attempt(tmp_path_factory):
     """attempt(script, *arguments, processes=1) runs it without torchrun and a start's imports.
 
     Returns (exit status, stdout, stderr); of several processes the worst, and all output. The
-    words `before` precede the script.
+    words `before` precede the script. It runs in the folder `cwd`.
     """
     folder = tmp_path_factory.mktemp("cwd")
 
-    def attempt(script, *arguments, processes=1, before=(), **env):
+    def attempt(script, *arguments, processes=1, before=(), cwd=folder, **env):
         words, agents, each = words_of(script, arguments, processes)
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env |= LOOPBACK if agents > 1 else {}
         envs = [torchrun_env(rank, agents, each) | env for rank in range(agents * each)] or [env]
         commands = [[*map(str, before), *words]] * len(envs)
-        statuses, outs, errs = zip(*run_all(commands, envs, folder, TIMEOUT))
+        statuses, outs, errs = zip(*run_all(commands, envs, cwd, TIMEOUT))
         return max(map(abs, statuses)), "".join(outs), "".join(errs)
 
     return attempt

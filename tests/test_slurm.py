@@ -90,6 +90,35 @@ def test_jobs_of_a_sweep_train_and_are_reported(site):
     assert list(out.glob("*speedup*.png"))
 
 
+def test_mnist_jobs(site, data):
+    """All five, in an order in which quantize finds what singlegpu has saved: one loss curve."""
+    job_file = site.folder / "slurm/multinode_mnist.slurm"
+    edited, count = re.subn(  # its environment comes from the job file alone, as --export=NONE says
+        "^# EDIT: what makes.*",
+        f"PATH={site.environment['PATH']}",
+        job_file.read_text(),
+        flags=re.M,
+    )
+    assert count == 1
+    job_file.write_text(edited)
+    small = ("--data_dir", data, "--batch_size", "48", "--epochs", "1")
+    few = ["--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    jobs = {
+        "singlegpu": site.submit("singlegpu_mnist", *small, options=["--cpus-per-task=1"]),
+        "multigpu": site.submit("multigpu_mnist", *small, options=["--cpus-per-task=2"]),
+        "multinode": site.submit("multinode_mnist", *small, options=[*few, "--export=NONE"]),
+        "hybrid": site.submit("hybrid_mnist", *small, options=few),
+    }
+    after = [f"--dependency=afterok:{':'.join(jobs.values())}", "--cpus-per-task=1"]
+    jobs["quantize"] = site.submit("quantize_mnist", "--data_dir", data, options=after)
+    for folder, job in jobs.items():
+        assert site.wait(job) == "COMPLETED", site.output(job)
+        assert f"| {folder} | " in site.output(job), site.output(job)
+    found = [re.findall(r"train_loss ([\d.]+)", site.output(job)) for job in jobs.values()]
+    found = [float(loss) for [loss] in found[:4]]
+    assert max(found) - min(found) < 2e-4, found
+
+
 def test_hybrid_job(site):
     """Two nodes, each a process with the layers on two GPUs."""
     job = site.submit("hybrid_images", *SMALL, "--log", "a.jsonl", options=["--gpus-per-node=2"])

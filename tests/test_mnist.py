@@ -1,0 +1,172 @@
+"""The five mnist.py: one loss curve, times that add up, and what else their texts promise."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+TRAINING = {"singlegpu": 1, "multigpu": 2, "multinode": 3, "hybrid": 4}  # processes
+SHORT = ("--batch_size", 48, "--epochs", 3)  # 25 steps an epoch
+
+
+def losses(out):
+    return [float(loss) for loss in re.findall(r"train_loss ([\d.]+)", out)]
+
+
+def times(out):
+    """The table of times: {phase: (the mean, then of each rank)} in seconds."""
+    table = re.findall(r"^(\w+) +([\d.]+) s +\d+%(.*)$", out, re.M)
+    return {phase: [float(mean), *map(float, each.split())] for phase, mean, each in table}
+
+
+@pytest.fixture(scope="module")
+def one(run, data, tmp_path_factory):
+    """The folder in which one process has trained, and what it printed."""
+    folder = tmp_path_factory.mktemp("one")
+    return folder, run("singlegpu/mnist.py", *SHORT, "--data_dir", data, cwd=folder)
+
+
+CASES = [("multigpu", 1), ("multigpu", 3), ("multinode", (2, 1)), ("hybrid", 2), ("hybrid", 4)]
+
+
+@pytest.mark.parametrize(("folder", "processes"), CASES)
+def test_trains_as_one_process(run, data, tmp_path, one, folder, processes):
+    """Loss, accuracy and the saved weights are those of one process, to rounding."""
+    words = (*SHORT, "--data_dir", data)
+    out = run(f"{folder}/mnist.py", *words, processes=processes, cwd=tmp_path)
+    where, expected = one
+    assert losses(out) == pytest.approx(losses(expected), abs=2e-4) and len(losses(out)) == 3
+    assert losses(out)[2] < losses(out)[0] / 2, "it learns"
+    accuracy = [re.findall(r"val_acc ([\d.]+)", text) for text in (out, expected)]
+    assert list(map(float, accuracy[0])) == pytest.approx(list(map(float, accuracy[1])), abs=0.006)
+    weights = [torch.load(path / "mnist.pt", weights_only=True) for path in (tmp_path, where)]
+    assert weights[0].keys() == weights[1].keys()
+    for name in weights[0]:
+        assert (weights[0][name] - weights[1][name]).abs().max() < 1e-4, name
+
+
+def test_each_epoch_has_another_order(run, data, tmp_path):
+    """No batch of any process, epoch or step has the labels of another one."""
+    source = (ROOT / "multigpu/mnist.py").read_text()
+    spy = 'mark("data")\n            print("labels", rank, *labels.tolist())'
+    (tmp_path / "multigpu").mkdir()
+    (copy := tmp_path / "multigpu/mnist.py").write_text(source.replace('mark("data")', spy))
+    words = ("--batch_size", 600, "--epochs", 2, "--data_dir", data)
+    out = run(copy, *words, processes=2, cwd=tmp_path)
+    batches = re.findall(r"^labels (\d) (.*)$", out, re.M)  # of two ranks, epochs and steps
+    assert len(batches) == 8 and len({labels for _, labels in batches}) == 8
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_times_add_up(run, data, tmp_path, folder):
+    """Phases add up to the total, in the mean and in each process; the row has the same values."""
+    processes = TRAINING[folder]
+    words = (*SHORT, "--data_dir", data)
+    out = run(f"{folder}/mnist.py", *words, processes=processes, cwd=tmp_path)
+    table = times(out)
+    phases = {"data", "forward", "backward", "optimizer", "eval"}
+    phases |= {"singlegpu": set(), "hybrid": {"comm", "bubble"}}.get(folder, {"comm"})
+    assert set(table) == phases | {"total"}
+    for column in zip(*table.values()):
+        assert sum(column[:-1]) == pytest.approx(column[-1], abs=0.01) and min(column[:-1]) >= 0
+    assert len(table["total"]) == (1 if folder == "singlegpu" else 1 + processes)
+    row = re.search(rf"^\| {folder} \| {processes} \| 48 \| ([\d.]+) \| (.*) \|$", out, re.M)
+    assert list(map(float, row[2].split(" | "))) == [mean for mean, *_ in table.values()]
+    assert row[1] == re.findall(r"val_acc ([\d.]+)", out)[-1]
+    assert all(len(line) <= 100 for line in out.splitlines() if not line.startswith("|"))
+
+
+def test_a_late_process_is_named(run, data, tmp_path):
+    """Rank 1 of 3 sleeps in each forward pass: the others wait for it in comm."""
+    source = (ROOT / "multigpu/mnist.py").read_text()
+    sleep = 'time.sleep(0.02 * (rank == 1))\n            mark("forward")'
+    (tmp_path / "multigpu").mkdir()
+    (copy := tmp_path / "multigpu/mnist.py").write_text(source.replace('mark("forward")', sleep))
+    out = run(copy, *SHORT, "--data_dir", data, processes=3, cwd=tmp_path)
+    _, *comm = times(out)["comm"]
+    _, *forward = times(out)["forward"]
+    slept = 25 * 0.02
+    assert forward[1] > slept and min(comm[0], comm[2]) > comm[1] + 0.6 * slept
+    assert "Rank 1 waits least: it comes last." in out
+
+
+@pytest.mark.parametrize("folder", TRAINING)
+def test_the_timing_can_be_cut_off(run, data, tmp_path, one, folder):
+    """As its first line says. What is left trains alike, and names nothing that is not there."""
+    lines = (ROOT / folder / "mnist.py").read_text().splitlines(keepends=True)
+    start = next(number for number, line in enumerate(lines) if line.startswith("# =="))
+    end = lines.index('if __name__ == "__main__":\n')
+    (tmp_path / folder).mkdir()
+    (copy := tmp_path / folder / "mnist.py").write_text(
+        "".join(line for line in lines[:start] + lines[end:] if "mark" not in line)
+    )
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", copy]
+    assert subprocess.run(ruff).returncode == 0
+    words = (*SHORT, "--data_dir", data)
+    out = run(copy, *words, processes=TRAINING[folder], cwd=tmp_path)
+    assert losses(out) == pytest.approx(losses(one[1]), abs=2e-4) and not times(out)
+
+
+def test_a_table_of_many_processes_fits(run, data, tmp_path):
+    """Of ten processes, seven and the late one are shown."""
+    words = ("--batch_size", 600, "--epochs", 1, "--data_dir", data)
+    out = run("multigpu/mnist.py", *words, processes=10, cwd=tmp_path)
+    late = re.search(r"Rank (\d) waits least", out)[1]
+    header = re.search(r"mean +(rank.*)", out)[1]
+    assert {*map(str, range(7)), late} == {*re.findall(r"rank (\d)", header)}
+    assert all(len(line) <= 100 for line in out.splitlines() if not line.startswith("|"))
+
+
+def test_int8_is_small_and_as_good(run, data, tmp_path, one):
+    out = run("quantize/mnist.py", "--data_dir", data, "--model", one[0] / "mnist.pt", cwd=tmp_path)
+    found = re.findall(r"^\| quantize \| (\w+) \| (.*) \|$", out, re.M)
+    rows = {precision: list(map(float, cells.split(" | "))) for precision, cells in found}
+    (fp32_size, fp32_acc, *speeds), (int8_size, int8_acc, *_) = rows["fp32"], rows["int8"]
+    assert int8_size < fp32_size / 3 and abs(int8_acc - fp32_acc) < 0.02 and min(speeds) > 0
+    assert fp32_acc == pytest.approx(float(re.findall(r"val_acc ([\d.]+)", one[1])[-1]), abs=1e-4)
+
+
+@pytest.mark.parametrize("folder", ("singlegpu", "quantize"))
+def test_synthetic_needs_no_data(run, tmp_path, folder, one):
+    """It can be learned, and not at once: so fp32 and int8 have something to compare."""
+    if folder == "quantize":
+        model = ("--model", one[0] / "mnist.pt")  # trained on other images: as good as chance
+        assert "| quantize | int8 |" in run("quantize/mnist.py", "--synthetic", *model)
+        return
+    out = run("singlegpu/mnist.py", "--synthetic", "--epochs", 2, cwd=tmp_path)
+    first, last = map(float, re.findall(r"val_acc ([\d.]+)", out))
+    assert 0.9 < last < 0.999 and losses(out)[0] > 0.5
+
+
+REFUSED = [
+    ("singlegpu", 1, ("--batch_size", 70_000), "a batch is at most all images"),
+    ("singlegpu", 1, ("--epochs", 0), "--epochs and --batch_size start at 1"),
+    ("multigpu", 2, ("--batch_size", 47), "--batch_size is a multiple of --num_gpus"),
+    ("multigpu", -1, (), "--batch_size is a multiple of --num_gpus"),
+    ("multinode", 2, ("--epochs", 0), "needs --epochs >= 1"),
+    ("multinode", 3, ("--batch_size", 47), "--batch_size a multiple of processes"),
+    ("hybrid", 3, (), "each replica needs two processes"),
+    ("hybrid", 4, ("--batch_size", 47), "--batch_size a multiple of replicas"),
+    ("quantize", 1, ("--model", "none.pt"), "there is no none.pt: singlegpu/mnist.py writes it"),
+]
+
+
+@pytest.mark.parametrize(("folder", "processes", "words", "message"), REFUSED)
+def test_a_mistake_ends_in_one_line(attempt, data, folder, processes, words, message):
+    status, out, err = attempt(
+        f"{folder}/mnist.py", "--data_dir", data, *words, processes=processes
+    )
+    assert status != 0 and "Traceback" not in err, err
+    assert [message in line for line in err.splitlines()].count(True) == 1, err
+
+
+@pytest.mark.parametrize("folder", ("multinode", "hybrid"))
+def test_started_by_nobody(folder):
+    """Also in the shell of a Slurm job, where variables of tasks are set, but no task runs."""
+    env = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, ROOT / folder / "mnist.py", "--synthetic"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("start it with torchrun"), done.stderr
