@@ -8,20 +8,21 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 TORCH ?= $(shell sed -n 's/^torch>=\([0-9.]*\).*/\1/p' requirements.txt)
-RUN := .venv/bin/python
+RUN := $(CURDIR)/.venv/bin/python
+OUT := runs
 DEMO := --synthetic --epochs 2 --batch_size 1200
 
 .PHONY: demo test test-torch soak lint
 
 demo: .venv/installed
-	@mkdir -p runs && cd runs && export OMP_NUM_THREADS=1 && \
-	gpus=$$(../$(RUN) -c 'import torch; print(torch.accelerator.device_count())') && \
+	@mkdir -p $(OUT) && cd $(OUT) && export OMP_NUM_THREADS=1 && \
+	gpus=$$($(RUN) -c 'import torch; print(torch.accelerator.device_count())') && \
 	{ [ "$$gpus" -ge 2 ] || export CUDA_VISIBLE_DEVICES=; } && \
-	{ ../$(RUN) ../singlegpu/mnist.py $(DEMO) && echo && \
-	../$(RUN) ../multigpu/mnist.py --num_gpus 2 $(DEMO) && echo; } | tee demo.txt && \
+	{ $(RUN) $(CURDIR)/singlegpu/mnist.py $(DEMO) && echo && \
+	$(RUN) $(CURDIR)/multigpu/mnist.py --num_gpus 2 $(DEMO) && echo; } | tee demo.txt && \
 	awk -F '|' '/^\| (single|multi)gpu/ { total[++n] = $$(NF - 1) } \
 		END { printf "Two processes are %.2f times as fast as one.\n\n", total[1] / total[2] }' \
-		demo.txt && ../$(RUN) ../quantize/mnist.py --synthetic
+		demo.txt && $(RUN) $(CURDIR)/quantize/mnist.py --synthetic
 
 test: .venv/installed lint
 	$(RUN) -m pytest

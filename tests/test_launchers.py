@@ -6,14 +6,12 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, SCRIPTS, TIMEOUT, assert_same_weights, curve, load
+from conftest import ROOT, SCRIPTS, TIMEOUT, assert_same_weights, curve, load
 from conftest import rows, wait_for, wait_for_saves
 from fork_server import run_all, torchrun_env
 from test_training import arguments_of
@@ -259,16 +257,3 @@ def test_half_precision_changes_the_loss_a_little(run, data, tmp_path):
     plain = losses["--precision fp32"]
     assert list(losses.values()) == pytest.approx([plain] * 4, rel=0.02)
     assert len(set(losses.values())) == 4, losses
-
-
-def test_the_commands_of_make_demo_report_a_speedup(tmp_path):
-    """One process, two processes (multigpu's own choice without a GPU), and the report."""
-    environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name != "OMP_NUM_THREADS"}
-    steps = "--model mlp --epochs 1 --max_steps 10 --log"
-    for words in (f"singlegpu/images.py {steps}", f"multigpu/images.py {steps}", "report.py"):
-        command = [sys.executable, *words.split(), tmp_path / "a.jsonl"]
-        pipes = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
-        done = subprocess.run(command, timeout=TIMEOUT, **pipes)
-        assert done.returncode == 0, done.stderr
-    assert [row["processes"] for row in rows(tmp_path / "a.jsonl")] == [1, 2, 2]
-    assert "speedup" in done.stdout and "not compared" not in done.stdout, done.stdout

@@ -170,3 +170,17 @@ def test_started_by_nobody(folder):
     command = [sys.executable, ROOT / folder / "mnist.py", "--synthetic"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("start it with torchrun"), done.stderr
+
+
+def test_make_demo(tmp_path):
+    """One process, two, the speedup, and int8; the environment is there already (-o)."""
+    small = "DEMO=--synthetic --epochs 1 --batch_size 6000"
+    words = ["make", "-o", ".venv/installed", "demo", f"RUN={sys.executable}", f"OUT={tmp_path}"]
+    done = subprocess.run([*words, small], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    totals = re.findall(r"^total +([\d.]+)", done.stdout, re.M)
+    told = float(re.search(r"Two processes are ([\d.]+) times as fast as one", done.stdout)[1])
+    assert told == pytest.approx(float(totals[0]) / float(totals[1]), abs=0.01)
+    assert "| quantize | int8 |" in done.stdout
+    failed = subprocess.run([*words, "DEMO=--epochs 0"], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode != 0 and "Two processes" not in failed.stdout
