@@ -1,15 +1,14 @@
-"""Train a network on MNIST whose layers are split over two GPUs or CPU processes, times DDP.
+"""Train a network on MNIST with its layers split over two GPUs or CPU processes, and with DDP.
 
     torchrun --standalone --nproc_per_node=4 hybrid/mnist.py    # 2 stages x 2 replicas
     sbatch slurm/hybrid_mnist.slurm
 
     replica 0   replica 1
-    rank 0      rank 2       stage 0, layers 0 to 2: activations go down, their gradients come up
-    rank 1      rank 3       stage 1, layers 3 to 5. DDP averages the gradients along each line.
+    rank 0      rank 2       stage 0, model[:3]: activations go down, their gradients come up
+    rank 1      rank 3       stage 1, model[3:]. DDP averages gradients over the ranks of a row.
 
-This is for models that do not fit on one GPU. gpt_pipeline.py has a smaller bubble.
-The same training is in singlegpu, multigpu and multinode: `diff` shows what each of them adds.
-images.py has what a real job needs: snapshots, mixed precision, workers that load data, logs.
+For models too large for one GPU. While one stage works, the other one waits: this is the bubble.
+Compare it with the others by `diff`. images.py adds snapshots, mixed precision, workers, logs.
 """
 
 import argparse
@@ -27,17 +26,17 @@ ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
 
 def read_data(args, train):
-    """Returns images (N, 28, 28) float32, from 0 for black to 1 for white, and labels (N,)."""
+    """Returns images (N, 28, 28) float32, in which 0 is black, and their labels (N,)."""
     if args.synthetic:
         labels = torch.randint(10, (60_000 if train else 10_000,))
-        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1): the label tells
+        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1), 1 in row `label`
         return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
     mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
     return TensorDataset(mnist.data / 255, mnist.targets)
 
 
 def main(args):
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # srun has started this process
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
         os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
         os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
         os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
@@ -46,26 +45,26 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     replica, stage, num_replicas = rank // 2, rank % 2, world_size // 2
+    device = torch.device(local_rank % torch.accelerator.device_count() if ON_GPU else "cpu")
+    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
+        torch.accelerator.set_device_index(device.index)
+    if rank == 0:
+        read_data(args, train=True)  # downloads what is missing. The others wait to be met.
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
+    dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
     if world_size % 2:
         sys.exit("each replica needs two processes" if rank == 0 else 1)
     if args.epochs < 1 or args.batch_size not in range(num_replicas, 60_001, num_replicas):
         sys.exit("needs --epochs >= 1, --batch_size a multiple of replicas" if rank == 0 else 1)
-    device = torch.device(local_rank % torch.accelerator.device_count() if ON_GPU else "cpu")
-    if ON_GPU:
-        torch.accelerator.set_device_index(device.index)
-    if rank == 0:
-        read_data(args, train=True)  # downloads what is missing, before the others go on
-    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend, device_id=device if ON_GPU else None)
     if local_rank == 0:
-        read_data(args, train=True)  # on machines that have a disk of their own
-    dist.barrier()
-    stages = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
-    torch.manual_seed(1)  # the same weights in each run
+        read_data(args, train=True)  # downloads where machines do not share a disk
+    dist.barrier()  # waits for that
+    stages = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all call both
+    torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
-    share = args.batch_size // num_replicas  # of each batch: together, the very one of singlegpu
+    share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch
     loader = DataLoader(train_data, share, sampler=sampler, drop_last=True, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
@@ -75,25 +74,25 @@ def main(args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
-        marks.clear()  # print_marks shows the last epoch: the first one is slower
+        marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
-        sampler.set_epoch(epoch)  # a new order in each epoch, the same in all processes
-        loss_sum, val_acc = torch.zeros(2, device=device)  # stay 0 in stage 0
+        sampler.set_epoch(epoch)  # shuffles anew: all have the same order, and each takes its share
+        loss_sum, val_acc = torch.zeros(2, device=device)  # stage 0 adds nothing to them
         for batch in loader:  # the same in both stages: one needs its images, the other its labels
             images, labels = [x.to(device, non_blocking=True) for x in batch]
             mark("data")
             if stage == 0:
                 activations = model(images)  # (B, 512)
                 mark("forward")
-                dist.send(activations.detach(), rank + 1)  # the numbers: no graph goes along
+                dist.send(activations.detach(), rank + 1)  # only values: no graph
                 gradients = torch.empty_like(activations)
                 dist.recv(gradients, rank + 1)
-                mark("bubble")  # sending, and waiting until the other stage is done
-                activations.backward(gradients)  # the chain rule goes on where stage 1 ended
-                mark("comm")  # what backward() still did after the first layer had its gradient
+                mark("bubble")  # sending, and waiting for the other stage
+                activations.backward(gradients)  # goes on from where stage 1 has come
+                mark("comm")  # how much longer the averaging took than the gradients
             else:
                 activations = torch.empty(share, 512, device=device, requires_grad=True)
-                dist.recv(activations.detach(), rank - 1)  # fills the memory of both
+                dist.recv(activations.detach(), rank - 1)  # detach() has the same memory
                 mark("bubble")
                 loss = nn.functional.cross_entropy(model(activations), labels)
                 mark("forward")
@@ -105,42 +104,42 @@ def main(args):
             optimizer.step()
             optimizer.zero_grad()
             mark("optimizer")
-        with torch.no_grad():  # each image counts once. A DistributedSampler would repeat some.
+        with torch.no_grad():  # all images, once each. A DistributedSampler drops or repeats some.
             if stage == 0:
                 dist.send(model(val_images), rank + 1)
             else:
                 activations = torch.empty(len(val_labels), 512, device=device)
                 dist.recv(activations, rank - 1)
                 val_acc = (model(activations).argmax(1) == val_labels).sum() / len(val_data)
-        means = torch.stack([loss_sum / len(loader) / num_replicas, val_acc])
-        dist.all_reduce(means)  # adds up what each process has found in its share
+        results = torch.stack([loss_sum / len(loader) / num_replicas, val_acc])
+        dist.all_reduce(results)  # now all have the sums over all processes
         mark("eval")
-        train_loss, val_acc = means.tolist()
+        train_loss, val_acc = results.tolist()
         if rank == 0:
             print(f"epoch {epoch}: train_loss {train_loss:.4f}, val_acc {val_acc:.4f}")
-    of_ranks = [None] * world_size
-    dist.all_gather_object(of_ranks, model.module.cpu().state_dict())
-    if rank == 0:  # each stage calls its layers by their numbers in the whole network
-        torch.save(of_ranks[0] | of_ranks[1], "mnist.pt")
+    halves = [None] * world_size if rank == 0 else None
+    dist.gather_object(model.module.cpu().state_dict(), halves)
+    if rank == 0:  # the stages name their weights as the whole network does
+        torch.save(halves[0] | halves[1], "mnist.pt")
     print_marks(f"| hybrid | {world_size} | {args.batch_size} | {val_acc:.4f} |")
     del model  # before torch 2.14, a process can hang at its end if DDP outlives its group
     dist.destroy_process_group()
 
 
-# == Where the time goes. To do without, delete up to the main guard, and each line with "mark". ==
+# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ==
 marks = []  # (phase, the moment at which it ended)
 
 
 def mark(phase):
-    """Notes that this phase of a step ends here. On a GPU, the GPU itself notes the time."""
+    """Notes that this phase of a step ends here. Python does not wait for the GPU."""
     moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
     if ON_GPU:
-        moment.record()  # Python goes on. The GPU comes here later, and then notes the time.
+        moment.record()  # queued like all work: the GPU notes the time when it gets here
     marks.append((phase, moment))
 
 
 def print_marks(row):
-    """Prints the seconds of each phase, and the row for results.md, which begins with `row`."""
+    """Prints the last epoch's seconds by phase, and with them `row`, for results.md."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
@@ -149,13 +148,13 @@ def print_marks(row):
     dist.all_gather_object(of_ranks, seconds)
     if dist.get_rank() > 0:
         return
-    shown = range(len(of_ranks))[:8]  # a line has room for eight
-    print(f"{'mean':>17}        {''.join(f'   rank {rank:<2}' for rank in shown)}")
+    print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in range(len(of_ranks))[:8])}")
     means = {name: sum(each[name] for each in of_ranks) / len(of_ranks) for name in seconds}
     for phase, mean in means.items():
-        columns = "".join(f"{of_ranks[rank][phase]:9.3f}" for rank in shown)
+        columns = "".join(f"{each[phase]:8.3f}" for each in of_ranks[:8])
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
-    print("comm: sending that nothing hides, and waiting for the rank of the stage with the least")
+    print("bubble: sending to the other stage, and waiting for it")
+    print("comm: averaging not hidden by backward(), and waiting for late ranks of the same stage")
     print(row, *[f"{mean:.3f} |" for mean in means.values()])
 
 
@@ -164,5 +163,5 @@ if __name__ == "__main__":
     parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
-    parser.add_argument("--batch_size", type=int, default=240, help="images of a step")
+    parser.add_argument("--batch_size", type=int, default=240, help="images per step, in total")
     main(parser.parse_args())

@@ -2,8 +2,7 @@
 
     python multigpu/mnist.py --epochs 5    # or, without any data, --synthetic
 
-The same training is in singlegpu, multinode and hybrid: `diff` shows what each of them adds.
-images.py has what a real job needs: snapshots, mixed precision, workers that load data, logs.
+Compare it with the others by `diff`. images.py adds snapshots, mixed precision, workers, logs.
 """
 
 import argparse
@@ -21,78 +20,79 @@ ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
 
 def read_data(args, train):
-    """Returns images (N, 28, 28) float32, from 0 for black to 1 for white, and labels (N,)."""
+    """Returns images (N, 28, 28) float32, in which 0 is black, and their labels (N,)."""
     if args.synthetic:
         labels = torch.randint(10, (60_000 if train else 10_000,))
-        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1): the label tells
+        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1), 1 in row `label`
         return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
     mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
     return TensorDataset(mnist.data / 255, mnist.targets)
 
 
-def main(rank, args, init_method):
-    world_size = args.num_gpus
+def main(rank, args, init_method):  # runs in each process: spawn() passes rank 0, 1, ...
+    world_size = args.num_gpus  # the number of processes
     device = torch.device(rank if ON_GPU else "cpu")
     if ON_GPU:
         torch.accelerator.set_device_index(rank)
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)
-    torch.manual_seed(1)  # the same weights in each run
+    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)  # meets all
+    torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, drop_last=True)
-    share = args.batch_size // world_size  # of each batch: together, the very one of singlegpu
+    share = args.batch_size // world_size  # images per process: together, singlegpu's batch
     loader = DataLoader(train_data, share, sampler=sampler, drop_last=True, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # comes last
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # the last one
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
-        marks.clear()  # print_marks shows the last epoch: the first one is slower
+        marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
-        sampler.set_epoch(epoch)  # a new order in each epoch, the same in all processes
+        sampler.set_epoch(epoch)  # shuffles anew: all have the same order, and each takes its share
         loss_sum = torch.zeros((), device=device)
         for batch in loader:
             images, labels = [x.to(device, non_blocking=True) for x in batch]
             mark("data")
             loss = nn.functional.cross_entropy(model(images), labels)
             mark("forward")
-            loss.backward()  # DDP averages the gradients of all processes
-            mark("comm")  # what backward() still did after the first layer had its gradient
+            loss.backward()  # while it runs, DDP averages the gradients over all processes
+            mark("comm")  # how much longer the averaging took than the gradients
             optimizer.step()
             optimizer.zero_grad()
             loss_sum += loss.detach()  # loss.item() would make Python wait for the GPU
             mark("optimizer")
-        with torch.no_grad():  # each image counts once. A DistributedSampler would repeat some.
+        with torch.no_grad():  # all images, once each. A DistributedSampler drops or repeats some.
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
-        means = torch.stack([loss_sum / len(loader) / world_size, val_acc])
-        dist.all_reduce(means)  # adds up what each process has found in its share
+        results = torch.stack([loss_sum / len(loader) / world_size, val_acc])
+        dist.all_reduce(results)  # now all have the sums over all processes
         mark("eval")
-        train_loss, val_acc = means.tolist()
+        train_loss, val_acc = results.tolist()
         if rank == 0:
             print(f"epoch {epoch}: train_loss {train_loss:.4f}, val_acc {val_acc:.4f}")
-            torch.save(model.module.state_dict(), "mnist.pt")
+    if rank == 0:
+        torch.save(model.module.state_dict(), "mnist.pt")  # without DDP around it
     print_marks(f"| multigpu | {world_size} | {args.batch_size} | {val_acc:.4f} |")
     del model  # before torch 2.14, a process can hang at its end if DDP outlives its group
     dist.destroy_process_group()
 
 
-# == Where the time goes. To do without, delete up to the main guard, and each line with "mark". ==
+# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ==
 marks = []  # (phase, the moment at which it ended)
 
 
 def mark(phase):
-    """Notes that this phase of a step ends here. On a GPU, the GPU itself notes the time."""
+    """Notes that this phase of a step ends here. Python does not wait for the GPU."""
     moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
     if ON_GPU:
-        moment.record()  # Python goes on. The GPU comes here later, and then notes the time.
+        moment.record()  # queued like all work: the GPU notes the time when it gets here
     marks.append((phase, moment))
 
 
 def print_marks(row):
-    """Prints the seconds of each phase, and the row for results.md, which begins with `row`."""
+    """Prints the last epoch's seconds by phase, and with them `row`, for results.md."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
@@ -102,13 +102,13 @@ def print_marks(row):
     if dist.get_rank() > 0:
         return
     late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])
-    shown = sorted({*range(len(of_ranks))[:7], late})  # a line has room for eight
-    print(f"{'mean':>17}        {''.join(f'   rank {rank:<2}' for rank in shown)}")
+    shown = sorted({*range(len(of_ranks))[:8], late})  # a line has no room for more
+    print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
     means = {name: sum(each[name] for each in of_ranks) / len(of_ranks) for name in seconds}
     for phase, mean in means.items():
-        columns = "".join(f"{of_ranks[rank][phase]:9.3f}" for rank in shown)
+        columns = "".join(f"{of_ranks[rank][phase]:8.3f}" for rank in shown)
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
-    print(f"comm: sending that nothing hides, and waiting. Rank {late} waits least: it comes last.")
+    print(f"comm: averaging not hidden by backward(), and waiting. Rank {late} waits the least.")
     print(row, *[f"{mean:.3f} |" for mean in means.values()])
 
 
@@ -118,13 +118,13 @@ if __name__ == "__main__":
     parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
-    parser.add_argument("--batch_size", type=int, default=240, help="images of a step")
+    parser.add_argument("--batch_size", type=int, default=240, help="images per step, in total")
     args = parser.parse_args()
     args.num_gpus = args.num_gpus or torch.accelerator.device_count() or 2
     if args.epochs < 1 or args.batch_size not in range(args.num_gpus, 60_001, args.num_gpus):
-        parser.error("--epochs starts at 1, --batch_size is a multiple of --num_gpus up to 60,000")
-    read_data(args, train=True)  # downloads what is missing, before all processes read it
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # only this machine
+        parser.error(f"needs --epochs >= 1, --batch_size a multiple of {args.num_gpus} processes")
+    read_data(args, train=True)  # downloads what is missing, once for all processes
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # stay on this machine
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
-    with tempfile.TemporaryDirectory() as folder:  # the processes find each other by a file in it
+    with tempfile.TemporaryDirectory() as folder:  # the processes meet by a file in it
         torch.multiprocessing.spawn(main, (args, f"file://{folder}/store"), args.num_gpus)

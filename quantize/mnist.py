@@ -1,9 +1,9 @@
-"""Compare what another mnist.py has trained in fp32 and in int8: size, accuracy, speed.
+"""Compare a trained network in fp32 and in int8: size, accuracy, speed.
 
     python singlegpu/mnist.py && python quantize/mnist.py    # the first one writes mnist.pt
 
-Dynamic quantization: weights become int8 once, activations in each call, for kernels of CPUs. That
-takes time, too: in small models, one image at a time can be slower than in fp32.
+Dynamic quantization: weights become int8 once, activations in each call. It runs on CPUs only.
+Converting takes time, too: in small models, int8 can be slower for one image at a time.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from torchvision.datasets import MNIST
 
 
 def read_data(args, train):
-    """Returns images (N, 28, 28) float32, from 0 for black to 1 for white, and labels (N,)."""
+    """Returns images (N, 28, 28) float32, in which 0 is black, and their labels (N,)."""
     if args.synthetic:
         labels = torch.randint(10, (60_000 if train else 10_000,))
-        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1): the label tells
+        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1), 1 in row `label`
         return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
     mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
     return TensorDataset(mnist.data / 255, mnist.targets)
@@ -32,7 +32,7 @@ def read_data(args, train):
 def images_per_second(networks, images):
     """Returns the speeds of the two networks, which get all these images at once."""
     speeds = []
-    for _ in range(20):  # in turn. The best counts: other programs can only slow a network.
+    for _ in range(20):  # in turn. The best round counts: the others were disturbed.
         for network in networks:
             start = time.perf_counter()
             for _ in range(50):
@@ -47,7 +47,7 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
     model.load_state_dict(torch.load(args.model, map_location="cpu", weights_only=True))
-    warnings.filterwarnings("ignore", ".*deprecated")  # by torchao: see text.py, also for GPUs
+    warnings.filterwarnings("ignore", ".*deprecated")  # for torchao, which text.py shows
     networks = (model, quantize_dynamic(model, {nn.Linear}, torch.qint8))
     one = images_per_second(networks, images[:1])
     many = images_per_second(networks, images[:240])
@@ -66,5 +66,5 @@ if __name__ == "__main__":
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     args = parser.parse_args()
     if not os.path.exists(args.model):
-        parser.error(f"there is no {args.model}: singlegpu/mnist.py writes it")
+        parser.error(f"there is no {args.model}: the other mnist.py write it")
     main(args)

@@ -2,8 +2,7 @@
 
     python singlegpu/mnist.py --epochs 5    # or, without any data, --synthetic
 
-The same training is in multigpu, multinode and hybrid: `diff` shows what each of them adds.
-images.py has what a real job needs: snapshots, mixed precision, workers that load data, logs.
+Compare it with the others by `diff`. images.py adds snapshots, mixed precision, workers, logs.
 """
 
 import argparse
@@ -18,10 +17,10 @@ ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
 
 def read_data(args, train):
-    """Returns images (N, 28, 28) float32, from 0 for black to 1 for white, and labels (N,)."""
+    """Returns images (N, 28, 28) float32, in which 0 is black, and their labels (N,)."""
     if args.synthetic:
         labels = torch.randint(10, (60_000 if train else 10_000,))
-        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1): the label tells
+        bright_row = nn.functional.one_hot(labels, 28)[:, :, None]  # (N, 28, 1), 1 in row `label`
         return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
     mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
     return TensorDataset(mnist.data / 255, mnist.targets)
@@ -29,12 +28,12 @@ def read_data(args, train):
 
 def main(args):
     device = torch.device(0 if ON_GPU else "cpu")
-    torch.manual_seed(1)  # the same weights in each run
+    torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     if args.epochs < 1 or not 1 <= args.batch_size <= len(train_data):
-        raise SystemExit("--epochs and --batch_size start at 1, and a batch is at most all images")
+        raise SystemExit("needs --epochs >= 1, and --batch_size from 1 to 60,000")
     val_images, val_labels = [x.to(device) for x in val_data.tensors]
-    sampler = RandomSampler(train_data, generator=torch.Generator())
+    sampler = RandomSampler(train_data, generator=torch.Generator())  # as multigpu shuffles
     loader = DataLoader(
         train_data, args.batch_size, sampler=sampler, drop_last=True, pin_memory=ON_GPU
     )
@@ -43,7 +42,7 @@ def main(args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
-        marks.clear()  # print_marks shows the last epoch: the first one is slower
+        marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
         sampler.generator.manual_seed(epoch)  # a new order in each epoch
         loss_sum = torch.zeros((), device=device)
@@ -66,20 +65,20 @@ def main(args):
     print_marks(f"| singlegpu | 1 | {args.batch_size} | {val_acc:.4f} |")
 
 
-# == Where the time goes. To do without, delete up to the main guard, and each line with "mark". ==
+# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ==
 marks = []  # (phase, the moment at which it ended)
 
 
 def mark(phase):
-    """Notes that this phase of a step ends here. On a GPU, the GPU itself notes the time."""
+    """Notes that this phase of a step ends here. Python does not wait for the GPU."""
     moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
     if ON_GPU:
-        moment.record()  # Python goes on. The GPU comes here later, and then notes the time.
+        moment.record()  # queued like all work: the GPU notes the time when it gets here
     marks.append((phase, moment))
 
 
 def print_marks(row):
-    """Prints the seconds of each phase, and the row for results.md, which begins with `row`."""
+    """Prints the last epoch's seconds by phase, and with them `row`, for results.md."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
@@ -94,5 +93,5 @@ if __name__ == "__main__":
     parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
-    parser.add_argument("--batch_size", type=int, default=240, help="images of a step")
+    parser.add_argument("--batch_size", type=int, default=240, help="images per step")
     main(parser.parse_args())
