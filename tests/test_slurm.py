@@ -94,7 +94,7 @@ def test_mnist_jobs(site, data):
     """All five, in an order in which quantize finds what singlegpu has saved: one loss curve."""
     job_file = site.folder / "slurm/multinode_mnist.slurm"
     edited, count = re.subn(  # its environment comes from the job file alone, as --export=NONE says
-        "^# EDIT: what makes.*",
+        "^# EDIT: activate.*",
         f"PATH={site.environment['PATH']}",
         job_file.read_text(),
         flags=re.M,
