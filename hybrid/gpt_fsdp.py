@@ -347,6 +347,11 @@ def main(args):
     shard_model(run.model, run.device, args)
     run.model.to_empty(device=run.device)
     run.optimizer = create_optimizer(run.model, args)
+    # A part that create_model has put into eval() stays so.
+    run.frozen = [part for part in run.model.modules() if run.model.training and not part.training]
+    run.lr_scales = []  # a group may have a rate of its own
+    for group in run.optimizer.param_groups:
+        run.lr_scales.append(group["lr"] / (args.learning_rate or 1.0))
     run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
     restore_shards(run, args)
     run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
@@ -402,6 +407,8 @@ def train_epoch(run, batches, args):
     GPU, and tell each other whether they have been asked to stop.
     """
     run.model.train()
+    for part in run.frozen:
+        part.eval()
     bar = progress_bar(run)
     is_stopped = False
     last_look = run.step
@@ -438,8 +445,8 @@ def train_epoch(run, batches, args):
 def train_step(run, batches, args):
     """Takes one step of the optimizer, over all micro-batches of a batch."""
     done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
-    for group in run.optimizer.param_groups:
-        group["lr"] = float(learning_rate(args, done)) * group.get("lr_scale", 1.0)
+    for group, scale in zip(run.optimizer.param_groups, run.lr_scales):
+        group["lr"] = float(learning_rate(args, done)) * scale
     set_seeds(args.seed, run.epoch, run.step, run.rank)  # a resumed run draws the same
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
@@ -466,7 +473,9 @@ def set_seeds(*numbers):
     seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def compute_loss(run, model, batch, totals, args):
@@ -507,7 +516,7 @@ def evaluate(run, data, args):
 def training_indices(data, first_epoch, first_step, run, args):
     """Yields the indices of the samples of each micro-batch of this process, for all epochs."""
     for epoch in range(first_epoch, args.epochs):
-        order = training_order(data, args, epoch)
+        order = draw_order(data, epoch, run, args)
         if len(order) < run.num_steps * args.batch_size:
             sys.exit(f"training_order returned {len(order)} indices for {len(data)} samples")
         for step in range(first_step, run.num_steps):
@@ -515,6 +524,18 @@ def training_indices(data, first_epoch, first_step, run, args):
             share = np.asarray(batch[run.rank :: run.world_size])
             yield from share.reshape(args.grad_accum_steps, -1).tolist()
         first_step = 0
+
+
+def draw_order(data, epoch, run, args):
+    """Returns training_order(), drawn alike in all processes and after a resume."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        set_seeds(args.seed, epoch)
+        order = training_order(data, args, epoch)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    return order
 
 
 def create_loader(data, indices, run, args):
@@ -554,12 +575,16 @@ def init_worker(worker):
 
 
 def to_device(batch, device):
-    """Returns the batch with its tensors on the device. What is not a tensor stays as it is."""
+    """Returns the batch with its tensors on the device. What has no .to stays as it is."""
+    if hasattr(batch, "to"):  # a tensor, a PackedSequence, a BatchEncoding, ...
+        return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {name: to_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device) for part in batch))
     if isinstance(batch, (tuple, list)):
         return [to_device(part, device) for part in batch]
-    return batch.to(device, non_blocking=True) if torch.is_tensor(batch) else batch
+    return batch
 
 
 def save_snapshot(run, args):
@@ -755,7 +780,8 @@ class Stopwatch:
             start = self.now()
             if bucket.index() == 0:
                 self.buckets = []
-            self.buckets.append((bucket.buffer().nbytes, start))
+            buffer = bucket.buffer()
+            self.buckets.append((0 if buffer.is_sparse else buffer.nbytes, start))
             if bucket.is_last():
                 self.marks.append(("backward", start))
 
@@ -947,6 +973,8 @@ def print_communication(rows):
     waiting = mean_of(rows, "comm_total") - sending
     late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
     compute = mean_of(rows, "forward") + mean_of(rows, "backward") + mean_of(rows, "optimizer")
+    pays = compute > 3 * sending
+    verdict = "above 3: more processes pay off" if pays else "at most 3: more will hardly pay off"
     hidden = "0%"
     bound = ""
     if rows[0]["device"] != "CPU":  # passes include the communication that they wait for
@@ -955,7 +983,7 @@ def print_communication(rows):
     print(
         f"communication {sending + waiting:.3f} s, {hidden} hidden: sending {sending:.3f} s, "
         f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
-        f"R = compute / sending = {bound}{compute / sending:.1f}: above 3, more processes pay off"
+        f"R = compute / sending = {bound}{compute / sending:.1f}, {verdict}"
     )
 
 

@@ -30,19 +30,6 @@ OF_HYBRID = """train_step evaluate training_indices create_loader save_snapshot 
 OF_QUANTIZE = ["create_trained"]
 # The five mnist.py are copies of each other alone. These are the names that differ between them.
 OF_MNIST = {"head": None, "main": None, "print_marks": ("singlegpu", "hybrid")}
-# fmt: off
-BOUNDS = {  # in lines; those of a folder are for the head, (the split,) the run, timing and main
-    "images": 170, "autoencoder": 125, "text": 210, "translation": 280, "gpt": 180,
-    "singlegpu": [45, 335, 85, 60], "multigpu": [45, 420, 150, 60], "multinode": [45, 420, 150, 60],
-    "hybrid": [55, 170, 440, 240, 60],
-    "singlegpu/make_bigmnist.py": 155, "singlegpu/make_images.py": 145, "report.py": 595,
-    "singlegpu/noise_scale.py": 190,
-    "multigpu/allreduce.py": 210, "multinode/allreduce.py": 200, "quantize/text.py": 350,
-    "hybrid/mnist.py": 170, "quantize/gpt.py": 335, "quantize/translation.py": 440,
-    "distinct": 1800,
-}
-# fmt: on
-DISTRIBUTION = r"(?i)rank|dist|ddp|comm|reduce|process|nodes|gpu[s/]|same_start|requests|temp|delta"
 
 
 def pieces(source):
@@ -98,32 +85,6 @@ def diff(a, b, context=3):
     return re.split(r"^@@ .*\n", "\n".join(lines), flags=re.M)[1:]
 
 
-def oversized():
-    """Yields what has other rulers or is over its bound. Prints the lines of the scripts."""
-    distinct = {True: set(), False: set()}  # of the scripts of the tasks, and of those of hybrid
-    print(f"{'':27}yours head (split) run timing main")
-    for path in [*PATHS, Path("report.py")]:
-        source, folder, task = path.read_text(), path.parent.name, path.stem.split("_")[0]
-        counts = [len(source.splitlines())]
-        bounds = [BOUNDS.get(str(path), 150)]  # a new tool has 150 lines
-        if path in SCRIPTS or (folder == "hybrid" and task != "mnist"):
-            found, rulers = pieces(source), RULER.findall(source)
-            texts = [found[name] for name in (YOURS, "head", *rulers[1:], "main")]
-            counts = [len(text.strip().splitlines()) for text in texts]
-            bounds = [BOUNDS[task], *BOUNDS[folder]]
-            distinct[path in SCRIPTS] |= {*found.values()} - {*texts[:-1]}
-            print(f"{path!s:25}", *(f"{count:5}" for count in counts))
-            if rulers[:1] + rulers[-2:] != [YOURS, RUN, TIMING]:
-                yield f"{path}: not the rulers of multigpu/images.py"
-        if any(map(int.__gt__, counts, bounds)) or max(map(len, source.splitlines())) > 100:
-            yield f"{path}: {counts} lines of {bounds}, or more than 100 columns"
-    count = sum(len(text.splitlines()) for text in distinct[True])
-    added = sum(len(text.splitlines()) for text in distinct[False] - distinct[True])
-    print(f"{count} distinct lines in {len(SCRIPTS)} scripts; hybrid adds {added}")
-    if count > BOUNDS["distinct"]:
-        yield f"{count} distinct lines of {BOUNDS['distinct']}"
-
-
 def job_text(path):
     """A job file without its comments, the lines to edit, the script's name and its arguments."""
     folder, script = path.stem.split("_", 1)
@@ -135,16 +96,11 @@ def job_text(path):
 def main():
     for name, copies in drifted() if "--fix" in sys.argv else ():
         carry(name, copies)
-    problems = [*oversized()]
+    problems = []
     for name, copies in drifted():
         texts = sorted(copies.values(), key=lambda text: ([*copies.values()].count(text), text))
         where = ", ".join(str(path) for path in copies if copies[path] == texts[0])
         problems.append("\n".join([f"{name}\ndiffers in {where}:", *diff(texts[-1], texts[0])]))
-    for path, other in zip(SCRIPTS, SCRIPTS[len(TASKS) :]):
-        a, b = [pieces(each.read_text()) for each in (path, other)]
-        for hunk in diff(a["head"] + a.get(RUN, ""), b["head"] + b.get(RUN, ""), context=0):
-            if re.search(r"\w", hunk) and not re.search(DISTRIBUTION, hunk):
-                problems.append(f"{path.parent} to {other.parent}: not distribution:\n{hunk}")
     for folder in ("singlegpu_[!m]", "singlegpu_make", *FOLDERS[1:]):  # make_*.py have no snapshot
         paths = [
             path for path in Path("slurm").glob(f"{folder}*.slurm") if "mnist" not in path.stem

@@ -25,7 +25,7 @@ LIBRARIES = set("numpy PIL torch torchao torchvision datasets tokenizers sacrebl
 
 
 def test_copies_agree():
-    """What has the same name has the same text; hunks, lines and job files are as promised."""
+    """What has the same name has the same text, and job files differ in names alone."""
     assert subprocess.run([sys.executable, ROOT / "tests/check_copies.py"]).returncode == 0
 
 
