@@ -282,7 +282,7 @@ def main(args):
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
     torch.backends.cudnn.benchmark = True
     run = SimpleNamespace()  # what these functions share
-    run.rank = int(os.environ["RANK"])  # torchrun has set these four
+    run.rank = int(os.environ["RANK"])  # torchrun or Slurm has set these four
     run.world_size = int(os.environ["WORLD_SIZE"])
     run.local_rank = int(os.environ["LOCAL_RANK"])  # on this node
     run.nodes = int(os.environ["GROUP_WORLD_SIZE"])
@@ -316,6 +316,7 @@ def main(args):
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if args.snapshot and os.path.exists(args.snapshot):
         load_snapshot(run, args)
+    start = (run.epoch, run.step)
     run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
     check_same_start(run, args)
     run.watch = StageWatch(run.devices)
@@ -335,7 +336,11 @@ def main(args):
     if run.rank == 0 and run.epoch == args.epochs:
         run.model.eval()
         finish(run.model, val_data, args, run.device)
-    # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
+    if run.epoch < args.epochs and run.rank == 0:
+        has_saved = args.snapshot and (run.epoch, run.step) != start
+        if "SLURM_STEP_NUM_TASKS" in os.environ:
+            time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
+        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
 
 
 def ddp_stages(run, stages, args):
@@ -719,7 +724,12 @@ def parse_run_args(parser, **defaults):
     for name, value in vars(args).items():
         if isinstance(value, (int, float)) and value < 0:
             parser.error(f"--{name} must not be negative")
-    if "RANK" not in os.environ:
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
+        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
+        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
+        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
+        os.environ.setdefault("GROUP_WORLD_SIZE", os.environ["SLURM_STEP_NUM_NODES"])
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE"} <= os.environ.keys():
         parser.error("start it with torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv))
     divisor = int(os.environ["WORLD_SIZE"]) * args.grad_accum_steps
     if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:

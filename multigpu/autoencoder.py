@@ -218,6 +218,7 @@ def main(rank, args, init_method):
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if args.snapshot and os.path.exists(args.snapshot):
         load_snapshot(run, args)
+    start = (run.epoch, run.step)
     run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
     run.compiled_model = torch.compile(run.model) if args.compile else run.model
     run.ddp_model = DistributedDataParallel(run.compiled_model, gradient_as_bucket_view=True)
@@ -241,7 +242,8 @@ def main(rank, args, init_method):
         run.model.eval()
         finish(run.model, val_data, args, run.device)
     if run.epoch < args.epochs:
-        sys.exit(128 + signal.SIGTERM)  # the status of a process that SIGTERM has ended
+        has_saved = args.snapshot and (run.epoch, run.step) != start
+        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
 
 
 def train(run, train_data, val_data, args):
@@ -551,9 +553,9 @@ def init_distributed(run, args, init_method):
     group = {"init_method": init_method, "rank": run.rank, "world_size": run.world_size}
     group["timeout"] = timedelta(seconds=args.timeout)
     if torch.cuda.is_available():
-        if run.local_rank >= torch.cuda.device_count():
+        if run.local_rank >= torch.cuda.device_count() > 1:
             sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        run.device = torch.device("cuda", run.local_rank)
+        run.device = torch.device("cuda", run.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(run.device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=run.device, **group)
     else:

@@ -347,7 +347,7 @@ def main(args):
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
     torch.backends.cudnn.benchmark = True
     run = SimpleNamespace()  # what these functions share
-    run.rank = int(os.environ["RANK"])  # torchrun has set these four
+    run.rank = int(os.environ["RANK"])  # torchrun or Slurm has set these four
     run.world_size = int(os.environ["WORLD_SIZE"])
     run.local_rank = int(os.environ["LOCAL_RANK"])  # on this node
     run.nodes = int(os.environ["GROUP_WORLD_SIZE"])
@@ -378,6 +378,7 @@ def main(args):
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if args.snapshot and os.path.exists(args.snapshot):
         load_snapshot(run, args)
+    start = (run.epoch, run.step)
     run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
     check_same_start(run, args)
     run.compiled_model = torch.compile(run.model) if args.compile else run.model
@@ -401,7 +402,11 @@ def main(args):
     if run.rank == 0 and run.epoch == args.epochs:
         run.model.eval()
         finish(run.model, val_data, args, run.device)
-    # A stopped run needs no status here: torchrun, which was signaled as well, has its own.
+    if run.epoch < args.epochs and run.rank == 0:
+        has_saved = args.snapshot and (run.epoch, run.step) != start
+        if "SLURM_STEP_NUM_TASKS" in os.environ:
+            time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
+        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
 
 
 def train(run, train_data, val_data, args):
@@ -719,9 +724,9 @@ def init_distributed(run, args, init_method):
     group = {"init_method": init_method, "rank": run.rank, "world_size": run.world_size}
     group["timeout"] = timedelta(seconds=args.timeout)
     if torch.cuda.is_available():
-        if run.local_rank >= torch.cuda.device_count():
+        if run.local_rank >= torch.cuda.device_count() > 1:
             sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        run.device = torch.device("cuda", run.local_rank)
+        run.device = torch.device("cuda", run.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(run.device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=run.device, **group)
     else:
@@ -762,7 +767,12 @@ def parse_run_args(parser, **defaults):
     for name, value in vars(args).items():
         if isinstance(value, (int, float)) and value < 0:
             parser.error(f"--{name} must not be negative")
-    if "RANK" not in os.environ:
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
+        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
+        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
+        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
+        os.environ.setdefault("GROUP_WORLD_SIZE", os.environ["SLURM_STEP_NUM_NODES"])
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE"} <= os.environ.keys():
         parser.error("start it with torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv))
     divisor = int(os.environ["WORLD_SIZE"]) * args.grad_accum_steps
     if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:

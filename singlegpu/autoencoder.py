@@ -201,6 +201,7 @@ def main(args):
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if args.snapshot and os.path.exists(args.snapshot):
         load_snapshot(run, args)
+    start = (run.epoch, run.step)
     if args.compile:
         run.model.compile()
     run.watch = Stopwatch(run.device)
@@ -216,7 +217,8 @@ def main(args):
         run.model.eval()
         finish(run.model, val_data, args, run.device)
     if run.epoch < args.epochs:
-        sys.exit(128 + signal.SIGTERM)  # the status of a process that SIGTERM has ended
+        has_saved = args.snapshot and (run.epoch, run.step) != start
+        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
 
 
 def train(run, train_data, val_data, args):

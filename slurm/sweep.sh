@@ -48,14 +48,16 @@ submit() { # ARGUMENT... of sbatch: prints the job's id
 [ -n "$dry_run" ] || mkdir -p "$out"
 jobs=()
 for count in $gpus; do
-    nodes=1 each=${count#*x}
+    nodes=1 each=${count#*x} tasks=()
     [[ $count != *x* ]] || nodes=${count%x*}
+    [[ $count != *x* ]] || tasks=(--ntasks-per-node="$each")
     case $count in 1) folder=singlegpu ;; *x*) folder=multinode ;; *) folder=multigpu ;; esac
     for size in $batch_sizes; do
         batch=$size
         [ "$scaling" = strong ] || batch=$((size * nodes * each))
         run=$out/${folder}_${count}_$batch
-        jobs+=("$(submit ${options[@]+"${options[@]}"} --nodes="$nodes" --gpus-per-node="$each" --output="$run-%j.out" \
+        jobs+=("$(submit ${options[@]+"${options[@]}"} --nodes="$nodes" --gpus-per-node="$each" \
+            ${tasks[@]+"${tasks[@]}"} --output="$run-%j.out" \
             "slurm/${folder}_$script.slurm" "$@" --batch_size "$batch" --log "$run.jsonl" --snapshot "$run.pt")")
     done
 done

@@ -101,10 +101,9 @@ def main():
         texts = sorted(copies.values(), key=lambda text: ([*copies.values()].count(text), text))
         where = ", ".join(str(path) for path in copies if copies[path] == texts[0])
         problems.append("\n".join([f"{name}\ndiffers in {where}:", *diff(texts[-1], texts[0])]))
-    for folder in ("singlegpu_[!m]", "singlegpu_make", *FOLDERS[1:]):  # make_*.py have no snapshot
-        paths = [
-            path for path in Path("slurm").glob(f"{folder}*.slurm") if "mnist" not in path.stem
-        ]
+    for folder in FOLDERS[:4]:
+        scripts = [path.stem for path in Path(folder).glob("*.py") if path.stem.startswith(TASKS)]
+        paths = [Path("slurm", f"{folder}_{script}.slurm") for script in scripts]
         texts = {str(job_text(path)): path for path in paths}
         if len(texts) > 1:
             problems.append(f"{' and '.join(map(str, texts.values()))} differ in more than a name")
