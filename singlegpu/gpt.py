@@ -28,6 +28,7 @@ import sysconfig
 import textwrap
 import threading
 import time
+from functools import partial
 from glob import glob
 from types import SimpleNamespace
 
@@ -231,7 +232,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main(args):
     """Trains in one process."""
-    sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such function
+        sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
     torch.backends.cudnn.benchmark = True
     run = SimpleNamespace()  # what these functions share
@@ -286,7 +288,7 @@ def train(run, train_data, val_data, args):
     indices = training_indices(train_data, run.epoch, run.step, run, args)
     batches = iter(create_loader(train_data, indices, run, args))
     for signum in SIGNALS:  # until here, a signal just ends the process
-        signal.signal(signum, lambda number, frame: STOP_REQUESTS.append(number))
+        signal.signal(signum, note_stop)
     while run.epoch < args.epochs:
         first_step = run.step
         is_stopped = train_epoch(run, batches, args)
@@ -302,6 +304,12 @@ def train(run, train_data, val_data, args):
     for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
         signal.signal(signum, signal.SIG_DFL)
     return rows
+
+
+def note_stop(signum, frame):
+    STOP_REQUESTS.append(signum)
+    if signum == signal.SIGINT:
+        signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
 
 def train_epoch(run, batches, args):
@@ -482,11 +490,27 @@ def save_snapshot(run, args):
             sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
         snapshot["settings"] = run.fixed_settings
         progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
-        temporary = f"{args.snapshot}.tmp"
-        torch.save(snapshot | {"progress": progress}, temporary)
-        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # as a resume will
-        os.replace(temporary, args.snapshot)
+        replace_snapshot(snapshot | {"progress": progress}, args)
     run.watch.mark("save")
+
+
+def replace_snapshot(snapshot, args):
+    """Writes the snapshot. If that fails, or another run has written there, the old one stays."""
+    run_id = snapshot["progress"]["run_id"]
+    temporary = f"{args.snapshot}.{run_id}.tmp"
+    read = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(snapshot, file)
+        read(temporary)  # as a resume will
+        if os.path.exists(args.snapshot) and read(args.snapshot)["progress"]["run_id"] != run_id:
+            raise OSError("another run writes it")
+        os.replace(temporary, args.snapshot)
+    except (OSError, RuntimeError) as error:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        cause = error.__context__ or error  # PyTorch's own error does not name a full disk
+        sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")
 
 
 def load_snapshot(run, args):
@@ -578,8 +602,8 @@ def parse_run_args(parser, **defaults):
     if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
         parser.error("--batch_size must be a multiple of --grad_accum_steps")
     for path in filter(None, (args.snapshot, args.log)):
-        if not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            parser.error(f"there is no folder for {path}, or it is read-only")
+        if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
+            parser.error(f"cannot write {path}: a folder, or in one that is missing or read-only")
     return args
 
 
