@@ -13,6 +13,7 @@ Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K clas
 """
 
 import argparse
+import faulthandler
 import itertools
 import json
 import math
@@ -350,10 +351,16 @@ def train(run, train_data, val_data, args):
         run.epoch += 1
         run.step = 0
         run.sums = {}
+    faulthandler.cancel_dump_traceback_later()
     save_snapshot(run, args)  # the same command has nothing left to do
     for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
         signal.signal(signum, signal.SIG_DFL)
     return rows
+
+
+def expect_progress(args):
+    """Ends this process in --timeout seconds, with its stack, if it is not called again by then."""
+    faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
 
 
 def note_stop(signum, frame):
@@ -372,6 +379,7 @@ def train_epoch(run, batches, args):
     for part in run.frozen:
         part.eval()
     bar = progress_bar(run)
+    expect_progress(args)
     is_stopped = False
     last_look = run.step
     next_look = run.step + 1
@@ -394,9 +402,13 @@ def train_epoch(run, batches, args):
             last_look = run.step
             next_look = run.step + max(1, int(steps_per_second))
             start = time.perf_counter()
+            expect_progress(args)
         is_due = args.snapshot_every > 0 and run.step % args.snapshot_every == 0
         if is_stopped or is_due or run.step == run.num_steps:
+            faulthandler.cancel_dump_traceback_later()  # rank 0 may take long to save
             save_snapshot(run, args)
+            if not is_stopped:
+                expect_progress(args)
     bar.close()
     if is_stopped and run.rank == 0:
         saved = args.snapshot or "nothing, as there is no --snapshot"
@@ -471,6 +483,7 @@ def evaluate(run, data, args):
     indices = BatchSampler(share, size, drop_last=False)
     totals = {}
     for batch in create_loader(data, indices, run, args):
+        expect_progress(args)
         compute_loss(run, run.compiled_model, to_device(batch, run.device), totals, args)
     return totals
 

@@ -23,7 +23,7 @@ PATHS = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.py")
 RULER = re.compile(r"^(# =+ .* =+)\n", re.M)
 YOURS, RUN, TIMING = RULER.findall(Path("multigpu/images.py").read_text())
 OF_FOLDER = "head main parse_args parse_run_args".split()  # differ between all folders
-OF_SINGLEGPU = """train_epoch train_step evaluate training_indices create_loader save_snapshot
+OF_SINGLEGPU = """train train_epoch train_step evaluate training_indices create_loader save_snapshot
     progress_bar describe log_epoch PHASES Stopwatch print_summary""".split()  # differ only there
 OF_HYBRID = """train_step evaluate training_indices create_loader save_snapshot init_distributed
     DTYPES PHASES print_communication""".split()  # differ in hybrid and from multinode

@@ -314,3 +314,31 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
 def test_a_folder_as_log_is_refused_at_the_start(attempt, tmp_path):
     status, out, err = attempt("multigpu/images.py", "--log", tmp_path, processes=2)
     assert status == 2 and f"cannot write {tmp_path}" in err and not out, err
+
+
+@pytest.mark.parametrize("where", ("loss", "worker"))
+@pytest.mark.parametrize("folder", ("multigpu", "multinode"))
+def test_a_hung_process_ends_the_run_and_says_where(start, tmp_path, folder, where):
+    """After --timeout, with the stacks: in batch_loss, or where it waits for a worker's batch."""
+    script = tmp_path / folder / "mine.py"
+    script.parent.mkdir()
+    text = (ROOT / folder / "images.py").read_text()
+    line = (
+        "    images, labels = batch\n"
+        if where == "loss"
+        else "        labels = self.labels[indices]"
+    )
+    hang = "hang_here()\n" if where == "loss" else "time.sleep(1000)\n"
+    assert text.count(line) == 1
+    text = text.replace(line, f"{line[: len(line) - len(line.lstrip())]}{hang}{line}")
+    function = "\n\ndef hang_here():\n    time.sleep(1000 * (os.environ.get('RANK') != '0'))\n"
+    script.write_text(
+        text.replace("\n\ndef create_optimizer", f"{function}\n\ndef create_optimizer")
+    )
+    workers = 2 if where == "worker" else 0
+    begin = time.monotonic()
+    job = start(script, *BASE, "--timeout", 5, "--num_workers", workers, processes=2)
+    status, out, err = job.wait(90)
+    assert status == 1 and time.monotonic() - begin < 60, err
+    assert ("hang_here" if where == "loss" else "_try_get_data") in err, err
+    wait_for(lambda: not job.processes(), seconds=30)
