@@ -52,13 +52,13 @@ def main(args):
         read_data(args, train=True)  # downloads what is missing. The others wait to be met.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
+    if local_rank == 0:
+        read_data(args, train=True)  # downloads where machines do not share a disk
+    dist.barrier()  # waits for that
     if world_size % 2:
         sys.exit("each replica needs two processes" if rank == 0 else 1)
     if args.epochs < 1 or args.batch_size not in range(num_replicas, 60_001, num_replicas):
         sys.exit("needs --epochs >= 1, --batch_size a multiple of replicas" if rank == 0 else 1)
-    if local_rank == 0:
-        read_data(args, train=True)  # downloads where machines do not share a disk
-    dist.barrier()  # waits for that
     stages = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all call both
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)

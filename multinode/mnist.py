@@ -47,11 +47,11 @@ def main(args):
         read_data(args, train=True)  # downloads what is missing. The others wait to be met.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
-    if args.epochs < 1 or args.batch_size not in range(world_size, 60_001, world_size):
-        sys.exit("needs --epochs >= 1, --batch_size a multiple of processes" if rank == 0 else 1)
     if local_rank == 0:
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
+    if args.epochs < 1 or args.batch_size not in range(world_size, 60_001, world_size):
+        sys.exit("needs --epochs >= 1, --batch_size a multiple of processes" if rank == 0 else 1)
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]

@@ -209,7 +209,7 @@ def check_resume():
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=600)
-        assert process.returncode in (0, 128 + signal.SIGTERM), process.returncode
+        assert process.returncode in (0, os.EX_TEMPFAIL), process.returncode
         place = torch.load(snapshot, weights_only=True)["progress"]
         resumed = run(SCRIPT, more)[0]
     whole = run(SCRIPT, words)[0]

@@ -187,5 +187,3 @@ def test_make_demo(tmp_path):
     told = float(re.search(r"Two processes are ([\d.]+) times as fast as one", done.stdout)[1])
     assert told == pytest.approx(float(totals[0]) / float(totals[1]), abs=0.01)
     assert "| quantize | int8 |" in done.stdout
-    failed = subprocess.run([*words, "DEMO=--epochs 0"], cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode != 0 and "Two processes" not in failed.stdout
