@@ -1,0 +1,104 @@
+"""mnist.py on an emulated accelerator: it trains alike, and what a GPU would punish is told."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ENVIRONMENT, LOOPBACK, ROOT, commands_of
+
+EMULATED = ENVIRONMENT | LOOPBACK | {"PYTHONPATH": str(ROOT / "tests/emulator")}
+PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 3, "hybrid": 4}
+
+
+def python(words, cwd, env):
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=cwd, env=env, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    """Builds it, once for each torch; half a minute."""
+    status, out, err = python(
+        ["-c", "import torch; print(torch.emu.device_count())"], None, EMULATED
+    )
+    if status and not os.environ.get("REQUIRE_EMULATOR"):
+        pytest.skip(err.strip().splitlines()[-1])
+    assert (status, out) == (0, "4\n"), err
+
+
+@pytest.fixture(scope="module")
+def short(data):
+    """25 steps."""
+    return ("--data_dir", data, "--epochs", "1", "--batch_size", "48")
+
+
+def results(out):
+    return re.findall(r"train_loss [\d.]+, val_acc [\d.]+", out)
+
+
+@pytest.mark.parametrize("folder", PROCESSES)
+def test_mnist_trains_alike(emulator, run, short, tmp_path, folder):
+    """Loss and accuracy are those of the CPU, to the digits printed; nothing is read too early."""
+    [command] = commands_of(f"{folder}/mnist.py", short, PROCESSES[folder])
+    status, out, err = python(["-W", "error::UserWarning", *command], tmp_path, EMULATED)
+    assert status == 0, err
+    on_cpu = run(f"{folder}/mnist.py", *short, processes=PROCESSES[folder], cwd=tmp_path)
+    assert results(out) == results(on_cpu) and len(results(out)) == 1
+
+
+MUTANTS = {  # name: (text of multigpu/mnist.py, what stands there instead, the error)
+    "device not set": ("torch.accelerator.set_device_index(rank)", "pass", "events of two devices"),
+    "one device for all": ("torch.device(rank if", "torch.device(0 if", "Duplicate GPU detected"),
+    "batch not moved": (
+        "[x.to(device, non_blocking=True) for x in batch]",
+        "batch",
+        "Expected all tensors to be on the same device",
+    ),
+    "model not moved": ("*layers).to(device)", "*layers)", "No backend type associated with"),
+    "event without timing": ("torch.Event(enable_timing=True)", "torch.Event()", "enable_timing"),
+    "event read early": (
+        "results.tolist()",
+        "(0.0, torch.emu.sleep(1.0) or 0.0)",
+        "event not ready: the host reads its time before it has waited for it",
+    ),
+    "CPU tensor sent": (
+        "dist.all_reduce(results)",
+        "dist.all_reduce(results.cpu())",
+        "No backend type associated with device type cpu",
+    ),
+    "NumPy on the device": ("results.tolist()", "results.numpy()", "can't convert emu"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_a_gpu_would_punish_is_told(emulator, short, tmp_path, name):
+    text, mutant, told = MUTANTS[name]
+    source = (ROOT / "multigpu/mnist.py").read_text()
+    assert source.count(text) == 1
+    (script := tmp_path / "multigpu/mnist.py").parent.mkdir()
+    script.write_text(source.replace(text, mutant))
+    status, out, err = python([script, "--num_gpus", 2, *short], tmp_path, EMULATED)
+    assert status != 0 and told in err, (out, err)
+
+
+@pytest.mark.parametrize(("read", "waits"), (("loss.detach()", 0), ("loss.item()", 25)))
+def test_no_step_waits_for_the_gpu(emulator, short, tmp_path, read, waits):
+    """25 steps, and one that reads the loss as a number waits in each."""
+    source = (ROOT / "singlegpu/mnist.py").read_text()
+    for text, other in (
+        ("loss_sum += loss.detach()", f"loss_sum += {read}"),
+        ("        for batch in", "        waits = torch.emu.host_waits()\n        for batch in"),
+        (
+            "        with torch.no_grad",
+            "        print('waits', torch.emu.host_waits() - waits)\n        with torch.no_grad",
+        ),
+    ):
+        assert source.count(text) == 1
+        source = source.replace(text, other)
+    (script := tmp_path / "mnist.py").write_text(source)
+    status, out, err = python([script, *short], tmp_path, EMULATED)
+    assert status == 0 and f"waits {waits}\n" in out, (out, err)
