@@ -145,42 +145,40 @@ def write_split(path, images, rows, labels, args):
     facts = {"descr": "|u1", "fortran_order": False, "shape": (len(rows), *shape)}
     for name in (f"{path}_images.npy", f"{path}_labels.tmp"):
         open(name, "ab").close()  # it exists from now on
+    done = np.fromfile(f"{path}_labels.tmp", np.int64)
     with (
         open(f"{path}_images.npy", "r+b") as file,
         open(f"{path}_labels.tmp", "r+b") as label_file,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        tqdm(total=len(rows), initial=len(done), desc=os.path.basename(path)) as bar,
     ):
         np.lib.format.write_array_header_1_0(file, facts)
-        done = np.fromfile(label_file, np.int64)
         end = file.tell() + (done >= 0).sum() * math.prod(shape)
-        fits = (done == labels[: len(done)]) | (done == -1) if len(done) <= len(rows) else False
-        if not np.all(fits) or file.seek(0, os.SEEK_END) < end:
+        fits = len(done) <= len(rows) and ((done == -1) | (done == labels[: len(done)])).all()
+        if not fits or file.seek(0, os.SEEK_END) < end:
             sys.exit(f"{path}_*: these files are not of this source: remove their folder")
         for each, length in ((file, end), (label_file, done.nbytes)):
             each.truncate(length)
             each.seek(length)
-        bar = tqdm(total=len(rows), initial=len(done), desc=os.path.basename(path))
-        for start in range(len(done), len(rows), BLOCK_SIZE):
-            files = [images[int(row)]["image"] for row in rows[start : start + BLOCK_SIZE]]
-            decoded = list(pool.map(lambda each: decode(each, args), files))
+        while len(done) < len(rows):
+            block = slice(len(done), len(done) + BLOCK_SIZE)
+            decoded = pool.map(lambda row: decode(images[row]["image"], args), rows[block].tolist())
+            decoded = list(decoded)
             kept = np.array([image for image in decoded if image is not None])
-            if start == 0 and len(kept) == 0:
+            if len(done) == 0 and len(kept) == 0:
                 sys.exit(f"{path}: none of the first {len(decoded)} images could be read")
-            if start == 0 and len(kept) >= 16 and np.ptp(kept) < 16:
+            if len(done) == 0 and len(kept) >= 16 and np.ptp(kept) < 16:
                 levels = f"between {kept.min()} and {kept.max()}, of 0 to 255"
                 sys.exit(f"{path}: all pixels of the first {len(kept)} images are {levels}")
-            numbers = labels[start : start + BLOCK_SIZE].copy()
-            numbers[[image is None for image in decoded]] = -1
             file.write(kept)
             file.flush()
-            label_file.write(numbers)
-            label_file.flush()
+            is_broken = [image is None for image in decoded]
+            done = np.append(done, np.where(is_broken, -1, labels[block]))
+            label_file.write(done[block])
             signal.signal(signal.SIGUSR2, lambda *_: sys.exit(os.EX_TEMPFAIL))  # 75: run me again
-            bar.update(len(numbers))
-        bar.close()
-        label_file.seek(0)
-        kept = np.fromfile(label_file, np.int64)
-        kept = kept[kept >= 0]
+            label_file.flush()
+            bar.update(len(decoded))
+        kept = done[done >= 0]
         file.seek(0)
         facts["shape"] = (len(kept), *shape)
         np.lib.format.write_array_header_1_0(file, facts)  # as long as before: numpy leaves room
@@ -206,7 +204,7 @@ def main(args):
         for name in ("train", "test"):
             os.remove(f"{args.out}/{name}_labels.tmp")
     except OSError as error:
-        sys.exit(f"cannot write to {unfinished}: {error}. The same command goes on from there")
+        sys.exit(f"cannot write to {unfinished}: {error}. With more room, the same command goes on")
 
 
 if __name__ == "__main__":
