@@ -31,6 +31,7 @@ from pyarrow.parquet import read_schema
 from tqdm import tqdm
 
 SPLITS = ("train", "test", "val", "validation")
+HEADER_SIZE = 128  # bytes of the header of such .npy files
 BLOCK_SIZE = 256  # images that are decoded side by side, and then written
 
 
@@ -76,12 +77,14 @@ def read_source(source):
         splits = read_folders(source)
     else:
         schemas = [datasets.Features.from_arrow_schema(read_schema(file)) for file in files]
-        names = [schema["label"].names for schema in schemas if "names" in dir(schema.get("label"))]
-        for one, other in pairwise(names):  # load_dataset takes those of one file
+        names = [getattr(schema.get("label"), "names", None) for schema in schemas]
+        for one, other in pairwise(filter(None, names)):  # load_dataset takes those of one file
             if one != other:
                 differ = sorted({*one} ^ {*other}) or "their order"
                 raise ValueError(f"its files differ in classes: {differ}")
         splits = datasets.load_dataset(source)
+    if "train" not in splits:
+        raise ValueError(f"it has no split train, only {', '.join(splits)}")
     splits = splits.select_columns(["image", "label"])
     splits = splits.cast_column("image", datasets.Image(decode=False))
     kind = splits["train"].features["label"]
@@ -119,10 +122,13 @@ def read_source(source):
     return parts, classes
 
 
-def decode(file, args):
-    """Returns an image (C, H, W) uint8 of a row's {path, bytes}; None, and says why, if broken."""
+def decode(images, row, args):
+    """Returns the image (C, H, W) uint8 of a row, or None, and says why, if it is broken."""
+    file = images[row]["image"] or {"path": None, "bytes": b""}
     try:
-        with Image.open(io.BytesIO(file["bytes"]) if file["bytes"] else file["path"]) as image:
+        with Image.open(
+            file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"])
+        ) as image:
             image.draft("RGB", (2 * args.size, 2 * args.size))  # decodes a large JPEG at 1/2 to 1/8
             image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # convert() clips at 255
@@ -131,7 +137,7 @@ def decode(file, args):
             raise ValueError("its pixels have 32 bits, of a range that is not known")
         image = ImageOps.fit(image.convert("L" if args.grey else "RGB"), (args.size, args.size))
     except Exception as error:  # a broken file can fail anywhere
-        tqdm.write(f"left out: {file and file['path']}: {error}")
+        tqdm.write(f"left out: {file['path'] or f'row {row}'}: {error}")
         return None
     return np.asarray(image).reshape(args.size, args.size, -1).transpose(2, 0, 1)
 
@@ -142,27 +148,23 @@ def write_split(path, images, rows, labels, args):
     A block's labels, -1 for a broken image, are written after its images: they say what is done.
     """
     shape = (1 if args.grey else 3, args.size, args.size)
-    facts = {"descr": "|u1", "fortran_order": False, "shape": (len(rows), *shape)}
-    for name in (f"{path}_images.npy", f"{path}_labels.tmp"):
-        open(name, "ab").close()  # it exists from now on
-    done = np.fromfile(f"{path}_labels.tmp", np.int64)
     with (
-        open(f"{path}_images.npy", "r+b") as file,
-        open(f"{path}_labels.tmp", "r+b") as label_file,
+        open(f"{path}_images.npy", "ab") as file,
+        open(f"{path}_labels.tmp", "ab") as label_file,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
-        tqdm(total=len(rows), initial=len(done), desc=os.path.basename(path)) as bar,
+        tqdm(total=len(rows), desc=os.path.basename(path)) as bar,
     ):
-        np.lib.format.write_array_header_1_0(file, facts)
-        end = file.tell() + (done >= 0).sum() * math.prod(shape)
+        done = np.fromfile(f"{path}_labels.tmp", np.int64)
+        end = HEADER_SIZE + (done >= 0).sum() * math.prod(shape)
         fits = len(done) <= len(rows) and ((done == -1) | (done == labels[: len(done)])).all()
-        if not fits or file.seek(0, os.SEEK_END) < end:
+        if not fits or (len(done) > 0 and file.tell() < end):
             sys.exit(f"{path}_*: these files are not of this source: remove their folder")
-        for each, length in ((file, end), (label_file, done.nbytes)):
-            each.truncate(length)
-            each.seek(length)
+        file.truncate(end)  # leaves room for the header, which is written at last
+        label_file.truncate(done.nbytes)
+        bar.update(len(done))
         while len(done) < len(rows):
             block = slice(len(done), len(done) + BLOCK_SIZE)
-            decoded = pool.map(lambda row: decode(images[row]["image"], args), rows[block].tolist())
+            decoded = pool.map(lambda row: decode(images, row, args), rows[block].tolist())
             decoded = list(decoded)
             kept = np.array([image for image in decoded if image is not None])
             if len(done) == 0 and len(kept) == 0:
@@ -178,10 +180,10 @@ def write_split(path, images, rows, labels, args):
             signal.signal(signal.SIGUSR2, lambda *_: sys.exit(os.EX_TEMPFAIL))  # 75: run me again
             label_file.flush()
             bar.update(len(decoded))
-        kept = done[done >= 0]
-        file.seek(0)
-        facts["shape"] = (len(kept), *shape)
-        np.lib.format.write_array_header_1_0(file, facts)  # as long as before: numpy leaves room
+    kept = done[done >= 0]
+    with open(f"{path}_images.npy", "r+b") as file:
+        facts = {"descr": "|u1", "fortran_order": False, "shape": (len(kept), *shape)}
+        np.lib.format.write_array_header_1_0(file, facts)
     np.save(f"{path}_labels.npy", kept)
     print(f"{path}: {len(kept):,} images, {len(rows) - len(kept):,} broken ones left out")
 
