@@ -56,6 +56,8 @@ def read_folders(source):
         root = os.path.join(source, name)
         paths = sorted(glob("*/**", root_dir=root, recursive=True))
         paths = [path for path in paths if os.path.isfile(os.path.join(root, path))]
+        if not paths:
+            raise ValueError(f"there are no folders of images in {root}")
         labels = [path.split(os.sep)[0] for path in paths]
         columns = {"image": [os.path.join(root, path) for path in paths], "label": labels}
         splits[name or "train"] = datasets.Dataset.from_dict(columns)
@@ -88,6 +90,8 @@ def read_source(source):
     splits = splits.select_columns(["image", "label"])
     splits = splits.cast_column("image", datasets.Image(decode=False))
     kind = splits["train"].features["label"]
+    if not isinstance(kind, (datasets.ClassLabel, datasets.Value)):
+        raise ValueError(f"an image needs one label, and here label is {kind}")
     name_of = getattr(kind, "int2str", lambda label: label)
     labels = {}  # of each split, {row: label}
     names = [name for name in SPLITS if name in splits]
