@@ -77,7 +77,7 @@ def test_pasted_bands_train_with_one_loss_curve(run, request, tmp_path, name):
 
 
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
-DATA = "return random_split(data, [0.8, 0.2])"
+DATA = "return [Subset(data, part.indices) for part in parts]"
 UNREADABLE = """
     class Data(torch.utils.data.Dataset):
         def __len__(self):
@@ -101,7 +101,7 @@ MISTAKES = {  # name: (text of the table's band, what stands there instead, the 
     "infinite at last": (LOSS, AT_LAST, "not finite at step 20 of epoch 0"),
     "short order": (".permutation(len(data))", ".permutation(100)", "returned 100 indices for 480"),
     "sample": (DATA, UNREADABLE, "sample 77 cannot be read"),
-    "too little": (DATA, DATA.replace("[0.8, 0.2]", "[10, 590]"), "the data is too small"),
+    "too little": ("[0.8, 0.2]", "[10, 590]", "the data is too small"),
     "no flag": ('("table", ', '("tables", ', "no attribute 'tables'"),
     "no word": ('"--table", ', '"--table", type=lambda path: {path}, ', "not JSON serializable"),
     "setting": ('"--table", ', '"--table", type=np.str_, ', "Weights only load failed"),

@@ -21,7 +21,9 @@ TINY = {
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
 README = (ROOT / "README.md").read_text()
-LIBRARIES = set("numpy PIL torch torchao torchvision datasets tokenizers sacrebleu tqdm".split())
+LIBRARIES = set(
+    "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm".split()
+)
 
 
 def test_copies_agree():
@@ -43,7 +45,7 @@ def test_each_script_has_its_job_file():
     """The two have the same name, and Bash can read the job file."""
     files = sorted((ROOT / "slurm").glob("*.slurm"))
     names = [script.removesuffix(".py").replace("/", "_") for script in SCRIPTS]
-    assert [path.stem for path in files] == names
+    assert [path.stem for path in files] == sorted([*names, "report"])
     for path in [*files, ROOT / "slurm/sweep.sh"]:
         assert subprocess.run(["bash", "-n", path]).returncode == 0, path
 

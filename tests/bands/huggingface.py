@@ -18,17 +18,42 @@ def parse_args():
     return parse_run_args(parser, epochs=2, batch_size=32, learning_rate=5e-5)
 
 
+def has_label(label):
+    """None, NaN, blanks, and -1, the Hub's own mark, are no labels."""
+    return label.strip() != "" if isinstance(label, str) else label is not None and label >= 0
+
+
 def read_data(args):
     """Returns two datasets whose samples are dictionaries. `map` caches what it has made."""
+    splits = load_dataset(args.texts)
+    parts = {}
+    for name in ("train", "test", "validation"):
+        if name in splits:
+            part = splits[name].filter(has_label, input_columns="label")
+            if len(part) < len(splits[name]):
+                missing = len(splits[name]) - len(part)
+                print(f"{missing} of {len(splits[name])} rows of {name} have no label: left out")
+            if len(part) > 0:
+                parts[name] = part
+    if "train" not in parts or len(parts) == 1:
+        sys.exit(f"{args.texts}: {'test' if 'train' in parts else 'train'} has no labels")
+    train_data, val_data = [*parts.values()][:2]
+    labels = sorted(train_data.unique("label"))  # words, or numbers from anywhere on
+    unknown = set(val_data.unique("label")) - set(labels)
+    if unknown:
+        sys.exit(f"{args.texts}: {[*parts][1]} has labels that train has not: {sorted(unknown)}")
     tokenizer = AutoTokenizer.from_pretrained(args.network)
     options = {"padding": "max_length", "max_length": args.seq_len, "truncation": True}
 
     def encode(rows):
-        return tokenizer(rows["text"], **options)
+        texts = ["" if text is None else str(text) for text in rows["text"]]
+        encoded = tokenizer(texts, **options)
+        encoded["labels"] = [labels.index(label) for label in rows["label"]]
+        return encoded
 
-    splits = load_dataset(args.texts).map(encode, batched=True)
-    splits = splits.with_format("torch", ["input_ids", "attention_mask", "label"])
-    return splits["train"], splits["test"]
+    columns = ["input_ids", "attention_mask", "labels"]
+    parts = [part.map(encode, batched=True) for part in (train_data, val_data)]
+    return [part.with_format("torch", columns) for part in parts]
 
 
 def training_order(data, args, epoch):
@@ -36,7 +61,7 @@ def training_order(data, args, epoch):
 
 
 def create_model(args, data):
-    num_labels = len(data.unique("label"))
+    num_labels = len(data.unique("labels"))
     return AutoModelForSequenceClassification.from_pretrained(args.network, num_labels=num_labels)
 
 
@@ -49,7 +74,7 @@ def learning_rate(args, done):
 
 
 def batch_loss(model, batch, args):
-    labels = batch["label"]
+    labels = batch["labels"]
     output = model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels)
     correct = (output.logits.argmax(1) == labels).sum()
     sums = {"loss": output.loss * len(labels), "acc": correct, "count": len(labels)}

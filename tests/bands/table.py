@@ -1,6 +1,7 @@
 """Regression from a CSV file. Its last column is the target, its first line has the names."""
 
-from torch.utils.data import TensorDataset, random_split
+import pandas as pd
+from torch.utils.data import Subset, TensorDataset, random_split
 
 COLUMNS = "epoch train_loss val_loss val_mae seconds samples/s".split()
 METRIC = "val_mae"
@@ -16,10 +17,26 @@ def parse_args():
 
 def read_data(args):
     """Returns two parts of the table, drawn at random: the same parts in all processes."""
-    table = torch.from_numpy(np.loadtxt(args.table, np.float32, delimiter=",", skiprows=1))
-    table = (table - table.mean(0)) / table.std(0)  # errors are in standard deviations
+    try:
+        table = pd.read_csv(args.table, index_col=False)
+    except (OSError, ValueError) as error:
+        sys.exit(f"cannot read {args.table}: {error}")
+    target = table.columns[-1]
+    has_target = table[target].notna()
+    if not has_target.all():
+        print(f"{(~has_target).sum()} of {len(table)} rows have no {target}: they are left out")
+    table = table[has_target].apply(pd.to_numeric, errors="coerce")  # a word becomes NaN
+    unusable = table.columns[~np.isfinite(table).all()]
+    if len(unusable) > 0:
+        sys.exit(f"{args.table}: cells that are blank or no number in {', '.join(unusable)}")
+    table = torch.tensor(table.to_numpy(np.float64))
+    parts = random_split(table, [0.8, 0.2])
+    rows = table[parts[0].indices]
+    deviations = rows.std(0)
+    deviations[rows.amin(0) == rows.amax(0)] = 1.0  # a constant column becomes 0
+    table = ((table - rows.mean(0)) / deviations).float()  # errors are in standard deviations
     data = TensorDataset(table[:, :-1], table[:, -1:])
-    return random_split(data, [0.8, 0.2])
+    return [Subset(data, part.indices) for part in parts]
 
 
 def training_order(data, args, epoch):
