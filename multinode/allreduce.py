@@ -15,6 +15,7 @@ status is 1 where one is slower than half of the median, or than --expect.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -187,6 +188,8 @@ def main(args):
     local_rank, nodes = int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
     if world_size == 1:
         sys.exit("one process has nobody to send to: start two or more")
+    if nodes == 1 and args.pairs:
+        sys.exit("--pairs needs two nodes or more" if rank == 0 else 1)
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = torch.device(local_rank % torch.accelerator.device_count() if ON_GPU else "cpu")
@@ -221,102 +224,87 @@ def tournament(count):
     return rounds
 
 
-def send_to(peer, buffer, seconds):
-    """Sends to a rank that calls receive_from(). Returns the bytes/s at which they arrive there."""
-    note = torch.ones(1, dtype=torch.int64, device=buffer.device)  # how many buffers follow
+def transfer(buffer, peer, is_sender, seconds):
+    """Sends the buffer to this rank, or gets it from there, again and again. Returns bytes/s."""
+    there, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)
+    note = torch.ones(1, dtype=torch.int64, device=buffer.device)  # from the sender: how many come
     rates = []
-    repeats = 1
-    for turn in range(5):  # the first one connects, and the second one says how many take a third
-        note.fill_(repeats)
-        dist.send(note, peer)
+    for turn in range(5):  # the first one connects, the second one says how many take a third
+        there(note, peer)
+        repeats = note.item()
         start = time.perf_counter()
         for _ in range(repeats):
-            dist.send(buffer, peer)
-        dist.recv(note, peer)  # the answer: all are there
+            there(buffer, peer)
+        back(note, peer)  # the answer: all are there
         note.item()  # waits for the GPU
-        took = time.perf_counter() - start
-        rates.append(repeats * buffer.nbytes / took)
+        rates.append(repeats * buffer.nbytes / (time.perf_counter() - start))
         if turn == 1:
-            repeats = max(1, int(seconds / 3 / took))
+            note.fill_(max(1, int(seconds / 3 * rates[1] / buffer.nbytes)))
     return statistics.median(rates[2:])
-
-
-def receive_from(peer, buffer):
-    note = torch.zeros(1, dtype=torch.int64, device=buffer.device)
-    for _ in range(5):
-        dist.recv(note, peer)
-        for _ in range(note.item()):
-            dist.recv(buffer, peer)
-        dist.send(note, peer)
 
 
 def measure_pairs(args, rank, device, nodes, progress):
     """Returns {(from, to): bytes/s} of what this rank has sent; `nodes` are lists of ranks."""
     buffer = torch.zeros(1 << (24 if ON_GPU else 18), device=device)  # 64 MiB or 1 MiB
     rates = {}
-    for number, pairs in enumerate(tournament(len(nodes)), start=1):
+    for pairs in tournament(len(nodes)):
         for a, b in pairs + [(b, a) for a, b in pairs]:  # one direction, then the other
             for sender, receiver in zip(nodes[a], nodes[b]):
                 if rank == sender:
-                    rates[a, b] = send_to(receiver, buffer, args.seconds)
+                    rates[a, b] = transfer(buffer, receiver, True, args.seconds)
                 elif rank == receiver:
-                    receive_from(sender, buffer)
-        progress |= {"round": number, "since": time.monotonic()}
+                    transfer(buffer, sender, False, args.seconds)
+        progress |= {"round": progress["round"] + 1, "since": time.monotonic()}
     return rates
 
 
 def name_slow(rates, median, limit):
     """Returns a line for each node or link of {(from, to): bytes/s} that is below the limit."""
     slow = {pair for pair, rate in rates.items() if rate < limit}
-    lines = []
+    found = []
     for end, verb in ((0, "sends"), (1, "receives")):
         for node in sorted({pair[end] for pair in slow}):
             links = [pair for pair in rates if pair[end] == node]
             if len(links) > 1 and 2 * len(slow.intersection(links)) > len(links):
-                share = statistics.median(rates[pair] for pair in links) / median
-                lines.append(f"n{node} {verb} at {share:.2f} of the median")
+                found.append((f"n{node} {verb}", links))
                 slow.difference_update(links)  # they are explained
     for a, b in sorted(slow, key=rates.get):
         if (b, a) not in slow:
-            lines.append(f"n{a} -> n{b} at {rates[a, b] / median:.2f} of the median")
+            found.append((f"n{a} -> n{b}", [(a, b)]))
         elif a < b:
-            share = (rates[a, b] + rates[b, a]) / 2 / median
-            lines.append(f"n{a} - n{b} at {share:.2f} of the median")
-    return lines
+            found.append((f"n{a} - n{b}", [(a, b), (b, a)]))
+    shares = [statistics.median(rates[pair] for pair in links) / median for _, links in found]
+    return [f"{name} at {share:.2f} of the median" for (name, _), share in zip(found, shares)]
 
 
 def print_pairs(rates, count, expect):
     """Prints the bandwidths, and what is slow. Returns the exit status."""
     median = statistics.median_high(rates.values())  # of two, the faster one
     limit = max(1e9 * expect, median / 2)
-    print("GB/s from the node of a row to that of a column")
+    slow = sorted((pair for pair in rates if rates[pair] < limit), key=rates.get)
     if count <= 10:
+        print("GB/s from the node of a row to that of a column:")
         print("| from |" + "".join(f" to n{node:<2} |" for node in range(count)))
         print("| ---: |" + " -----: |" * count)
         for a in range(count):
             cells = [f"{rates[a, b] / 1e9:.3g}"[:6] if a != b else "-" for b in range(count)]
             print(f"| {f'n{a}':>4} |" + "".join(f" {cell:>6} |" for cell in cells))
     else:
-        slow = sorted((pair for pair in rates if rates[pair] < limit), key=rates.get)
-        for a, b in slow[:20]:
-            print(f"n{a} -> n{b}: {rates[a, b] / 1e9:.3g}")
-        print(f"{len(rates)} pairs, {len(slow)} of them slow")
+        print(f"GB/s of the slowest of {len(slow)} slow links among {len(rates)}:")
+        print("".join(f"n{a} -> n{b}: {rates[a, b] / 1e9:.3g}\n" for a, b in slow[:20]), end="")
     print(f"median {median / 1e9:.3g} GB/s; slow is what is below {limit / 1e9:.3g} GB/s:")
-    lines = name_slow(rates, median, limit)
-    print("\n".join(lines[:20] or ["nothing"]))
-    return 1 if lines else 0
+    print("\n".join(name_slow(rates, median, limit)[:20] or ["nothing"]), flush=True)
+    return 1 if slow else 0
 
 
 def read_nccl_log(text):
     """Returns what NCCL has taken, such as "NET/IB/GDRDMA, P2P/CUMEM", and why it has no IB."""
-    found = set()
-    for via in re.findall(r"NCCL INFO (?:Channel|Ring) .* via (.+?)(?: comm 0x.*)?$", text, re.M):
-        found.add(re.sub(r"/\d+(\(\d+\))?|\(PCI\)|/Shared|/flush=\w+", "", via.strip()))
-    if not any(via.startswith("NET/") for via in found):
-        found |= {f"NET/{name.strip()}" for name in re.findall(r"Using network (.+)", text)}
+    lines = re.findall(r"NCCL INFO (?:Channel|Ring) .* via (.+?)(?: comm 0x.*)?$", text, re.M)
+    found = {re.sub(r"/\d+(\(\d+\))?|\(PCI\)|/Shared|/flush=\w+", "", via) for via in lines}
+    if not any("NET/" in via for via in found):
+        found |= {f"NET/{name}" for name in re.findall(r"NCCL INFO Using network (\S+)", text)}
     reasons = r"NET/IB : No device found|Failed to open libibverbs|NCCL_IB_DISABLE set .*to 1"
-    why = re.search(reasons, text)
-    return ", ".join(sorted(found)), why[0] if why else ""
+    return ", ".join(sorted(found)), (re.findall(reasons, text) or ["see NCCL_DEBUG=INFO"])[0]
 
 
 def sent_bytes():
@@ -326,69 +314,73 @@ def sent_bytes():
     return {name.strip(): int(numbers.split()[8]) for name, numbers in pairs}
 
 
-def watch(store, rank, world_size, timeout, progress):
-    """A thread, which ends this process when the measurement comes no further."""
-    names = [f"beat {other}" for other in range(world_size)]
-    host = socket.gethostname()
+def watch(store, rank, world_size, timeout, progress, done):
+    """A thread. It ends this process where nothing goes on, and one for all says who is missing."""
+    keys = [f"beat {each}" for each in range(world_size)]
 
-    def read():
-        return [store.get(name).decode() if store.check([name]) else "" for name in names]
+    def beat():  # as long as the time changes, this process lives
+        progress["answer"] = time.monotonic()  # the store has answered until now
+        words = f"{progress['answer']} {progress['round']} {socket.gethostname()}"
+        store.set(keys[rank], words)
 
-    def say(line):
-        print(line, file=sys.stderr, flush=True)
+    def read():  # the time, round and host of each rank
+        found = [store.get(key) if store.check([key]) else b"0 0 unseen" for key in keys]
+        return [words.decode().split() for words in found]
 
-    while not progress["done"]:
-        try:
-            beat = f"{time.monotonic()} {progress['round']} {host}"
-            store.set(names[rank], beat)  # as long as it changes, this process lives
+    with contextlib.suppress(dist.DistError):  # then guard() ends this process
+        beat()
+        while not done.wait(0.5):
+            beat()
             if store.check(["over"]):
                 os._exit(1)
-            # The first one to see it speaks for all: rank 0, or the next if that is the hung one.
-            if time.monotonic() > progress["since"] + timeout + 5 * rank:
-                before = read()
-                time.sleep(3)
-                beats = read()
-                beats[rank] = beat
-                silent = [n for n in range(world_size) if n != rank and beats[n] == before[n]]
-                behind = min(int(beat.split()[1]) if beat else 0 for beat in beats)
-                waiting = [n for n in range(world_size) if beats[n].split()[1:2] == [str(behind)]]
-                who = ", ".join(
-                    f"rank {n} ({beats[n].split()[2] if beats[n] else 'never started'})"
-                    for n in (silent or waiting)[:8]
-                )
-                what = "no sign of life from" if silent else f"stuck in round {behind + 1}:"
-                say(f"ended after {timeout} s without progress: {what} {who}")
-                store.set("over", "1")
-                time.sleep(2)  # so that all others see it
-                os._exit(1)
-        except dist.DistError:
-            if progress["done"]:
-                return
-            if (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"]) == ("1", "0"):
-                say(f"ended: no answer from {os.environ['MASTER_ADDR']}, the node of rank 0")
+            if time.monotonic() < progress["since"] + timeout + 5 * rank:
+                continue
+            before = read()  # rank 0 comes here or, if that is the hung one, the next
+            time.sleep(3)
+            beat()
+            after = read()
+            silent = [each for each in range(world_size) if after[each] == before[each]]
+            least = min((words[1] for words in after), key=int)
+            stuck = silent or [each for each in range(world_size) if after[each][1] == least]
+            names = ", ".join(f"rank {each} ({after[each][2]})" for each in stuck[:8])
+            what = "no sign of life from" if silent else f"all live; after {least} rounds waits"
+            print(f"no progress in {timeout} s: {what} {names}", file=sys.stderr, flush=True)
+            store.set("over", "1")
+            time.sleep(2)  # so that all others see it
             os._exit(1)
-        time.sleep(0.5)
+
+
+def guard(timeout, progress, done):
+    """A thread. It ends this process where watch() hangs or has ended: the store is rank 0's."""
+    while not done.wait(0.5):
+        if time.monotonic() > progress["answer"] + timeout + 5:
+            if (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"]) == ("1", "0"):
+                print("no sign of life from the node of rank 0", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 def find_slow_links(args, rank, world_size, device):
     """Measures all pairs of nodes. Returns the exit status."""
-    log = tempfile.NamedTemporaryFile("r", prefix="nccl_")  # NCCL's, of this process
+    log = tempfile.TemporaryFile("r+")  # NCCL's, of this process
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV"}
-    os.environ["NCCL_DEBUG_FILE"] = log.name
+    os.environ["NCCL_DEBUG_FILE"] = f"/proc/self/fd/{log.fileno()}"
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=args.timeout)
     try:
         store = dist.TCPStore(*address, world_size, is_server, timeout, wait_for_workers=False)
     except dist.DistError:
-        line = f"no answer from {address[0]}:{address[1]}, the node of rank 0"
-        return line if rank == 1 else 1
-    progress = {"round": 0, "since": time.monotonic(), "done": False}
-    words = (store, rank, world_size, args.timeout, progress)
-    threading.Thread(target=watch, args=words, daemon=True).start()
+        return f"no answer from {address[0]}, the node of rank 0" if rank == 1 else 1
+    now, done = time.monotonic(), threading.Event()
+    progress = {"round": 0, "since": now, "answer": now}
+    words = (store.clone(), rank, world_size, args.timeout, progress, done)
+    threads = [threading.Thread(target=watch, args=words, daemon=True)]
+    threads.append(threading.Thread(target=guard, args=words[3:], daemon=True))
+    for thread in threads:
+        thread.start()
     before = sent_bytes()
+    backend = dist.get_default_backend_for_device(device)
     try:
-        backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(
             backend,
             timeout=2 * timeout + timedelta(seconds=60),  # watch() comes first
@@ -397,15 +389,10 @@ def find_slow_links(args, rank, world_size, device):
             store=dist.PrefixStore("group", store),
             device_id=device if backend == "nccl" else None,
         )
-        node_of = torch.zeros(world_size, dtype=torch.int64, device=device)
-        node_of[rank] = int(os.environ["GROUP_RANK"])
-        dist.all_reduce(node_of)
-        ranks = {}
-        for each, node in enumerate(node_of.tolist()):
-            ranks.setdefault(node, []).append(each)
-        nodes = [ranks[node] for node in sorted(ranks)]
-        if len(nodes) == 1:
-            return "--pairs needs two nodes or more" if rank == 0 else 1
+        node_of = [None] * world_size
+        dist.all_gather_object(node_of, int(os.environ["GROUP_RANK"]))
+        numbers = sorted({*node_of})
+        nodes = [[each for each in range(world_size) if node_of[each] == n] for n in numbers]
         rates = measure_pairs(args, rank, device, nodes, progress)
         taken, why = read_nccl_log(log.read())
         if backend == "gloo":
@@ -416,28 +403,27 @@ def find_slow_links(args, rank, world_size, device):
         row = (socket.gethostname().split(".")[0], name_of(device), cores, taken, why, rates)
         rows = [None] * world_size if rank == 0 else None
         dist.gather_object(row, rows)
-        progress["done"] = True
-        dist.barrier()
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        threading.Event().wait()  # a peer is gone: watch() says which one, and ends this process
-    status = 0
-    if rank == 0:
-        print("| rank | node | host           | device                | cores       | transport")
-        print("| ---: | ---: | -------------- | --------------------- | ----------- | ---------")
-        total = {}
-        for each, (host, name, cores, taken, why, rates) in enumerate(rows):
-            node = f"n{next(n for n, ranks in enumerate(nodes) if each in ranks)}"
-            cells = f"{host[-14:]:14} | {name[:21]:21} | {cores[:11]:11} | {taken[:32]}"
-            print(f"| {each:4} | {node:>4} | {cells}")
-            for pair, rate in rates.items():
-                total[pair] = total.get(pair, 0) + rate
-        for why in {row[4] for row in rows if ON_GPU and "NET/Socket" in row[3]}:
-            print(f"NCCL has taken sockets, the slowest way: {why or 'see NCCL_DEBUG=INFO'}")
-        status = print_pairs(total, len(nodes), args.expect)
+        time.sleep(1e9)  # a peer is gone: watch() says which one, and ends this process
+    done.set()
+    for thread in threads:
+        thread.join(5)
     dist.destroy_process_group()
-    return status
+    if rank > 0:
+        return 0
+    print("| rank | node | host           | device                | cores       | transport")
+    print("| ---: | ---: | -------------- | --------------------- | ----------- | ---------")
+    total = {}
+    for each, (host, name, cores, taken, _, rates) in enumerate(rows):
+        cells = f"{host[-14:]:14} | {name[:21]:21} | {cores[:11]:11} | {taken[:32]}"
+        print(f"| {each:4} | {f'n{numbers.index(node_of[each])}':>4} | {cells}")
+        for pair, rate in rates.items():
+            total[pair] = total.get(pair, 0) + rate  # of all processes of the two nodes
+    for why in sorted({row[4] for row in rows if "NET/Socket" in row[3]}):
+        print(f"NCCL has taken sockets, the slowest way: {why}")
+    return print_pairs(total, len(nodes), args.expect)
 
 
 if __name__ == "__main__":
