@@ -415,15 +415,17 @@ def find_slow_links(args, rank, world_size, device):
         return 0
     print("| rank | node | host           | device                | cores       | transport")
     print("| ---: | ---: | -------------- | --------------------- | ----------- | ---------")
-    total = {}
+    of_pair = {}
     for each, (host, name, cores, taken, _, rates) in enumerate(rows):
         cells = f"{host[-14:]:14} | {name[:21]:21} | {cores[:11]:11} | {taken[:32]}"
         print(f"| {each:4} | {f'n{numbers.index(node_of[each])}':>4} | {cells}")
         for pair, rate in rates.items():
-            total[pair] = total.get(pair, 0) + rate  # of all processes of the two nodes
+            of_pair.setdefault(pair, []).append(rate)
     for why in sorted({row[4] for row in rows if "NET/Socket" in row[3]}):
         print(f"NCCL has taken sockets, the slowest way: {why}")
-    return print_pairs(total, len(nodes), args.expect)
+    # The slowest process sets the pace of all. Beside it, others may have ended early.
+    rates = {pair: len(found) * min(found) for pair, found in of_pair.items()}
+    return print_pairs(rates, len(nodes), args.expect)
 
 
 if __name__ == "__main__":
