@@ -91,14 +91,14 @@ def matmul_tflops(device):
     found = {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         matrix = torch.rand(size, size, device=device).to(dtype)
+        (matrix @ matrix)[0, 0].item()  # warms up
         dist.barrier()  # in a training, too, all compute at the same time
-        for repeats in (3, 20):  # the first three warm up
-            start = time.perf_counter()
-            for _ in range(repeats):
-                product = matrix @ matrix
-            product[0, 0].item()  # waits for the GPU
-            seconds = (time.perf_counter() - start) / repeats
-        found[precision] = 2 * size**3 / seconds / 1e12
+        start = time.perf_counter()
+        count = 0  # of products
+        while (seconds := time.perf_counter() - start) < 0.2:
+            (matrix @ matrix)[0, 0].item()  # waits for the GPU
+            count += 1
+        found[precision] = count * 2 * size**3 / seconds / 1e12
     return found
 
 

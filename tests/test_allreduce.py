@@ -174,7 +174,7 @@ NCCL_LOGS = {
     "NET/IB/GDRDMA": """707, nccl-tests 224 and 78
         n1:120:121 [0] NCCL INFO Channel 01 : 2[c7000] -> 0[87000] [receive] via NET/IB/5/GDRDMA
         n1:120:134 [0] NCCL INFO Channel 02/1 : 0[0] -> 1[1] [send] via NET/IB/0/GDRDMA/Shared
-        n1:7:8 [0] NCCL INFO Channel 15 : 5[bc000] -> 196[be000] [send] via NET/IB/5/GDRDMA/Shared""",
+        n1:7:8 [0] NCCL INFO Channel 15 : 5[bc000] -> 6[be000] [send] via NET/IB/5/GDRDMA/Shared""",
     "NET/IB, P2P/direct pointer/read": """1412
         n1:201:202 [7] NCCL INFO Channel 00/0 : 7[7] -> 6[6] via P2P/direct pointer/read
         n1:201:203 [5] NCCL INFO Channel 03/0 : 5[5] -> 12[4] [send] via NET/IB/3""",
@@ -192,7 +192,7 @@ NCCL_LOGS = {
         n1:304:305 [0] NCCL INFO NET/Socket : Using [0]lo:127.0.0.1<0>
         n1:304:305 [0] NCCL INFO Using network Socket""",
     "P2P/direct pointer": """RCCL
-        n1:1:1 [0] NCCL INFO Channel 00 : 0[3] -> 1[8] via P2P/direct pointer comm 0x5d nRanks 02""",
+        n1:1:1 [0] NCCL INFO Channel 0 : 0[3] -> 1[8] via P2P/direct pointer comm 0x5d nRanks 02""",
 }
 REASONS = {"952": "NET/IB : No device found", "1053": "NCCL_IB_DISABLE set by environment to 1"}
 
