@@ -118,6 +118,7 @@ def test_pairs_name_the_slow_node_and_link(pairs):
             break
     else:
         pytest.fail(out)
+    print(out)
     assert max(map(len, lines)) <= 100
     assert lines[-3].endswith("GB/s:"), "nothing else is slow"
     ranks = [line.split() for line in lines if line.endswith(" | gloo, veth")]
@@ -125,8 +126,8 @@ def test_pairs_name_the_slow_node_and_link(pairs):
     table = [line.split("|")[1:-1] for line in lines if re.match(r"\| +n\d", line)]
     assert [row[0].strip() for row in table] == [f"n{n}" for n in range(8)]
     for a, b in itertools.permutations(range(8), 2):
-        expected = 0.00625 if a == 5 or {a, b} == {2, 7} else 0.025
-        assert float(table[a][1 + b]) == pytest.approx(expected, rel=0.4), (a, b, out)
+        is_slow = a == 5 or {a, b} == {2, 7}
+        assert (float(table[a][1 + b]) < 0.01) == is_slow, (a, b, out)
 
 
 def test_pairs_of_three_nodes(pairs):
