@@ -400,7 +400,8 @@ def find_slow_links(args, rank, world_size, device):
             taken = f"gloo, {max(sent, key=sent.get)}"
         with open("/proc/self/status") as file:
             cores = re.search(r"Cpus_allowed_list:\s*(\S+)", file.read())[1]
-        row = (socket.gethostname().split(".")[0], name_of(device), cores, taken, why, rates)
+        host = socket.gethostname().split(".")[0]
+        row = (host, name_of(device), cores, taken or backend, why, rates)
         rows = [None] * world_size if rank == 0 else None
         dist.gather_object(row, rows)
     except RuntimeError as error:
