@@ -21,15 +21,14 @@ import resource
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
-from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import (
@@ -190,16 +189,14 @@ def main(args):
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look, on the device
     run.totals = {}  # those since the last row
-    run.rows = []  # the last row,
-    run.times = [Counter()]  # and the sums of the times of all rows
     check_args(run, args)
     snapshot = read_snapshot(args)
     set_seeds(args.seed)  # so that a random split of the data is the same in a resumed run
     train_data, val_data = read_data(args)
     run.steps_per_epoch = len(train_data) // args.batch_size  # the rest does not fill a batch
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
-    if run.num_steps < 1 or run.steps_per_epoch < 1 or len(val_data) < 1:
-        sys.exit(f"too few samples, {len(train_data)} and {len(val_data)}, or nothing to do")
+    if run.steps_per_epoch < 1 or len(val_data) < 1:
+        sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
 
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
@@ -260,7 +257,7 @@ def main(args):
     faulthandler.cancel_dump_traceback_later()
     for signum in SIGNALS:  # all is saved: a signal just ends the process again
         signal.signal(signum, signal.SIG_DFL)
-    print_summary(run)  # the times of run.watch
+    print_summary(run.watch)
     if is_stopped:
         has_saved = args.snapshot and run.step > first_step
         print(f"stopped at step {run.step} of {run.num_steps}, --snapshot {args.snapshot}")
@@ -400,24 +397,30 @@ class Batches(Dataset):
 
 def create_loader(data, requests, run, args):
     """Returns a loader that makes a batch for each request."""
-    if args.num_workers > 0:
-        Finalize(None, kill_workers, exitpriority=0)  # at its end, Python would wait for them
     return DataLoader(
         Batches(data),
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
         multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share the data
-        # A signal to the whole job does not end the workers. Their process does.
-        worker_init_fn=lambda worker: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+        worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
 
 
-def kill_workers():
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler calls it an error
-    for worker in mp.active_children():
-        worker.kill()
+def init_worker(worker):
+    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait_for_parent():
+        while os.getppid() == parent:  # while it is alive
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == parent:  # the loader ends it
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 def to_device(batch, device):
@@ -487,7 +490,6 @@ def log_row(run, val_totals, args):
     """Prints the means since the last row, and appends a row to --log."""
     device_module = torch.get_device_module(run.device)
     row = vars(args) | {
-        "run": run.id,
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
         "settings": settings_of(args),
         "processes": 1,
@@ -503,20 +505,20 @@ def log_row(run, val_totals, args):
     }
     means = {}
     for split, totals in (("train", run.totals), ("val", val_totals)):
-        means |= {f"{split}_{name}": total / totals["count"] for name, total in totals.items()}
-        means.pop(f"{split}_count", None)
+        count = totals.pop("count", 0)  # 0 if no sample had a label
+        means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
     row |= means
     row |= run.watch.take_times(args.batch_size)
     rows = [row]
-    for process_row, times in zip(rows, run.times):
-        times.update({name: process_row[name] for name in TIMES})
-    run.rows = rows
-    words = [f"{name} {mean:.4g}" for name, mean in means.items()]
-    speed = f"{row['seconds']:.4g} s, {row['samples/s']:,.0f} samples/s"
-    tqdm.write(textwrap.fill(f"step {run.step}: {' '.join(words)}, {speed}", 100))
+    run.watch.add_rows(rows)
+    words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
+    words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
+    tqdm.write(textwrap.fill("  ".join(words), 100))
     if args.log:
         with open(args.log, "a") as file:
-            file.writelines(json.dumps(process_row, default=str) + "\n" for process_row in rows)
+            for process_row in rows:
+                process_row["run"] = run.id  # that of rank 0
+                file.write(json.dumps(process_row, default=str) + "\n")
 
 
 # == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
@@ -539,6 +541,8 @@ class Stopwatch:
         self.num_steps = 0  # since the start
         self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.rows = []  # the last row,
+        self.totals = []  # and the sums of the times of all rows
 
     def now(self):
         if not self.has_events:
@@ -575,6 +579,13 @@ class Stopwatch:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         return row
 
+    def add_rows(self, rows):
+        """Keeps what the summary is about: a row of each process, and the sums of their times."""
+        self.rows = rows
+        self.totals = self.totals or [Counter() for _ in rows]
+        for row, total in zip(rows, self.totals):
+            total.update({name: row[name] for name in TIMES})
+
 
 def with_speed(times, batch_size):
     """Returns the times, with their sum, and with the speed of training after the warmup."""
@@ -583,12 +594,12 @@ def with_speed(times, batch_size):
     return times | {"seconds": sum(times[phase] for phase in PHASES), "samples/s": speed}
 
 
-def print_summary(run):
+def print_summary(watch):
     """Prints where the time since the start has gone, and a row for results.md."""
-    if not run.rows:
+    if not watch.rows:
         return
-    last = run.rows[0]
-    mean = {name: sum(times[name] for times in run.times) / len(run.times) for name in TIMES}
+    last = watch.rows[0]
+    mean = {name: sum(total[name] for total in watch.totals) / len(watch.rows) for name in TIMES}
     mean = with_speed(mean, last["batch_size"])
     print(f"\ntime by phase, {mean['seconds']:.2f} s in all")
     for phase in PHASES:

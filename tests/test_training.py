@@ -9,7 +9,8 @@ import pytest
 from conftest import ROOT, curve, rows
 
 PHASES = ("warmup", "data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
-MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --max_steps 40 --eval_every 20 --learning_rate 3e-4"
+MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --learning_rate 3e-4"
+MNIST += " --max_steps 40 --eval_every 20"
 TEXT = "--seq_len 32 --batch_size 24 --learning_rate 1e-3"
 PAIRS = "--seq_len 8 --batch_size 24 --max_steps 20 --eval_every 10 --learning_rate 3e-4"
 GPT = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --learning_rate 3e-4"

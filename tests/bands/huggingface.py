@@ -3,11 +3,6 @@
 from datasets import load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
-METRIC = "val_acc"
-SAME_ON_RESUME = ("network", "texts", "seq_len", "batch_size", "learning_rate", "precision", "seed")
-MAX_GRAD_NORM = 1.0
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -15,7 +10,7 @@ def parse_args():
     add("--network", default="distilbert/distilbert-base-uncased", help="on the Hub, or a folder")
     add("--texts", default="stanfordnlp/imdb", help="on the Hub, or a folder: text and label")
     add("--seq_len", type=int, default=256, help="longest text in tokens; the rest is cut off")
-    return parse_run_args(parser, epochs=2, batch_size=32, learning_rate=5e-5)
+    return parse_run_args(parser, epochs=2, batch_size=32, learning_rate=5e-5, max_grad_norm=1.0)
 
 
 def has_label(label):
@@ -56,10 +51,6 @@ def read_data(args):
     return [part.with_format("torch", columns) for part in parts]
 
 
-def training_order(data, args, epoch):
-    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
-
-
 def create_model(args, data):
     num_labels = len(data.unique("labels"))
     return AutoModelForSequenceClassification.from_pretrained(args.network, num_labels=num_labels)
@@ -69,8 +60,8 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
 
 
-def learning_rate(args, done):
-    return args.learning_rate * (1 - done)
+def learning_rate_factor(args, done):
+    return 1 - done
 
 
 def batch_loss(model, batch, args):
@@ -79,11 +70,3 @@ def batch_loss(model, batch, args):
     correct = (output.logits.argmax(1) == labels).sum()
     sums = {"loss": output.loss * len(labels), "acc": correct, "count": len(labels)}
     return output.loss, sums
-
-
-def more_columns(row):
-    return {}
-
-
-def finish(model, data, args, device):
-    pass

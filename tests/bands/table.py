@@ -3,11 +3,6 @@
 import pandas as pd
 from torch.utils.data import Subset, TensorDataset, random_split
 
-COLUMNS = "epoch train_loss val_loss val_mae seconds samples/s".split()
-METRIC = "val_mae"
-SAME_ON_RESUME = ("table", "batch_size", "learning_rate", "precision", "seed")
-MAX_GRAD_NORM = None
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -39,10 +34,6 @@ def read_data(args):
     return [Subset(data, part.indices) for part in parts]
 
 
-def training_order(data, args, epoch):
-    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
-
-
 def create_model(args, data):
     features, _ = data[0]
     return nn.Sequential(nn.Linear(len(features), 16), nn.ReLU(), nn.Linear(16, 1))
@@ -52,8 +43,8 @@ def create_optimizer(model, args):
     return torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)
 
 
-def learning_rate(args, done):
-    return args.learning_rate * (1 + math.cos(math.pi * done)) / 2
+def learning_rate_factor(args, done):
+    return (1 + math.cos(math.pi * done)) / 2
 
 
 def batch_loss(model, batch, args):
@@ -62,11 +53,3 @@ def batch_loss(model, batch, args):
     loss = nn.functional.mse_loss(predictions, targets)
     errors = (predictions - targets).abs().sum()
     return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}
-
-
-def more_columns(row):
-    return {}
-
-
-def finish(model, data, args, device):
-    pass
