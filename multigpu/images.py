@@ -105,12 +105,13 @@ def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
     try:
         train_data, val_data = read_images(args, "train"), read_images(args, "test")
+        shapes = train_data[0][0].shape, val_data[0][0].shape
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
     if val_data.classes != train_data.classes[: len(val_data.classes)]:
         differ = sorted({*train_data.classes} ^ {*val_data.classes})
         sys.exit(f"{args.dataset}: only one of its two splits has the classes {differ}")
-    if val_data[0][0].shape != train_data[0][0].shape:
+    if shapes[0] != shapes[1]:
         sys.exit(f"{args.dataset}: images of its two splits differ in shape")
     return train_data, val_data
 
