@@ -510,9 +510,9 @@ def to_device(batch, device):
 
 
 def settings_of(args):
-    """Returns the flags that shape the weights. Of a path, only the last part counts."""
+    """Returns the flags that shape the weights, as numbers and words."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    return {name: os.path.basename(str(value)) for name, value in settings.items()}
+    return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
 
 
 def load(path):
@@ -529,7 +529,7 @@ def read_snapshot(args):
             raise ValueError("an older version of this script has written it")
         for name, value in settings_of(args).items():
             saved = snapshot["settings"].get(name, value)
-            if saved != value:
+            if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
