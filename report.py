@@ -546,7 +546,7 @@ def draw_group(group, path):
     title = group["group"].iloc[0]
     losses, axes = plt.subplots(1, 2, sharey=True, figsize=(12, 5))
     for number, run in enumerate(group.to_dict("records")):
-        style = {"color": f"C{number}", "title": title}
+        style = {"color": f"C{number}"}
         for x, ax in zip(("step", "seconds"), axes):
             curve = run["curve"].set_index(x)
             label = f"{run['processes']} process(es), run {run['run']}"
@@ -554,6 +554,7 @@ def draw_group(group, path):
             curve["val_loss"].dropna().plot(ax=ax, marker="o", label=label, **style)
             ax.set(xlabel=x, ylabel="loss: training dashed, validation with dots")
     axes[1].legend()
+    losses.suptitle(title)
     losses.savefig(f"{path}_loss.png")
     group = group.set_index("processes")
     speedup = pd.DataFrame({"ideal": group["ratio"]})
