@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_bands import paste
+from prediction import with_band
 from test_models import module
 from test_training import arguments_of
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 DIM, SIGMA, SIZE = 10, 2.0, 4  # of the linear model, its noise, and a micro-batch
 
@@ -26,10 +26,9 @@ def linear_script(divisor):
 
     return SimpleNamespace(
         batch_loss=batch_loss,
-        training_order=lambda data, args, epoch: np.arange(len(data)),
+        set_seeds=lambda *numbers: np.random.seed(numbers[:2]),
         to_device=lambda batch, device: batch,
-        collate=default_collate,
-        DTYPES={"fp32": torch.float32},
+        DTYPES={"fp32": None},
     )
 
 
@@ -50,8 +49,8 @@ def test_a_known_noise_scale(divisor):
         x = torch.randn(20_000, DIM, generator=generator)
         y = x[:, 0] + SIGMA * torch.randn(20_000, generator=generator)
         data, args = TensorDataset(x, y), SimpleNamespace(seed=seed, precision="fp32")
-        indices = tool.random_indices(script, data, args, SIZE)
-        batches = (default_collate([data[i] for i in each]) for each in indices)
+        requests = tool.random_requests(script, data, args, SIZE)
+        batches = (data[indices] for _, indices in requests)
         norms = tool.gradient_norms(script, model, batches, args, 200)
         estimate, width = tool.noise_scale(*norms, SIZE)
         hits += abs(estimate - expected) < width
