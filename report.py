@@ -258,7 +258,7 @@ def groups_of(runs):
     titles = []
     kept = {"strong": ("batch_size", "global batch"), "weak": ("local batch", "batch of a process")}
     for scaling, (column, words) in kept.items():
-        for (batch, same), members in pd.DataFrame(runs).groupby([column, "same"]):
+        for (batch, _), members in pd.DataFrame(runs).groupby([column, "same"]):
             title = f"{scaling} scaling, {members['task'].iloc[0]}, {words} {batch:g}"
             for hook in sorted(members["comm_hook"][members["processes"] > 1].unique()):
                 group = members[(members["processes"] == 1) | (members["comm_hook"] == hook)]

@@ -24,18 +24,17 @@ import resource
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
 from datetime import timedelta
 from functools import cache
-from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from PIL import Image
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -106,12 +105,13 @@ def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
     try:
         train_data, val_data = read_images(args, "train"), read_images(args, "test")
+        shapes = train_data[0][0].shape, val_data[0][0].shape
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
     if val_data.classes != train_data.classes[: len(val_data.classes)]:
         differ = sorted({*train_data.classes} ^ {*val_data.classes})
         sys.exit(f"{args.dataset}: only one of its two splits has the classes {differ}")
-    if val_data[0][0].shape != train_data[0][0].shape:
+    if shapes[0] != shapes[1]:
         sys.exit(f"{args.dataset}: images of its two splits differ in shape")
     return train_data, val_data
 
@@ -138,6 +138,8 @@ def read_images(args, split):
     # Files of make_images.py are mapped: they may be larger than memory.
     images = torch.from_numpy(np.load(f"{folder}/{split}_images.npy", mmap_mode="c"))
     labels = torch.from_numpy(np.load(f"{folder}/{split}_labels.npy"))
+    if images.dim() == 3:
+        images = images[:, None]  # one channel
     if images.dtype != torch.uint8 or images.dim() != 4 or 0 in images.shape:
         raise ValueError(f"{split} images are {images.dtype} {tuple(images.shape)}")
     if images.shape[3] in (1, 3, 4) and images.shape[1] not in (1, 3, 4):
@@ -160,15 +162,18 @@ def synthetic_images(num_images):
 def training_order(data, args, epoch):
     """Returns the indices (N,) of all images, in the order in which an epoch trains on them.
 
-    Blocks of 2,048 neighbours come in random order, so that a file larger than memory is read in
-    long pieces. 128 blocks at a time are shuffled: all of most data sets.
+    Blocks of 2 MiB of neighbours come in random order, so that a file larger than memory is read in
+    long pieces. Pools of 128 blocks are shuffled. Data of less than 256 MiB is one pool.
     """
-    order = np.arange(len(data))
-    blocks = np.array_split(order, range(2048, len(order), 2048))
-    random.shuffle(blocks)
-    order = np.concatenate(blocks)
-    for start in range(0, len(order), 128 * 2048):
-        np.random.shuffle(order[start : start + 128 * 2048])  # in place
+    if isinstance(data, Photos):
+        return np.random.permutation(len(data))
+    block_size = max(1, 2**21 // data[0][0].nbytes)
+    block_starts = np.random.permutation(np.arange(0, len(data), block_size))
+    order = (block_starts[:, None] + np.arange(block_size)).flatten()  # (blocks x block_size,)
+    order = order[order < len(data)]  # the last block may be short
+    pool_size = 128 * block_size
+    for start in range(0, len(data), pool_size):
+        np.random.shuffle(order[start : start + pool_size])  # in place
     return order
 
 
@@ -374,8 +379,6 @@ def main(local_rank, args, init_method):
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
     run.totals = {}  # those since the last row, over all processes
-    run.rows = []  # the last row of each process; rank 0 alone has it,
-    run.times = [Counter() for _ in range(run.world_size)]  # and the sums of their times
     check_args(run, args)
     snapshot = read_snapshot(args)
     train_data, val_data = connect(
@@ -384,8 +387,8 @@ def main(local_rank, args, init_method):
     run.device = run.devices[0]  # of the batches and the losses
     run.steps_per_epoch = len(train_data) // args.batch_size  # the rest does not fill a batch
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
-    if run.num_steps < 1 or run.steps_per_epoch < 1 or len(val_data) < run.world_size:
-        fail(f"too few samples, {len(train_data)} and {len(val_data)}, or nothing to do")
+    if run.steps_per_epoch < 1 or len(val_data) < run.world_size:
+        fail(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
 
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
@@ -457,7 +460,7 @@ def main(local_rank, args, init_method):
     dist.destroy_process_group()
     if run.rank > 0:
         return
-    print_summary(run)  # the times of run.watch
+    print_summary(run.watch)
     if is_stopped:
         has_saved = args.snapshot and run.step > first_step
         print(f"stopped at step {run.step} of {run.num_steps}, --snapshot {args.snapshot}")
@@ -666,24 +669,30 @@ class Batches(Dataset):
 
 def create_loader(data, requests, run, args):
     """Returns a loader that makes a batch for each request."""
-    if args.num_workers > 0:
-        Finalize(None, kill_workers, exitpriority=0)  # at its end, Python would wait for them
     return DataLoader(
         Batches(data),
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
         multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share the data
-        # A signal to the whole job does not end the workers. Their process does.
-        worker_init_fn=lambda worker: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+        worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
 
 
-def kill_workers():
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler calls it an error
-    for worker in mp.active_children():
-        worker.kill()
+def init_worker(worker):
+    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait_for_parent():
+        while os.getppid() == parent:  # while it is alive
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == parent:  # the loader ends it
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
 def to_device(batch, device):
@@ -692,9 +701,9 @@ def to_device(batch, device):
 
 
 def settings_of(args):
-    """Returns the flags that shape the weights. Of a path, only the last part counts."""
+    """Returns the flags that shape the weights, as numbers and words."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    return {name: os.path.basename(str(value)) for name, value in settings.items()}
+    return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
 
 
 def load(path):
@@ -711,7 +720,7 @@ def read_snapshot(args):
             raise ValueError("an older version of this script has written it")
         for name, value in settings_of(args).items():
             saved = snapshot["settings"].get(name, value)
-            if saved != value:
+            if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
@@ -757,7 +766,6 @@ def log_row(run, val_totals, args):
     """Prints the means since the last row, and appends a row for each process to --log."""
     device_module = torch.get_device_module(run.device)
     row = vars(args) | {
-        "run": run.id,
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
         "settings": settings_of(args),
         "processes": run.world_size,
@@ -773,24 +781,23 @@ def log_row(run, val_totals, args):
     }
     means = {}
     for split, totals in (("train", run.totals), ("val", val_totals)):
-        means |= {f"{split}_{name}": total / totals["count"] for name, total in totals.items()}
-        means.pop(f"{split}_count", None)
+        count = totals.pop("count", 0)  # 0 if no sample had a label
+        means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
     row |= means
     row |= run.watch.take_times(args.batch_size)
     rows = [None] * run.world_size if run.rank == 0 else None
     dist.gather_object(row, rows)
     if run.rank > 0:
         return
-    for process_row, times in zip(rows, run.times):
-        process_row["run"] = run.id  # that of rank 0
-        times.update({name: process_row[name] for name in TIMES})
-    run.rows = rows
-    words = [f"{name} {mean:.4g}" for name, mean in means.items()]
-    speed = f"{row['seconds']:.4g} s, {row['samples/s']:,.0f} samples/s"
-    tqdm.write(textwrap.fill(f"step {run.step}: {' '.join(words)}, {speed}", 100))
+    run.watch.add_rows(rows)
+    words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
+    words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
+    tqdm.write(textwrap.fill("  ".join(words), 100))
     if args.log:
         with open(args.log, "a") as file:
-            file.writelines(json.dumps(process_row, default=str) + "\n" for process_row in rows)
+            for process_row in rows:
+                process_row["run"] = run.id  # that of rank 0
+                file.write(json.dumps(process_row, default=str) + "\n")
 
 
 # == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
@@ -813,6 +820,8 @@ class Stopwatch:
         self.num_steps = 0  # since the start
         self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.rows = []  # the last row of each process; rank 0 alone has it,
+        self.totals = []  # and the sums of the times of all their rows
         self.spans = []  # (start, end) of all-reduces since the last flush
         self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
         self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
@@ -895,6 +904,13 @@ class Stopwatch:
             row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
         return row
 
+    def add_rows(self, rows):
+        """Keeps what the summary is about: a row of each process, and the sums of their times."""
+        self.rows = rows
+        self.totals = self.totals or [Counter() for _ in rows]
+        for row, total in zip(rows, self.totals):
+            total.update({name: row[name] for name in TIMES})
+
 
 class StageWatch(Stopwatch):
     """Times by the clock of the first GPU: events of two GPUs cannot be compared."""
@@ -951,23 +967,23 @@ def with_speed(times, batch_size):
     return times | {"seconds": sum(times[phase] for phase in PHASES), "samples/s": speed}
 
 
-def print_summary(run):
+def print_summary(watch):
     """Prints where the time since the start has gone, and a row for results.md.
 
     R says how many times as long a process computes as it sends. If nothing is hidden, N processes
     are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
     turn, some of the waiting for them counts as sending.
     """
-    if not run.rows:
+    if not watch.rows:
         return
-    last = run.rows[0]
-    mean = {name: sum(times[name] for times in run.times) / len(run.times) for name in TIMES}
+    last = watch.rows[0]
+    mean = {name: sum(total[name] for total in watch.totals) / len(watch.rows) for name in TIMES}
     mean = with_speed(mean, last["batch_size"])
     print(f"\ntime by phase, {mean['seconds']:.2f} s in all (mean over processes)")
     for phase in PHASES:
         share = mean[phase] / mean["seconds"]
         print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    totals = [times["comm_total"] for times in run.times]
+    totals = [total["comm_total"] for total in watch.totals]
     sending = min(totals)  # the process that comes last never waits in an all-reduce
     if len(totals) > 1 and sending > 0:
         late = totals.index(sending)
@@ -976,7 +992,7 @@ def print_summary(run):
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
         verdict = "above 3: more processes pay off" if ratio > 3 else "below 3: more hardly pay off"
         print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
-        print(f"sending {sending:.3f} s, {waiting} on {run.rows[late]['host']}")
+        print(f"sending {sending:.3f} s, {waiting} on {watch.rows[late]['host']}")
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
     cells = {name: str(last.get(name, "-")) for name in names}
@@ -987,5 +1003,6 @@ def print_summary(run):
 
 
 if __name__ == "__main__":
+    args = parse_args()
     join_launcher()
-    main(int(os.environ["LOCAL_RANK"]), parse_args(), "env://")
+    main(int(os.environ["LOCAL_RANK"]), args, "env://")

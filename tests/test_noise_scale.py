@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from prediction import with_band
+from test_bands import paste
 from test_models import module
 from test_training import arguments_of
 from torch.utils.data import TensorDataset
