@@ -378,9 +378,11 @@ def main(local_rank, args, init_method):
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
     run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
-    load_shards(run, snapshot, train_data, args)
-    if snapshot:
-        vars(run).update(snapshot["progress"])
+    try:
+        load_shards(run, snapshot, train_data, args)
+        vars(run).update(snapshot["progress"] if snapshot else {})
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"cannot resume from {args.snapshot}: {error}")
     run.watch = ShardWatch(run)
     if run.rank == 0:
         print(f"{run.world_size} on {run.device}, steps {run.step} to {run.num_steps}", flush=True)

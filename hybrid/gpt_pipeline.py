@@ -480,9 +480,7 @@ def main(local_rank, args, init_method):
         group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
     run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
     if snapshot:
-        for name in STATES:
-            getattr(run, name).load_state_dict(snapshot[name])
-        vars(run).update(snapshot["progress"])
+        restore(run, snapshot, args)
     if run.rank > 0:
         forget_other_stages(run)
     run.gradients = join_gradients(run.stage, run.device)
@@ -805,6 +803,16 @@ def read_snapshot(args):
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
+        fail(f"cannot resume from {args.snapshot}: {error}")
+
+
+def restore(run, snapshot, args):
+    """Takes over what the snapshot holds."""
+    try:
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:
         fail(f"cannot resume from {args.snapshot}: {error}")
 
 

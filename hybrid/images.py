@@ -403,9 +403,7 @@ def main(local_rank, args, init_method):
         group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if snapshot:
-        for name in STATES:
-            getattr(run, name).load_state_dict(snapshot[name])
-        vars(run).update(snapshot["progress"])
+        restore(run, snapshot, args)
     run.compiled_model = Chain(*run.stages)
     if args.compile:
         run.compiled_model = Chain(*[torch.compile(stage) for stage in run.stages])
@@ -724,6 +722,16 @@ def read_snapshot(args):
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
+        fail(f"cannot resume from {args.snapshot}: {error}")
+
+
+def restore(run, snapshot, args):
+    """Takes over what the snapshot holds."""
+    try:
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:
         fail(f"cannot resume from {args.snapshot}: {error}")
 
 

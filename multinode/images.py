@@ -323,9 +323,7 @@ def main(local_rank, args, init_method):
         group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if snapshot:
-        for name in STATES:
-            getattr(run, name).load_state_dict(snapshot[name])
-        vars(run).update(snapshot["progress"])
+        restore(run, snapshot, args)
     run.compiled_model = torch.compile(run.model) if args.compile else run.model
     run.ddp_model = DistributedDataParallel(run.compiled_model, gradient_as_bucket_view=True)
     run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics
@@ -638,6 +636,16 @@ def read_snapshot(args):
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
+        fail(f"cannot resume from {args.snapshot}: {error}")
+
+
+def restore(run, snapshot, args):
+    """Takes over what the snapshot holds."""
+    try:
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:
         fail(f"cannot resume from {args.snapshot}: {error}")
 
 

@@ -291,9 +291,7 @@ def main(args):
         group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if snapshot:
-        for name in STATES:
-            getattr(run, name).load_state_dict(snapshot[name])
-        vars(run).update(snapshot["progress"])
+        restore(run, snapshot, args)
     run.compiled_model = torch.compile(run.model) if args.compile else run.model
     run.watch = Stopwatch(run.device)
     print(f"on {run.device}, steps {run.step} to {run.num_steps}", flush=True)
@@ -533,6 +531,16 @@ def read_snapshot(args):
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot resume from {args.snapshot}: {error}")
+
+
+def restore(run, snapshot, args):
+    """Takes over what the snapshot holds."""
+    try:
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:
         sys.exit(f"cannot resume from {args.snapshot}: {error}")
 
 
