@@ -252,13 +252,13 @@ def rows(path):
 
 
 def curve(path, *more):
-    """Training and validation loss, and further columns, of each row (R, 2 + ...)."""
-    first = [row for row in rows(path) if row["rank"] == 0]
+    """Training and validation loss, and further columns, of each validation (E, 2 + ...)."""
+    first = [row for row in rows(path) if row["rank"] == 0 and "val_loss" in row]
     return np.array([[row[name] for name in ("train_loss", "val_loss", *more)] for row in first])
 
 
 def load(path):
-    """A snapshot. The number of steps that are done is under `step`."""
+    """A snapshot, with the step at which it was saved."""
     snapshot = torch.load(path, weights_only=True)
     return snapshot | {"step": snapshot["progress"]["step"]}
 
