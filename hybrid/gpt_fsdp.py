@@ -601,6 +601,7 @@ def evaluate(run, data, args):
     for batch in create_loader(data, requests, run, args):
         expect_progress(args)
         compute_loss(run, run.model, to_device(batch, run.device), sums, args)
+    run.model.reshard()  # without a backward pass, what stands outside the blocks stays whole
     for part in trained:
         part.training = True
     return all_reduce_sums(sums)
