@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_bands import paste
+from prediction import with_band
 from test_models import module
 from test_training import arguments_of
 from torch.utils.data import TensorDataset
@@ -60,7 +60,7 @@ def test_a_known_noise_scale(divisor):
 
 
 def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, tmp_path):
-    """It takes a script's flags, a snapshot's settings and weights, and a user's own band."""
+    """It takes a script's flags, a snapshot's settings and weights, and a user's own section."""
     snapshot, out, words = tmp_path / "s.pt", tmp_path / "noise.json", arguments_of("mlp", data)
     tool, few = "singlegpu/noise_scale.py", ("--steps", 20)
     first = run(tool, ROOT / "singlegpu/images.py", *words, *few)
@@ -71,7 +71,8 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, tmp_pat
     assert first != later and json.loads(out.read_text())["noise_scale"]
     split = "return random_split(data, [0.8, 0.2])"
     band = table_band.replace(split, f"print('seeds', torch.initial_seed())\n    {split}")
-    mine = paste(band, "singlegpu", tmp_path / "singlegpu/mine.py")
+    mine = tmp_path / "mine.py"
+    mine.write_text(with_band(band, "singlegpu/images.py"))
     words = (mine, "--batch_size", 64, "--epochs", 1, "--seed", 7, "--snapshot", tmp_path / "7.pt")
     trained, told = run(*words), run(tool, mine, *words[1:3], *words[-2:])
     seeds = [re.findall(r"^seeds \d+", out, re.M) for out in (trained, told)]
