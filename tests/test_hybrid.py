@@ -110,25 +110,6 @@ def test_gpt_sums_that_a_pipeline_does_not_know(attempt, run, words, tmp_path):
     assert (curve(tmp_path / "log.jsonl", "train_acc", "val_acc")[:, 2:] > 0).all()
 
 
-KERNELS = {  # of the first and the last stage; of a block, and of the head
-    PIPELINE: ("cpp_fused_add_embedding_native_layer_norm", "cpp_fused_native_layer_norm"),
-    FSDP: ("gelu", "cpp_fused__log_softmax"),
-}
-
-
-@pytest.mark.parametrize("script", KERNELS)
-def test_gpt_compile_compiles_all_parts(run, words, tmp_path, script):
-    """Kernels are generated for each of them, and the loss is the eager one."""
-    few = [*words, "--num_layers", 2, "--max_steps", 2]
-    logs = [tmp_path / "eager.jsonl", tmp_path / "compiled.jsonl"]
-    run(script, *few, "--log", logs[0], processes=2)
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    run(script, *few, "--log", logs[1], "--compile", processes=2, **cache)
-    np.testing.assert_allclose(curve(logs[1]), curve(logs[0]), rtol=1e-4)
-    code = "".join(path.read_text() for path in tmp_path.glob("cache/**/*.py"))
-    assert all(name in code for name in KERNELS[script])
-
-
 def test_gpt_snapshots_move(run, words, tmp_path):
     """Each row in another script: the losses of one that did all of them."""
     moves = (

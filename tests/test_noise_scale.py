@@ -69,7 +69,7 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, tmp_pat
     later = run(tool, ROOT / "singlegpu/images.py", *more)
     assert "20 batches of 8 x 3 samples" in first and "20 batches of 8 x 3 samples" in later
     assert first != later and json.loads(out.read_text())["noise_scale"]
-    split = "return random_split(data, [0.8, 0.2])"
+    split = "parts = random_split(table, [0.8, 0.2])"
     band = table_band.replace(split, f"print('seeds', torch.initial_seed())\n    {split}")
     mine = tmp_path / "mine.py"
     mine.write_text(with_band(band, "singlegpu/images.py"))

@@ -16,7 +16,7 @@ from torchvision.models import ResNet18_Weights, resnet18
 
 TINY = {
     "multigpu/mnist.py": "--synthetic --epochs 1",
-    "images.py": "--model mlp --max_steps 2 --log one.jsonl",
+    "images.py": "--model mlp --max_steps 6 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
     "quantize/gpt.py": "--rounds 1",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
