@@ -78,12 +78,13 @@ PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a 
 TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]  # of a row
 FEW_STEPS = 10  # fewer are a doubt
 
-# What a row must hold, what stands for what some scripts lack, and what may be missing.
+# What a row must hold, what stands for what some scripts lack, and what is taken from the last row.
 WORDS = ["run", "script", "host", "device"]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_per_epoch"]
 NUMBERS = [*COUNTS, *TIMES, "rank", "step", "peak_MB"]
 DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "comm_hook": "none"}
-MEASURED = re.compile("train_|val_|(d_model|num_layers|seq_len)$")
+OF_A_RUN = ["settings", *WORDS, *COUNTS, "comm_hook", "compile", *LAUNCH, "stages", "buckets"]
+MEASURED = re.compile("train_|val_|(d_model|num_layers|seq_len)$")  # numbers, or missing
 
 RATIOS = ["speedup", "efficiency"]
 SPEED = ["processes", "nodes", "batch_size", "steps", "seconds", "samples/s", *RATIOS]
@@ -92,7 +93,6 @@ COMMUNICATION = ["processes", "comm %", "hidden %", "R", "sending", "waiting"]
 COMMUNICATION += ["late rank", "late host", "skew"]
 ALONE = [*TITLE, "processes", "batch_size", "steps", "seconds", "samples/s", "device-hours"]
 BESIDE = ["processes", "warmup", "eval", "save", "peak_MB", "tokens/s", "TFLOP/s"]
-MAY_LACK = ["tokens/s", "TFLOP/s", "split", *TITLE]  # columns that are left out if they are empty
 PREDICTED = ["processes", "local batch", "ms a step", "samples/s", *RATIOS]
 PREDICTED += ["comm %", "hidden %", "R", "link"]
 APPLICATION = ["nodes", "processes", "seconds", *RATIOS, "device-hours", "peak_MB", "eval", "save"]
@@ -114,19 +114,18 @@ def read_row(line):
         except (ValueError, RecursionError):
             continue
         if end == len(line):
-            return DEFAULTS | row
-    return None
+            return row if "epoch" in row else valid(DEFAULTS | row)
 
 
-def is_valid(row):
-    """Returns whether the row has what every row must have."""
-    numbers = [row.get(name) for name in NUMBERS]
-    return (
-        isinstance(row.get("settings"), dict)
-        and all(isinstance(row.get(name), str) for name in WORDS)
-        and all(isinstance(number, int | float) and 0 <= number < 1e12 for number in numbers)
-        and min(row[name] for name in COUNTS) >= 1
-    )
+def valid(row):
+    """Returns the row, or None if it lacks what every row must have."""
+    if not all(isinstance(row.get(name), str) for name in WORDS):
+        return None
+    for name in NUMBERS:
+        lowest = 1 if name in COUNTS else 0
+        if not isinstance(row.get(name), int | float) or not lowest <= row[name] < 1e12:
+            return None
+    return row if isinstance(row.get("settings"), dict) else None
 
 
 def read_logs(paths):
@@ -136,25 +135,23 @@ def read_logs(paths):
         files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     rows = []
     notes = []
-    num_older = 0
     for file in files:
         try:
             lines = file.read_text(errors="replace").splitlines()
         except OSError as error:
             notes.append(f"{file}: {error}")
             continue
-        found = [read_row(line) or {} for line in lines]
-        valid = [row for row in found if "epoch" not in row and is_valid(row)]
-        older = sum("epoch" in row for row in found)
-        num_damaged = len(lines) - len(valid) - older
-        num_older += older
-        if num_damaged:
-            notes.append(f"{file}: {num_damaged} damaged row(s) left out")
+        found = list(filter(None, map(read_row, lines)))
+        rows += found
+        if len(found) < len(lines):
+            notes.append(f"{file}: {len(lines) - len(found)} damaged row(s) left out")
         elif not lines:
             notes.append(f"{file}: no rows")
-        rows += valid
-    if num_older:
-        notes.append(f"{num_older} row(s) of older scripts left out: they count epochs, not steps")
+    num_rows = len(rows)
+    rows = [row for row in rows if "epoch" not in row]
+    if len(rows) < num_rows:
+        older = f"{num_rows - len(rows)} row(s) of older scripts left out"
+        notes.append(f"{older}: they count epochs, not steps")
     if not rows:
         sys.exit("no rows to report: " + "; ".join(notes))
     rows = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
@@ -190,16 +187,17 @@ def runs_of(rows, notes):
 
 def summary_of(run):
     """Returns a dict of the run's settings and of its times: those of an epoch."""
-    known = {name: column.dropna() for name, column in run.items()}
+    names = [name for name in run if name in OF_A_RUN or MEASURED.match(name)]
+    known = {name: column.dropna() for name, column in run[names].items()}
     summary = {name: column.iloc[-1] for name, column in known.items() if len(column)}
     settings = {name: str(value) for name, value in summary["settings"].items()}
-    summary |= {name: settings[name] for name in TITLE if name in settings}
+    summary |= {name: settings.get(name, "-") for name in TITLE[1:]}
     summary["script"] = re.sub("_fsdp|_pipeline", "", summary["script"].split("/")[-1])
     summary |= {name: int(summary[name]) for name in COUNTS}
     summary |= {name: str(summary.get(name, "-")) for name in ("comm_hook", "compile", *LAUNCH)}
     same = settings | {name: str(summary[name]) for name in SAME}
     summary["same"] = tuple(sorted((name, same[name]) for name in {*same} - {*MAY_DIFFER}))
-    summary["task"] = ", ".join(same[name] for name in TITLE if name in same)
+    summary["task"] = ", ".join(summary[name] for name in TITLE if summary[name] != "-")
     summary["local batch"] = summary["batch_size"] / summary["processes"]
     summary["split"] = "-"  # the whole model is in each process
     for name, parts in ("num_stages", "stages"), ("shard_size", "shards"):
@@ -308,11 +306,9 @@ def cell(value):
 
 
 def table(columns, rows):
-    """Returns these columns of the rows as a Markdown table. What a row lacks is printed as -."""
+    """Returns these columns of the rows as a Markdown table. - is what a row lacks."""
     cells = pd.DataFrame(rows).reindex(columns=columns).map(cell)
-    for name in cells.columns.intersection(MAY_LACK):
-        if set(cells[name]) == {"-"}:
-            del cells[name]
+    cells = cells.loc[:, (cells != "-").any()]
     lines = [list(cells), *cells.to_numpy().tolist()]
     widths = [max(2, *map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
@@ -528,15 +524,13 @@ def doubts(run, runs, strong, links):
 def share_of_matmul(run, links):
     """Returns a sentence on how near the run comes to the speed of a large matmul, if known."""
     # A link's fp32 is TF32 on GPUs that have it. fp16 is as fast as bf16.
-    precision = "fp32" if run.get("precision") in ("fp32", "tf32") else "bf16"
-    limits = []
-    for link in links:
-        if link["device"] == run["device"]:
-            limits.append(link["matmul_tflops"].get(precision, 0.0))
+    precision = "fp32" if run["precision"] in ("fp32", "tf32") else "bf16"
+    limits = [link["matmul_tflops"] for link in links if link["device"] == run["device"]]
+    limit = max([found.get(precision, 0.0) for found in limits], default=0.0)
     reached = run.get("TFLOP/s", 0.0)  # known of gpt.py
-    if not reached > 0 or not limits or max(limits) <= 0:
+    if not reached > 0 or limit <= 0:
         return []
-    share = f"{reached / max(limits):.0%} of a large matmul's {max(limits):.3g}"
+    share = f"{reached / limit:.0%} of a large matmul's {limit:.3g}"
     return [f"The run reaches {reached:.3g} TFLOP/s: {share} ({precision})."]
 
 

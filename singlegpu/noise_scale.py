@@ -10,7 +10,7 @@ your copy, with the script's own flags. The weights stay as they are: new ones, 
 snapshot. The gradient of a batch of B samples is the true gradient G, plus noise of variance tr(S)
 / B. The simple noise scale is N = tr(S) / |G|^2, in samples. Both are estimated, without bias, from
 the gradients of micro-batches and of their mean (McCandlish et al. 2018, "An Empirical Model of
-Large- Batch Training", appendix A.1). With a batch of B, a training takes 1 + N / B times the
+Large-Batch Training", appendix A.1). With a batch of B, a training takes 1 + N / B times the
 steps, and 1 + B / N times the samples, that it takes at least. This holds for SGD whose learning
 rate is tuned for each batch, and roughly for others; BatchNorm is not in it. N grows as the loss
 falls.

@@ -59,7 +59,7 @@ def tables(*arguments):
             head, _, *rows = [re.split(r" *\| *", line)[1:-1] for line in part.splitlines()]
             assert len(head) <= 12 and part.index("\n") <= 120
             rows = [dict(zip(head, row)) for row in rows]
-            if "late rank" in head or "warmup" in head:
+            if "warmup" in head or ("comm %" in head and "ms a step" not in head):
                 rows = [more | row for more, row in zip(found.pop(), rows)]
             found.append(rows)
     return done.stdout, *found
