@@ -329,7 +329,8 @@ ONE_DAY = timedelta(days=1)
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
     num_gpus = torch.accelerator.device_count()
-    has_tf32 = num_gpus > 0 and torch.version.cuda is not None  # not on AMD's
+    # AMD's TF32 is as inexact as bf16, so that it is not the default there.
+    has_tf32 = num_gpus > 0 and torch.version.cuda is not None
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="optimizer steps in all; 0: --epochs decides")
@@ -410,7 +411,8 @@ def main(local_rank, args, init_method):
     run.watch = StageWatch(run.devices, run.stages)
     run.ddp_model = ddp_stages(run, args)
     if run.rank == 0:
-        print(f"{run.world_size} on {run.device}, steps {run.step} to {run.num_steps}", flush=True)
+        print(f"processes {run.world_size}, device {run.device},", end=" ")
+        print(f"steps {run.step} to {run.num_steps}", flush=True)
 
     batches = iter(create_loader(train_data, training_requests(train_data, run, args), run, args))
     hides_bar = run.rank > 0 or not sys.stderr.isatty()
@@ -460,8 +462,9 @@ def main(local_rank, args, init_method):
         return
     print_summary(run.watch)
     if is_stopped:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
         has_saved = args.snapshot and run.step > first_step
-        print(f"stopped at step {run.step} of {run.num_steps}, --snapshot {args.snapshot}")
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
@@ -515,6 +518,7 @@ def connect(run, args, init_method):
     run.store.set(f"data of {run.rank}", "is read")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
     group["timeout"] = timedelta(seconds=args.timeout)
+    run.store.set_timeout(group["timeout"])  # from now on, a lost process is not waited for
     dist.init_process_group("gloo", **group)
     run.groups = {torch.device("cpu"): dist.group.WORLD}  # the group of each device's stage
     for device in run.devices if num_devices > 0 else ():
@@ -622,7 +626,7 @@ def evaluate(run, data, args):
     share = range(run.rank, len(data), run.world_size)
     size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
-    requests = [((args.seed, indices[0]), indices) for indices in batches_of_indices]
+    requests = (((args.seed, indices[0]), indices) for indices in batches_of_indices)
     set_seeds(args.seed, run.rank)  # each validation draws the same
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
@@ -645,9 +649,9 @@ def training_requests(data, run, args):
             set_seeds(args.seed, epoch)  # so that the order is the same in all processes
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
-        share = order[step_of_epoch, run.rank :: run.world_size]
-        for indices in share.reshape(args.grad_accum_steps, -1).tolist():
-            yield (args.seed, step, indices[0]), indices
+        share = order[step_of_epoch, run.rank :: run.world_size].reshape(args.grad_accum_steps, -1)
+        for micro_step, indices in enumerate(share.tolist()):
+            yield (args.seed, run.rank, step, micro_step, 1), indices  # 1: not those of dropout
 
 
 class Batches(Dataset):
@@ -904,7 +908,7 @@ class Stopwatch:
         self.flush()
         row = with_speed(self.times, batch_size)
         self.times = dict.fromkeys(TIMES, 0.0)
-        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000  # of all memory
+        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
@@ -1005,6 +1009,7 @@ def print_summary(watch):
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
     cells = {name: str(last.get(name, "-")) for name in names}
     cells |= {name: f"{last[name]:.4g}" for name in last if name.startswith("val_")}
+    mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
     cells |= {name: f"{value:.4g}" for name, value in mean.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")

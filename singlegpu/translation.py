@@ -325,7 +325,8 @@ MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weig
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
-    has_tf32 = torch.accelerator.is_available() and torch.version.cuda is not None  # not on AMD's
+    # AMD's TF32 is as inexact as bf16, so that it is not the default there.
+    has_tf32 = torch.accelerator.is_available() and torch.version.cuda is not None
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="optimizer steps in all; 0: --epochs decides")
@@ -379,7 +380,7 @@ def main(args):
         restore(run, snapshot, args)
     run.compiled_model = torch.compile(run.model) if args.compile else run.model
     run.watch = Stopwatch(run.device)
-    print(f"on {run.device}, steps {run.step} to {run.num_steps}", flush=True)
+    print(f"device {run.device}, steps {run.step} to {run.num_steps}", flush=True)
 
     batches = iter(create_loader(train_data, training_requests(train_data, run, args), run, args))
     bar = tqdm(total=run.num_steps, initial=run.step, disable=None, leave=False)  # on a terminal
@@ -423,8 +424,9 @@ def main(args):
         signal.signal(signum, signal.SIG_DFL)
     print_summary(run.watch)
     if is_stopped:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
         has_saved = args.snapshot and run.step > first_step
-        print(f"stopped at step {run.step} of {run.num_steps}, --snapshot {args.snapshot}")
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     if "finish" in globals():
         globals()["finish"](run.model.eval(), val_data, args, run.device)
@@ -517,7 +519,7 @@ def evaluate(run, data, args):
     """Returns the sums of batch_loss over the data."""
     size = args.batch_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(range(len(data)), size, drop_last=False)
-    requests = [((args.seed, indices[0]), indices) for indices in batches_of_indices]
+    requests = (((args.seed, indices[0]), indices) for indices in batches_of_indices)
     set_seeds(args.seed)  # each validation draws the same
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
@@ -540,8 +542,9 @@ def training_requests(data, run, args):
             set_seeds(args.seed, epoch)  # so that a resumed run draws the same order
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
-        for indices in order[step_of_epoch].reshape(args.grad_accum_steps, -1).tolist():
-            yield (args.seed, step, indices[0]), indices
+        share = order[step_of_epoch].reshape(args.grad_accum_steps, -1)
+        for micro_step, indices in enumerate(share.tolist()):
+            yield (args.seed, step, micro_step, 1), indices  # 1: not those of dropout
 
 
 class Batches(Dataset):
@@ -748,7 +751,7 @@ class Stopwatch:
         self.flush()
         row = with_speed(self.times, batch_size)
         self.times = dict.fromkeys(TIMES, 0.0)
-        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000  # of all memory
+        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         return row
@@ -782,6 +785,7 @@ def print_summary(watch):
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
     cells = {name: str(last.get(name, "-")) for name in names}
     cells |= {name: f"{last[name]:.4g}" for name in last if name.startswith("val_")}
+    mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
     cells |= {name: f"{value:.4g}" for name, value in mean.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
