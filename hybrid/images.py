@@ -66,7 +66,16 @@ def parse_args():
     add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
     add("--image_size", type=int, default=224, help="height and width to which photos are cut")
     add("--dropout", type=float, default=0.0, help="dropout probability in cnn and mlp")
-    return parse_run_args(parser, epochs=2, batch_size=64)
+    args = parse_run_args(parser, epochs=2, batch_size=64, num_workers=None)
+    if args.num_workers is None:  # to decode photos takes longer than a step
+        has_photos = os.path.isdir(f"{folder_of(args)}/train")
+        args.num_workers = min(4, len(os.sched_getaffinity(0))) if has_photos else 0
+    return args
+
+
+def folder_of(args):
+    folder = os.path.join(args.data_dir, args.dataset)
+    return folder if os.path.isdir(folder) else args.dataset
 
 
 class Images(TensorDataset):
@@ -127,9 +136,7 @@ def read_images(args, split):
         source = datasets.CIFAR10(args.data_dir, split == "train", download=True)
         images = source.data.transpose(0, 3, 1, 2)  # from (N, H, W, C)
         return Images(torch.tensor(images), torch.tensor(source.targets))
-    folder = os.path.join(args.data_dir, args.dataset)
-    if not os.path.isdir(folder):
-        folder = args.dataset
+    folder = folder_of(args)
     if os.path.isdir(f"{folder}/train"):
         size = args.image_size
         if split == "train":

@@ -102,7 +102,7 @@ def write_images(path, images, args):
 
     The file is written from front to back, so its length says how far an earlier run has come.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     total = args.copies * args.versions
     facts = {"descr": "|u1", "fortran_order": False, "shape": (total * len(images), 28, 28)}
     buffer = io.BytesIO()

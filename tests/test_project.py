@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port
+from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port, rows
 from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
@@ -137,8 +137,9 @@ def test_readme_photos(run, tmp_path):
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
     words = ("--dataset", "photos", "--model", "resnet18", "--image_size", 32, "--batch_size", 6)
-    more = ("--pretrained", "--num_workers", 2, "--snapshot", "photos.pt")
+    more = ("--pretrained", "--snapshot", "photos.pt", "--log", tmp_path / "log.jsonl")
     run("multigpu/images.py", *words, *more, processes=2, cwd=tmp_path, TORCH_HOME=str(tmp_path))
+    assert rows(tmp_path / "log.jsonl")[0]["num_workers"] > 0, "processes decode them"
     [predict] = [block for block in python_blocks() if "photos.pt" in block]
     (tmp_path / "multigpu").symlink_to(ROOT / "multigpu")
     out = subprocess.check_output(
