@@ -360,7 +360,7 @@ def check_args(run, args):
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
         sys.exit("--batch_size must be a multiple of --grad_accum_steps")
     for path in filter(None, (args.snapshot, args.log)):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+        if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             sys.exit(f"cannot write {path}: a folder, or in one that is missing or read-only")
 
 

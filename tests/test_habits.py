@@ -81,7 +81,7 @@ NAMED = """class Named(torch.utils.data.Dataset):
             return len(data)
         def __getitem__(self, index):
             return Sample(*data[index])
-    return random_split(Named(), [0.8, 0.2])"""
+    return [Subset(Named(), part.indices) for part in parts]"""
 PACKED = """class Packed(torch.utils.data.Dataset):
         def __init__(self, part):
             self.part = part
@@ -93,7 +93,7 @@ PACKED = """class Packed(torch.utils.data.Dataset):
             features, targets = zip(*(self.part[index] for index in indices))
             packed = nn.utils.rnn.pack_sequence(features, enforce_sorted=False)
             return packed, torch.stack(targets)
-    return tuple(map(Packed, random_split(data, [0.8, 0.2])))"""
+    return [Packed(Subset(data, part.indices)) for part in parts]"""
 BATCHES = {
     "named tuple": (NAMED, "features, targets = batch.features, batch.targets\n"),
     "packed sequence": (

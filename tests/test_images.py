@@ -143,7 +143,7 @@ def test_validation_is_of_what_is_saved(run, tmp_path):
     more = ("--snapshot", snapshot, "--log", log)
     run("multigpu/images.py", *words, *more, processes=3)
     images = module("singlegpu/images.py")
-    args = namespace(model="resnet18", dataset=str(folder), data_dir="data")
+    args = namespace(model="resnet18", dataset=str(folder), data_dir="data", pretrained=False)
     _, val_data = images.read_data(args)
     model = images.create_model(args, val_data)
     model.load_state_dict(torch.load(snapshot, weights_only=True)["model"])
