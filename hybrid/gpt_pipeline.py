@@ -622,6 +622,7 @@ def look(run, speed, args):
     Returns whether any process was asked to stop, and their mean speed. Waits for the GPU.
     """
     expect_progress(args)
+    # No sum of batch_loss is called so.
     news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step} | run.sums
     news = all_reduce_sums(news)
     for name in run.sums:

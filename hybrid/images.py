@@ -552,6 +552,7 @@ def look(run, speed, args):
     Returns whether any process was asked to stop, and their mean speed. Waits for the GPU.
     """
     expect_progress(args)
+    # No sum of batch_loss is called so.
     news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step} | run.sums
     news = all_reduce_sums(news)
     for name in run.sums:
@@ -658,7 +659,8 @@ def training_requests(data, run, args):
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         share = order[step_of_epoch, run.rank :: run.world_size].reshape(args.grad_accum_steps, -1)
         for micro_step, indices in enumerate(share.tolist()):
-            yield (args.seed, run.rank, step, micro_step, 1), indices  # 1: not those of dropout
+            seeds = (args.seed, run.rank, step, micro_step, 1)  # others than dropout has
+            yield seeds, indices
 
 
 class Batches(Dataset):

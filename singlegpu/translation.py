@@ -544,7 +544,8 @@ def training_requests(data, run, args):
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         share = order[step_of_epoch].reshape(args.grad_accum_steps, -1)
         for micro_step, indices in enumerate(share.tolist()):
-            yield (args.seed, step, micro_step, 1), indices  # 1: not those of dropout
+            seeds = (args.seed, step, micro_step, 1)  # others than dropout has
+            yield seeds, indices
 
 
 class Batches(Dataset):
