@@ -705,7 +705,7 @@ def evaluate(run, data, args):
     share = range(run.pipeline, len(data), run.num_pipelines)
     size = args.batch_size // run.num_pipelines  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
-    requests = (((args.seed, indices[0]), indices) for indices in batches_of_indices)
+    requests = (((args.seed,), indices) for indices in batches_of_indices)
     set_seeds(args.seed, run.rank)  # each validation draws the same
     trained = [part for part in run.stage.modules() if part.training]
     run.stage.eval()
@@ -733,7 +733,7 @@ def training_requests(data, run, args):
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         indices = order[step_of_epoch, run.pipeline :: run.num_pipelines].tolist()
-        yield (args.seed, run.pipeline, step, 1), indices  # its stages draw the same samples
+        yield (args.seed, step), indices  # its stages draw the same samples
 
 
 class Batches(Dataset):
@@ -744,7 +744,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(*seeds)
+        set_seeds(*seeds, *indices)  # each batch draws others
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already

@@ -548,7 +548,7 @@ def evaluate(run, data, args):
     share = range(run.rank, len(data), run.world_size)
     size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
-    requests = (((args.seed, indices[0]), indices) for indices in batches_of_indices)
+    requests = (((args.seed,), indices) for indices in batches_of_indices)
     set_seeds(args.seed, run.rank)  # each validation draws the same
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
@@ -571,10 +571,9 @@ def training_requests(data, run, args):
             set_seeds(args.seed, epoch)  # so that the order is the same in all processes
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
-        share = order[step_of_epoch, run.rank :: run.world_size].reshape(args.grad_accum_steps, -1)
-        for micro_step, indices in enumerate(share.tolist()):
-            seeds = (args.seed, run.rank, step, micro_step, 1)  # others than dropout has
-            yield seeds, indices
+        share = order[step_of_epoch, run.rank :: run.world_size]
+        for indices in share.reshape(args.grad_accum_steps, -1).tolist():
+            yield (args.seed, step), indices
 
 
 class Batches(Dataset):
@@ -585,7 +584,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(*seeds)
+        set_seeds(*seeds, *indices)  # each batch draws others
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already

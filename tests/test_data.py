@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from conftest import ROOT, wait_for
 from PIL import Image
 from prediction import with_band
@@ -289,6 +290,7 @@ def network(tmp_path_factory):
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     sizes = {"vocab_size": len(vocab), "max_position_embeddings": 16, "dim": 16, "hidden_dim": 32}
+    torch.manual_seed(0)  # the weights do not depend on what other tests have drawn
     config = DistilBertConfig(**sizes, n_layers=1, n_heads=2, num_labels=3)
     DistilBertForSequenceClassification(config).save_pretrained(folder)
     return folder

@@ -131,4 +131,5 @@ def test_runs_train_alike(emulator, run, data, tmp_path, name):
     assert status == 0, err
     run(script, *words, "--log", on_cpu, processes=processes)
     assert {row["device"] for row in rows(emulated)} == {"Emulator"}
-    np.testing.assert_allclose(curve(emulated), curve(on_cpu), rtol=1e-5)
+    rounding = 1e-3 if "bf16" in flags else 1e-5  # gloo adds up in another order
+    np.testing.assert_allclose(curve(emulated), curve(on_cpu), rtol=rounding)
