@@ -45,7 +45,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
@@ -396,7 +396,7 @@ STOP_REQUESTS = []  # the signals that this process has received
 STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
 MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
-    "data_dir snapshot log sample reconstructions num_stages num_microbatches schedule"
+    "data_dir snapshot log trace sample reconstructions num_stages num_microbatches schedule"
 ).split()
 ONE_DAY = timedelta(days=1)
 
@@ -422,6 +422,7 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
+    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -470,7 +471,7 @@ def main(local_rank, args, init_method):
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(args.seed)  # the same weights, whatever read_data has drawn
+    set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data)  # on the CPU
     run.num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     if not run.model.training:  # a part alone that is in eval() stays so
@@ -547,7 +548,7 @@ def main(local_rank, args, init_method):
             time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     if "finish" in globals():
-        set_seeds(args.seed)  # on CPUs, gpt_fsdp.py draws the same text
+        set_seeds(run.device, args.seed)  # on CPUs, gpt_fsdp.py draws the same text
         globals()["finish"](run.model.cpu().eval(), val_data, args, torch.device("cpu"))
 
 
@@ -569,7 +570,7 @@ def check_args(run, args):
     divisor = run.world_size // stages * args.num_microbatches
     if args.batch_size < 1 or args.batch_size % divisor:
         fail(f"--batch_size must be a multiple of {run.world_size // stages} x --num_microbatches")
-    for path in filter(None, (args.snapshot, args.log)):
+    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             fail(f"cannot write {path}: a folder, or in one that is missing or read-only")
 
@@ -595,7 +596,7 @@ def connect(run, args, init_method):
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
         run.store.wait([f"data of {first}"], ONE_DAY)
-    set_seeds(args.seed)  # so that a random split of the data is the same in all processes
+    set_seeds(run.device, args.seed)  # all processes draw the same random split
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
@@ -644,7 +645,7 @@ def train_step(run, batches, args):
     for group in run.optimizer.param_groups:
         group["lr"] = float(group["initial_lr"] * factor)
     tokens, targets = to_device(next(batches), run.device)
-    set_seeds(args.seed, run.rank, run.step)  # a resumed run draws the same
+    seed_torch(run.device, args.seed, run.rank, run.step)  # a resumed run draws the same dropout
     run.watch.mark("data")
     if not run.stage.is_last:
         run.sums = dict.fromkeys(SUMS, 0.0)
@@ -652,7 +653,7 @@ def train_step(run, batches, args):
     pass_batch(run, run.schedule.step, tokens, targets)
     # The gradients of this stage are added up over the pipelines, while other stages work.
     reducing = dist.all_reduce(run.gradients, group=run.replica_group, async_op=True)
-    run.watch.note_all_reduce(reducing)
+    run.watch.note_all_reduce(reducing, run.gradients.nbytes)
     run.watch.mark_bubble(run.pipeline_group)
     reducing.wait()
     if run.embedding_group:  # the first and the last stage each have a part of this gradient
@@ -668,14 +669,19 @@ def train_step(run, batches, args):
     run.watch.mark("optimizer")
 
 
-def set_seeds(*numbers):
+def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
-    random.seed(seed)
-    np.random.seed(seed)
+    random.seed(hash(numbers))  # a tuple of numbers always has the same hash
+    np.random.seed(hash(numbers) % 2**32)
+    seed_torch(device, *numbers)
+
+
+def seed_torch(device, *numbers):
+    """Seeds PyTorch's random numbers, those of the CPU and those of the device."""
+    seed = hash(numbers) % 2**32
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
-    if torch.accelerator.is_available() and get_worker_info() is None:
-        torch.get_device_module().manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def compute_loss(run, model, batch, sums, args):
@@ -706,7 +712,7 @@ def evaluate(run, data, args):
     size = args.batch_size // run.num_pipelines  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    set_seeds(args.seed, run.rank)  # each validation draws the same
+    set_seeds(run.device, args.seed, run.rank)  # each validation draws the same
     trained = [part for part in run.stage.modules() if part.training]
     run.stage.eval()
     run.pass_sums = {} if run.stage.is_last else dict.fromkeys(SUMS, 0.0)
@@ -729,7 +735,7 @@ def training_requests(data, run, args):
     for step in range(run.step, run.num_steps):
         epoch, step_of_epoch = divmod(step, run.steps_per_epoch)
         if order is None or step_of_epoch == 0:
-            set_seeds(args.seed, epoch)  # so that the order is the same in all processes
+            set_seeds(run.device, args.seed, epoch)  # all processes draw the same order
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         indices = order[step_of_epoch, run.pipeline :: run.num_pipelines].tolist()
@@ -744,7 +750,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(*seeds, *indices)  # each batch draws others
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # each batch draws others
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -885,6 +891,7 @@ def log_row(run, val_totals, args):
     dist.gather_object(row, rows)
     if run.rank > 0:
         return
+    run.watch.write_trace(rows, args.trace)
     run.watch.add_rows(rows)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
@@ -919,7 +926,8 @@ class Stopwatch:
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
         self.rows = []  # the last row of each process; rank 0 alone has it,
         self.totals = []  # and the sums of the times of all their rows
-        self.spans = []  # (start, end) of all-reduces since the last flush
+        self.spans = []  # (name, start, end, bytes) of all-reduces since the last flush
+        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces, for --trace
         self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
         self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
         if self.has_events:
@@ -949,12 +957,12 @@ class Stopwatch:
             if bucket.index() == 0:
                 self.buckets = []
             start = self.now()
-            buffer = bucket.buffer()
-            self.buckets.append((0 if buffer.is_sparse else buffer.nbytes, start))
+            size = 0 if bucket.buffer().is_sparse else bucket.buffer().nbytes
+            self.buckets.append((size, start))
 
             def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
                 if self.num_steps >= WARMUP_STEPS:
-                    self.spans.append((start, self.now()))
+                    self.spans.append(("all-reduce", start, self.now(), size))
                 return future.value()
 
             # comm_hook can make its stream wait for the all-reduce: in a side stream, the backward
@@ -971,19 +979,29 @@ class Stopwatch:
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
+        _, now = self.marks[-1]  # all processes have just left an all-reduce: their common clock
+        phases, all_reduces = [], []  # (name, start, end, bytes), in seconds after now: negative
         for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            self.times[phase] += self.between(start, end)
-            self.times["steps"] += phase == "optimizer"
+            phases.append((phase, -self.between(start, now), -self.between(end, now), 0))
+        for name, start, end, size in self.spans:
+            start, end = -self.between(start, now), -self.between(end, now)
+            all_reduces.append((name, start, end, size))
+        step_ends = [-math.inf]
+        sending = [(start, end) for _, start, end, _ in all_reduces]
+        for phase, start, end, _ in phases:
+            self.times[phase] += end - start
             if phase == "comm":
-                self.spans.append((start, end))
-        _, origin = self.marks[0]
-        spans = []  # in seconds after the last flush
-        for start, end in self.spans:
-            spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0  # where all-reduces overlap, the time counts once
-        for start, end in sorted(spans):
+                sending.append((start, end))
+            if phase == "optimizer":
+                self.times["steps"] += 1
+                step_ends.append(end)
+        counted_until = -math.inf  # where all-reduces overlap, the time counts once
+        for start, end in sorted(sending):
             self.times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
+        if len(step_ends) > 1:
+            first, last = step_ends[-2:]
+            self.last_step = [event for event in phases + all_reduces if first <= event[1] < last]
         del self.marks[:-1]
         self.spans.clear()
 
@@ -996,6 +1014,7 @@ class Stopwatch:
         row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
+        row["last_step"] = self.last_step
         row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
         for size, moment in self.buckets:
             row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
@@ -1007,6 +1026,21 @@ class Stopwatch:
         self.totals = self.totals or [Counter() for _ in rows]
         for row, total in zip(rows, self.totals):
             total.update({name: row[name] for name in TIMES})
+
+    def write_trace(self, rows, path):
+        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
+        steps = [row.pop("last_step") for row in rows]
+        first = min((start for step in steps for _, start, *_ in step), default=0.0)
+        events = []
+        for row, step in zip(rows, steps):
+            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
+            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
+            for name, start, end, size in step:
+                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
+                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
+                events.append(event | {"dur": 1e6 * (end - start)})
+        if path:
+            Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 class PipelineWatch(Stopwatch):
@@ -1043,8 +1077,8 @@ class PipelineWatch(Stopwatch):
         dist.all_reduce(self.zero, group=pipeline_group)
         self.mark("bubble")
 
-    def note_all_reduce(self, work):
-        """Notes the time from now to the end of an all-reduce that has just been started.
+    def note_all_reduce(self, work, size):
+        """Notes the time from now to the end of an all-reduce of `size` bytes that has just begun.
 
         On a GPU a side stream waits for the end, so that the model's stream goes on.
         """
@@ -1052,7 +1086,7 @@ class PipelineWatch(Stopwatch):
 
         def note_end(future):  # called when the all-reduce has ended
             if self.num_steps >= WARMUP_STEPS:
-                self.spans.append((start, self.now()))
+                self.spans.append(("all-reduce", start, self.now(), size))
 
         with self.streams[0]:
             work.get_future().then(note_end)

@@ -45,7 +45,6 @@ from torch.utils.data import (
     Dataset,
     TensorDataset,
     default_collate,
-    get_worker_info,
 )
 from torchvision import datasets
 from torchvision.utils import save_image
@@ -162,7 +161,7 @@ STOP_REQUESTS = []  # the signals that this process has received
 STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
 MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
     "num_gpus epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
-    "data_dir snapshot log sample reconstructions"
+    "data_dir snapshot log trace sample reconstructions"
 ).split()
 ONE_DAY = timedelta(days=1)
 
@@ -188,6 +187,7 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
+    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -241,7 +241,7 @@ def main(local_rank, args, init_method):
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(args.seed)  # the same weights, whatever read_data has drawn
+    set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data).to(run.device)
     if not run.model.training:  # a part alone that is in eval() stays so
         run.model.train()
@@ -333,7 +333,7 @@ def check_args(run, args):
     divisor = run.world_size * args.grad_accum_steps
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
         fail(f"--batch_size must be a multiple of {run.world_size} x --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log)):
+    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             fail(f"cannot write {path}: a folder, or in one that is missing or read-only")
 
@@ -359,7 +359,7 @@ def connect(run, args, init_method):
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
         run.store.wait([f"data of {first}"], ONE_DAY)
-    set_seeds(args.seed)  # so that a random split of the data is the same in all processes
+    set_seeds(run.device, args.seed)  # all processes draw the same random split
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
@@ -409,7 +409,8 @@ def train_step(run, batches, args):
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
-        set_seeds(args.seed, run.rank, run.step, micro_step)  # a resumed run draws the same
+        # A resumed run draws the same dropout.
+        seed_torch(run.device, args.seed, run.rank, run.step, micro_step)
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
         run.ddp_model.require_backward_grad_sync = is_last  # False: no all-reduce, as in no_sync()
@@ -426,14 +427,19 @@ def train_step(run, batches, args):
     run.watch.mark("optimizer")
 
 
-def set_seeds(*numbers):
+def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
-    random.seed(seed)
-    np.random.seed(seed)
+    random.seed(hash(numbers))  # a tuple of numbers always has the same hash
+    np.random.seed(hash(numbers) % 2**32)
+    seed_torch(device, *numbers)
+
+
+def seed_torch(device, *numbers):
+    """Seeds PyTorch's random numbers, those of the CPU and those of the device."""
+    seed = hash(numbers) % 2**32
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
-    if torch.accelerator.is_available() and get_worker_info() is None:
-        torch.get_device_module().manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def compute_loss(run, model, batch, sums, args):
@@ -468,7 +474,7 @@ def evaluate(run, data, args):
     size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    set_seeds(args.seed, run.rank)  # each validation draws the same
+    set_seeds(run.device, args.seed, run.rank)  # each validation draws the same
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
     sums = {}
@@ -487,7 +493,7 @@ def training_requests(data, run, args):
     for step in range(run.step, run.num_steps):
         epoch, step_of_epoch = divmod(step, run.steps_per_epoch)
         if order is None or step_of_epoch == 0:
-            set_seeds(args.seed, epoch)  # so that the order is the same in all processes
+            set_seeds(run.device, args.seed, epoch)  # all processes draw the same order
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         share = order[step_of_epoch, run.rank :: run.world_size]
@@ -503,7 +509,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(*seeds, *indices)  # each batch draws others
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # each batch draws others
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -642,6 +648,7 @@ def log_row(run, val_totals, args):
     dist.gather_object(row, rows)
     if run.rank > 0:
         return
+    run.watch.write_trace(rows, args.trace)
     run.watch.add_rows(rows)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
@@ -675,7 +682,8 @@ class Stopwatch:
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
         self.rows = []  # the last row of each process; rank 0 alone has it,
         self.totals = []  # and the sums of the times of all their rows
-        self.spans = []  # (start, end) of all-reduces since the last flush
+        self.spans = []  # (name, start, end, bytes) of all-reduces since the last flush
+        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces, for --trace
         self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
         self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
         if self.has_events:
@@ -705,12 +713,12 @@ class Stopwatch:
             if bucket.index() == 0:
                 self.buckets = []
             start = self.now()
-            buffer = bucket.buffer()
-            self.buckets.append((0 if buffer.is_sparse else buffer.nbytes, start))
+            size = 0 if bucket.buffer().is_sparse else bucket.buffer().nbytes
+            self.buckets.append((size, start))
 
             def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
                 if self.num_steps >= WARMUP_STEPS:
-                    self.spans.append((start, self.now()))
+                    self.spans.append(("all-reduce", start, self.now(), size))
                 return future.value()
 
             # comm_hook can make its stream wait for the all-reduce: in a side stream, the backward
@@ -727,19 +735,29 @@ class Stopwatch:
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
+        _, now = self.marks[-1]  # all processes have just left an all-reduce: their common clock
+        phases, all_reduces = [], []  # (name, start, end, bytes), in seconds after now: negative
         for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            self.times[phase] += self.between(start, end)
-            self.times["steps"] += phase == "optimizer"
+            phases.append((phase, -self.between(start, now), -self.between(end, now), 0))
+        for name, start, end, size in self.spans:
+            start, end = -self.between(start, now), -self.between(end, now)
+            all_reduces.append((name, start, end, size))
+        step_ends = [-math.inf]
+        sending = [(start, end) for _, start, end, _ in all_reduces]
+        for phase, start, end, _ in phases:
+            self.times[phase] += end - start
             if phase == "comm":
-                self.spans.append((start, end))
-        _, origin = self.marks[0]
-        spans = []  # in seconds after the last flush
-        for start, end in self.spans:
-            spans.append((self.between(origin, start), self.between(origin, end)))
-        counted_until = 0.0  # where all-reduces overlap, the time counts once
-        for start, end in sorted(spans):
+                sending.append((start, end))
+            if phase == "optimizer":
+                self.times["steps"] += 1
+                step_ends.append(end)
+        counted_until = -math.inf  # where all-reduces overlap, the time counts once
+        for start, end in sorted(sending):
             self.times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
+        if len(step_ends) > 1:
+            first, last = step_ends[-2:]
+            self.last_step = [event for event in phases + all_reduces if first <= event[1] < last]
         del self.marks[:-1]
         self.spans.clear()
 
@@ -752,6 +770,7 @@ class Stopwatch:
         row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
+        row["last_step"] = self.last_step
         row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
         for size, moment in self.buckets:
             row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
@@ -763,6 +782,21 @@ class Stopwatch:
         self.totals = self.totals or [Counter() for _ in rows]
         for row, total in zip(rows, self.totals):
             total.update({name: row[name] for name in TIMES})
+
+    def write_trace(self, rows, path):
+        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
+        steps = [row.pop("last_step") for row in rows]
+        first = min((start for step in steps for _, start, *_ in step), default=0.0)
+        events = []
+        for row, step in zip(rows, steps):
+            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
+            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
+            for name, start, end, size in step:
+                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
+                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
+                events.append(event | {"dur": 1e6 * (end - start)})
+        if path:
+            Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 def with_speed(times, batch_size):

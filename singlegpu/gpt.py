@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
@@ -202,7 +202,7 @@ STOP_REQUESTS = []  # the signals that this process has received
 STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
 MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
     "epochs max_steps eval_every grad_accum_steps compile num_workers timeout "
-    "data_dir snapshot log sample reconstructions"
+    "data_dir snapshot log trace sample reconstructions"
 ).split()
 
 
@@ -224,6 +224,7 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append rows, for report.py")
+    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -241,7 +242,7 @@ def main(args):
     run.totals = {}  # those since the last row
     check_args(run, args)
     snapshot = read_snapshot(args)
-    set_seeds(args.seed)  # so that a random split of the data is the same in a resumed run
+    set_seeds(run.device, args.seed)  # a resumed run draws the same random split
     train_data, val_data = read_data(args)
     run.steps_per_epoch = len(train_data) // args.batch_size  # the rest does not fill a batch
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
@@ -251,7 +252,7 @@ def main(args):
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(args.seed)  # the same weights, whatever read_data has drawn
+    set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data).to(run.device)
     if not run.model.training:  # a part alone that is in eval() stays so
         run.model.train()
@@ -320,7 +321,7 @@ def check_args(run, args):
     divisor = args.grad_accum_steps
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
         sys.exit("--batch_size must be a multiple of --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log)):
+    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             sys.exit(f"cannot write {path}: a folder, or in one that is missing or read-only")
 
@@ -359,7 +360,8 @@ def train_step(run, batches, args):
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
-        set_seeds(args.seed, run.step, micro_step)  # a resumed run draws the same
+        # A resumed run draws the same dropout.
+        seed_torch(run.device, args.seed, run.step, micro_step)
         run.watch.mark("data")
         loss = compute_loss(run, run.compiled_model, batch, run.sums, args)
         run.watch.mark("forward")
@@ -374,14 +376,19 @@ def train_step(run, batches, args):
     run.watch.mark("optimizer")
 
 
-def set_seeds(*numbers):
+def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
-    random.seed(seed)
-    np.random.seed(seed)
+    random.seed(hash(numbers))  # a tuple of numbers always has the same hash
+    np.random.seed(hash(numbers) % 2**32)
+    seed_torch(device, *numbers)
+
+
+def seed_torch(device, *numbers):
+    """Seeds PyTorch's random numbers, those of the CPU and those of the device."""
+    seed = hash(numbers) % 2**32
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
-    if torch.accelerator.is_available() and get_worker_info() is None:
-        torch.get_device_module().manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def compute_loss(run, model, batch, sums, args):
@@ -403,7 +410,7 @@ def evaluate(run, data, args):
     size = args.batch_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(range(len(data)), size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    set_seeds(args.seed)  # each validation draws the same
+    set_seeds(run.device, args.seed)  # each validation draws the same
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
     sums = {}
@@ -422,7 +429,7 @@ def training_requests(data, run, args):
     for step in range(run.step, run.num_steps):
         epoch, step_of_epoch = divmod(step, run.steps_per_epoch)
         if order is None or step_of_epoch == 0:
-            set_seeds(args.seed, epoch)  # so that a resumed run draws the same order
+            set_seeds(run.device, args.seed, epoch)  # a resumed run draws the same order
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         for indices in order[step_of_epoch].reshape(args.grad_accum_steps, -1).tolist():
@@ -437,7 +444,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(*seeds, *indices)  # each batch draws others
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # each batch draws others
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -569,6 +576,7 @@ def log_row(run, val_totals, args):
     row |= means
     row |= run.watch.take_times(args.batch_size)
     rows = [row]
+    run.watch.write_trace(rows, args.trace)
     run.watch.add_rows(rows)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
@@ -600,6 +608,7 @@ class Stopwatch:
         self.num_steps = 0  # since the start
         self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.last_step = []  # (phase, start, end, bytes), for --trace
         self.rows = []  # the last row,
         self.totals = []  # and the sums of the times of all rows
 
@@ -622,9 +631,19 @@ class Stopwatch:
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
+        _, now = self.marks[-1]
+        phases = []  # (phase, start, end, bytes), in seconds after now: negative
         for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            self.times[phase] += self.between(start, end)
-            self.times["steps"] += phase == "optimizer"
+            phases.append((phase, -self.between(start, now), -self.between(end, now), 0))
+        step_ends = [-math.inf]
+        for phase, start, end, _ in phases:
+            self.times[phase] += end - start
+            if phase == "optimizer":
+                self.times["steps"] += 1
+                step_ends.append(end)
+        if len(step_ends) > 1:
+            first, last = step_ends[-2:]
+            self.last_step = [event for event in phases if first <= event[1] < last]
         del self.marks[:-1]
 
     def take_times(self, batch_size):
@@ -636,6 +655,7 @@ class Stopwatch:
         row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
+        row["last_step"] = self.last_step
         return row
 
     def add_rows(self, rows):
@@ -644,6 +664,21 @@ class Stopwatch:
         self.totals = self.totals or [Counter() for _ in rows]
         for row, total in zip(rows, self.totals):
             total.update({name: row[name] for name in TIMES})
+
+    def write_trace(self, rows, path):
+        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
+        steps = [row.pop("last_step") for row in rows]
+        first = min((start for step in steps for _, start, *_ in step), default=0.0)
+        events = []
+        for row, step in zip(rows, steps):
+            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
+            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
+            for name, start, end, size in step:
+                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
+                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
+                events.append(event | {"dur": 1e6 * (end - start)})
+        if path:
+            Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 def with_speed(times, batch_size):

@@ -90,7 +90,7 @@ def random_requests(script, data, args, size):
     """Yields, without end, requests for `size` random samples, as those of the training."""
     draw_order = getattr(script, "training_order", lambda *_: np.arange(len(data)))
     for epoch in itertools.count():
-        script.set_seeds(args.seed, epoch)
+        script.set_seeds(torch.device("cpu"), args.seed, epoch)
         order = np.random.permutation(np.asarray(draw_order(data, args, epoch)))
         for indices in order[: len(order) // size * size].reshape(-1, size).tolist():
             yield (args.seed, epoch, indices[0]), indices
@@ -110,7 +110,7 @@ def gradient_norms(script, model, batches, args, steps):
         means = [torch.zeros_like(parameter) for parameter in parameters]
         for part in range(NUM_PARTS):
             batch = script.to_device(next(batches), device)
-            script.set_seeds(args.seed, step, part)  # of dropout
+            script.seed_torch(device, args.seed, step, part)  # of dropout
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 loss, _ = script.batch_loss(model, batch, args)
             gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
@@ -166,13 +166,13 @@ def main():
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    script.set_seeds(args.seed)
+    script.set_seeds(device, args.seed)
     data, _ = script.read_data(args)
     size = args.batch_size // NUM_PARTS
     num_samples = len(data)
     if size == 0 or num_samples < 2 * NUM_PARTS * size:
         sys.exit(f"--batch_size must be {NUM_PARTS} or more, and the data two batches or more")
-    script.set_seeds(args.seed)
+    script.set_seeds(device, args.seed)
     model = script.create_model(args, data)
     if weights:
         try:

@@ -1,0 +1,92 @@
+"""--trace: a step of all processes as a picture, by one clock."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import LOOPBACK, ROOT, Job, free_port, rows
+from fork_server import torchrun_env
+from test_training import GPT, MNIST
+
+RUNS = {  # script: arguments, processes
+    "singlegpu/images.py": (f"{MNIST} --model mlp", 1),
+    "multigpu/images.py": (f"{MNIST} --model mlp", 3),
+    "hybrid/images.py": (f"{MNIST} --model mlp", 2),
+    "hybrid/gpt_pipeline.py": (f"{GPT} --dataset {{data}}/words.txt --num_stages 2", 2),
+    "hybrid/gpt_fsdp.py": (f"{GPT} --dataset {{data}}/words.txt", 2),
+}
+LATE = 0.3  # seconds by which one process comes late
+
+
+def read_trace(path):
+    """Returns {rank: name}, and {(rank, thread): [(name, start, end, bytes)]} in seconds."""
+    names, threads = {}, {}
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event["ph"] == "M":
+            names[event["pid"]] = event["args"]["name"]
+        else:
+            times = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+            thread = threads.setdefault((event["pid"], event["tid"]), [])
+            thread.append((event["name"], *times, event["args"]["bytes"]))
+    return names, threads
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_trace_is_the_last_step(script, run, data, tmp_path):
+    """Its phases follow each other, and add up to the columns of a row that is one step."""
+    arguments, processes = RUNS[script]
+    log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
+    words = [*arguments.format(data=data).split(), "--max_steps", 6, "--eval_every", 1]
+    run(script, *words, "--log", log, "--trace", trace, processes=processes)
+    names, threads = read_trace(trace)
+    last = {row["rank"]: row for row in rows(log) if row["step"] == 6}
+    assert names == {rank: f"rank {rank} on {row['host']}" for rank, row in last.items()}
+    for rank, row in last.items():
+        assert "last_step" not in row
+        phases = threads[rank, 0]
+        assert all(phase[2] == pytest.approx(after[1]) for phase, after in zip(phases, phases[1:]))
+        sums = dict.fromkeys((name for name, *_ in phases), 0.0)
+        for name, start, end, _ in phases:
+            sums[name] += end - start
+        comm = sums.pop("comm", 0.0)
+        assert {"data", "forward", "backward", "optimizer"} <= sums.keys()
+        assert sums == pytest.approx({name: row[name] for name in sums}, abs=1e-6)
+        assert comm <= row.get("comm", 0.0)  # the row also has the all-reduce of the look
+        if processes > 1:
+            sent = threads[rank, 1]
+            assert all(phases[0][1] <= start < end and size > 0 for _, start, end, size in sent)
+            assert all(start < phases[-1][2] for _, start, _, _ in sent)
+    if script == "hybrid/gpt_fsdp.py":
+        assert {name for name, *_ in threads[0, 1]} == {"all-gather", "reduce-scatter"}
+    if script == "multigpu/images.py":  # float32, once each
+        assert sum(size for *_, size in threads[0, 1]) == 4 * last[0]["parameters"]
+
+
+def test_late_process_is_late_by_another_hosts_clock(data, tmp_path):
+    """Three processes, one of them late and with a clock that is 5 s ahead."""
+    ahead = ["unshare", "--time", "--monotonic", "5", "--fork"]
+    if subprocess.run([*ahead, "true"], capture_output=True).returncode:
+        pytest.skip("only root can set a clock ahead, in a time namespace")
+    trace, port = tmp_path / "trace.json", str(free_port())
+    words = [*MNIST.format(data=data).split(), "--model", "mlp", "--max_steps", 8]
+    slow = [sys.executable, ROOT / "tests/slow.py", "backward", 1, LATE]
+    env = LOOPBACK | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    jobs = []
+    try:
+        for rank in range(3):
+            command = [*(ahead if rank == 1 else []), *slow, ROOT / "multinode/images.py", *words]
+            command += ["--trace", trace]
+            jobs.append(Job(command, tmp_path, **env | torchrun_env(rank, 1, 3)))
+        for job in jobs:
+            status, _, err = job.wait()
+            assert status == 0, err
+    finally:
+        for job in jobs:
+            job.end()
+    _, threads = read_trace(trace)
+    ready = [  # when the last gradient of each process is ready
+        next(end for name, _, end, _ in threads[rank, 0] if name == "backward") for rank in range(3)
+    ]
+    for rank in (0, 2):
+        assert LATE / 2 < ready[1] - ready[rank] < 1
