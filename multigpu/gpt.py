@@ -247,6 +247,7 @@ def launch(args):
     if not 1 <= args.num_gpus <= (torch.accelerator.device_count() or args.num_gpus):
         sys.exit(f"this machine has {torch.accelerator.device_count()} GPUs, not {args.num_gpus}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     os.environ |= {"WORLD_SIZE": str(args.num_gpus), "GROUP_WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as folder:

@@ -172,7 +172,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     """A process is killed, or all are told to stop: the weights of an undisturbed run."""
     whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.jsonl"
     task = [*images, "--model", "cnn"] if script == IMAGES else words
-    base = [*task, "--dropout", 0.1, "--max_steps", 40, "--eval_every", 4]
+    base = [*task, "--dropout", 0.1, "--max_steps", 24, "--eval_every", 4]
     job = start(script, *base, "--snapshot", cut, processes=2)
     wait_for_saves(job, cut, chance.randint(1, 3))
     if signum == signal.SIGKILL:
@@ -185,7 +185,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     wait_for(lambda: not job.processes())
     step = load(cut)["step"]
     if signum == signal.SIGTERM:
-        assert f"stopped at step {step} of 40" in out, out
+        assert f"stopped at step {step} of 24" in out, out
     run(script, *base, "--snapshot", cut, "--log", log, processes=2)
     assert min(row["step"] for row in rows(log)) == (step if step % 4 == 0 else step + 4 - step % 4)
     run(script, *base, "--snapshot", whole, processes=2)
