@@ -253,9 +253,7 @@ def write_nothing(fifo):
 def paste(name, folder):
     """Write singlegpu/images.py with this section in place of its own."""
     script = folder / "mine.py"
-    script.write_text(
-        with_band((ROOT / f"tests/bands/{name}.py").read_text(), "singlegpu/images.py")
-    )
+    script.write_text(with_band((ROOT / f"examples/{name}.py").read_text(), "singlegpu/images.py"))
     return script
 
 
@@ -278,6 +276,48 @@ def test_table(run, attempt, tmp_path):
         path.write_text("\n".join(["time,constant,b,target", *lines, f"{cell},0.1,1,1"]))
         status, _, err = attempt(script, "--table", path)
         assert status == 1 and message in err and "Traceback" not in err, err
+
+
+def test_series(run, attempt, tmp_path):
+    """A constant column trains; cells that are not numbers are named by their column."""
+    path, script = tmp_path / "series.csv", paste("forecast", tmp_path)
+    waves = np.sin(np.arange(300) / 4)
+    lines = ["date,constant,wave", *(f"day {day},20.0,{wave}" for day, wave in enumerate(waves))]
+    path.write_text("\n".join(lines))
+    words = (script, "--series", path, "--window", 24, "--horizon", 6)
+    status, _, err = attempt(*words)
+    assert status == 1 and "no number in date" in err and "Traceback" not in err, err
+    out = run(*words, "--skip", "date", "--epochs", 4)
+    mae, naive = re.findall(r"val_mae ([\d.]+)\s+val_naive ([\d.]+)", out)[-1]
+    assert float(mae) < float(naive) / 2, out
+    path.write_text("\n".join([*lines, "day 300,20.0,"]))
+    status, _, err = attempt(*words, "--skip", "date")
+    assert status == 1 and "no number in wave" in err and "Traceback" not in err, err
+
+
+def test_masks(run, attempt, tmp_path):
+    """255 is no label, and no part of the mean. A mask of other classes is named."""
+    script = paste("segmentation", tmp_path)
+    for split in ("train", "val"):
+        for folder in ("images", "masks"):
+            (tmp_path / split / folder).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (10, 10), (20 * number,) * 3).save(
+                tmp_path / f"{split}/images/{number}.jpg"
+            )
+            mask = np.full((10, 10), 255, np.uint8)
+            mask[0] = number > 5
+            Image.fromarray(mask).save(tmp_path / f"{split}/masks/{number}.png")
+    words = (script, "--photos", tmp_path, "--image_size", 8, "--batch_size", 6)
+    out = run(*words, "--epochs", 1)
+    loss = float(re.search(r"train_loss ([\d.]+)", out)[1])
+    assert 0.5 < loss < 2, "about log 3 for three classes, however few pixels have a label"
+    Image.fromarray(np.full((10, 10), 7, np.uint8)).save(tmp_path / "train/masks/3.png")
+    status, _, err = attempt(*words)
+    assert status and "masks/3.png is no grey image of 0 to --num_classes - 1" in err, err
+    (tmp_path / "train/images/4.jpg").unlink()
+    status, _, err = attempt(*words)
+    assert status == 1 and "have no image: ['4.png']" in err and "Traceback" not in err, err
 
 
 @pytest.fixture(scope="module")
