@@ -25,13 +25,16 @@ import warnings
 import datasets
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from torch.utils.data import Dataset
 
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
 VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
+# Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
+SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
+CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
 try:
     from torch.ao import quantization as torch_ao
 except ImportError:  # it is deprecated: a later PyTorch may lack it
@@ -75,7 +78,9 @@ def learn_vocabulary(batch):
     """Returns a tokenizer for these texts, as a table of one row, which map() caches."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
+    words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
     trainer = trainers.WordLevelTrainer(
         vocab_size=VOCAB_SIZE,
         min_frequency=2,
@@ -98,6 +103,17 @@ def encode(batch, tokenizer, labels):
     }
 
 
+def has_label(label):
+    """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
+    return label.strip() != "" if isinstance(label, str) else label is not None and label >= 0
+
+
+def say(message):
+    """Prints a line, of all processes only in that of rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)
+
+
 def load_texts(args):
     """Returns the training texts, the test texts (columns text and label), and the K labels."""
     if args.dataset == "synthetic":
@@ -105,15 +121,31 @@ def load_texts(args):
         return splits["train"], splits["test"], [0, 1, 2, 3]
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+    labelled = {}
     try:
-        splits = datasets.load_dataset(path, split=["train", "test"])
-        train_texts, test_texts = [split.select_columns(["text", "label"]) for split in splits]
-        labels = sorted(train_texts.unique("label"))
-        if not set(test_texts.unique("label")) <= set(labels):
-            raise ValueError("test has labels that train has not")
-        return train_texts, test_texts, labels
+        splits = datasets.load_dataset(path)
+        for name in ("train", "test", "validation"):
+            if name in splits:
+                texts = splits[name].select_columns(["text", "label"])
+                texts = texts.cast_column("text", datasets.Value("string"))  # it may be digits
+                labelled[name] = texts.filter(has_label, input_columns="label")
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
-        sys.exit(f"cannot read {path}: {error}")
+        sys.exit(f"cannot read {path}: {error.__cause__ or error}")
+    for name, texts in [*labelled.items()]:
+        num_missing = len(splits[name]) - len(texts)
+        if num_missing > 0:
+            say(f"{num_missing} of {len(splits[name])} rows of {name} have no label: left out")
+        if len(texts) == 0:
+            del labelled[name]
+    if "train" not in labelled or len(labelled) == 1:
+        missing = "test" if "train" in labelled else "train"
+        sys.exit(f"{path}: {missing} has no labels (in a CSV file, NA and null are none)")
+    train_texts, test_texts = [*labelled.values()][:2]
+    labels = sorted(train_texts.unique("label"))
+    unknown = sorted(set(test_texts.unique("label")) - set(labels))
+    if unknown:
+        sys.exit(f"{path}: {[*labelled][1]} has labels that train has not: {unknown}")
+    return train_texts, test_texts, labels
 
 
 class Texts(Dataset):
@@ -143,7 +175,7 @@ def read_data(args):
     """
     # map() caches by the code of a function of __main__, but by the name alone of any other. Where
     # multigpu/text.py starts a process, the main module is called __mp_main__.
-    for function in (synthetic_texts, learn_vocabulary, encode):
+    for function in (synthetic_texts, learn_vocabulary, encode, has_label):
         function.__module__ = "__main__"
     datasets.disable_progress_bars()
     train_texts, test_texts, labels = load_texts(args)
@@ -154,7 +186,13 @@ def read_data(args):
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
     options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
-    return [Texts(texts.map(encode, **options), len(labels)) for texts in (train_texts, test_texts)]
+    data = []
+    for name, texts in (("train", train_texts), ("test", test_texts)):
+        data.append(Texts(texts.map(encode, **options), len(labels)))
+        share = (data[-1].tokens == 1).sum() / data[-1].lengths.sum(dtype=np.int64)
+        if share > 1 / 3:
+            say(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
+    return data
 
 
 class TextEncoder(nn.Module):

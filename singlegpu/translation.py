@@ -33,7 +33,7 @@ import datasets
 import numpy as np
 import sacrebleu
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
@@ -45,6 +45,9 @@ MEAN_TOKENS = 13  # of a sentence, roughly
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
 PAD, UNKNOWN, START, END = range(4)  # token ids
 SIDES = ["source", "target"]
+# Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
+SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
+CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
 DIGITS = "zero one two three four five six seven eight nine".split()
 
 
@@ -77,30 +80,60 @@ def synthetic_pairs():
 def read_splits(args):
     """Returns the training, validation and test pairs: tables with columns source and target."""
     datasets.disable_progress_bars()
+    # map() and filter() cache by the code of a function of __main__, but by the name alone of any
+    # other. Where multigpu/translation.py starts a process, the main module is called __mp_main__.
+    for function in (encode_pairs, is_pair):
+        function.__module__ = "__main__"
     if args.dataset == "synthetic":
         return synthetic_pairs()
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     names = {args.source: "source", args.target: "target"}
+    pairs = {}
     try:
         splits = datasets.load_dataset(path, split=["train", "validation", "test"])
-        return [split.select_columns([*names]).rename_columns(names) for split in splits]
+        for split in splits:
+            texts = split.flatten()  # a column of dictionaries becomes translation.de, ...
+            if "translation" in split.column_names:
+                texts = texts.rename_columns({f"translation.{name}": name for name in names})
+            texts = texts.select_columns([*names]).rename_columns(names)
+            texts = texts.cast(datasets.Features(dict.fromkeys(SIDES, datasets.Value("string"))))
+            pairs[str(split.split)] = texts.filter(is_pair, input_columns=SIDES)
     except (OSError, TypeError, ValueError, datasets.exceptions.DatasetsError) as error:
-        sys.exit(f"cannot read {path}: {error}")
+        sys.exit(f"cannot read {path}: {error.__cause__ or error}")
+    for split, (name, texts) in zip(splits, pairs.items()):
+        if len(texts) < len(split):
+            missing = f"{len(split) - len(texts)} of {len(split)} rows of {name}"
+            say(f"{missing} lack {args.source} or {args.target}: left out")
+        if len(texts) == 0:
+            sys.exit(f"{path}: no row of {name} has {args.source} and {args.target}")
+    return [*pairs.values()]
+
+
+def is_pair(source, target):
+    return bool(source and source.strip() and target and target.strip())
+
+
+def say(message):
+    """Prints a line, of all processes only in that of rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)
 
 
 def train_tokenizer(texts, seq_len):
     """Returns a tokenizer for the frequent words of these texts. It pads to seq_len tokens."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
+    words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
     trainer = trainers.WordLevelTrainer(
         vocab_size=30_000,
         min_frequency=2,
         show_progress=False,
         special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
     )
-    tokenizer.train_from_iterator((text for text in texts if text), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.encode_special_tokens = True  # "[END]" in a text is text
     tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
     tokenizer.enable_truncation(seq_len)
@@ -112,8 +145,7 @@ def encode_pairs(batch, tokenizers):
     """Returns sources and targets (N, seq_len), source_length and target_length (N,)."""
     encoded = {}
     for side, tokenizer in tokenizers.items():
-        texts = [text or "" for text in batch[side]]  # a missing text is None
-        encodings = tokenizer.encode_batch_fast(texts)
+        encodings = tokenizer.encode_batch_fast(batch[side])
         ids = np.array([encoding.ids for encoding in encodings], np.int16)
         encoded[f"{side}s"] = ids
         encoded[f"{side}_length"] = np.count_nonzero(ids != PAD, axis=1)
@@ -124,9 +156,6 @@ class Pairs(Dataset):
     """Pairs of sentences as token ids, and their texts; the longest sources come first."""
 
     def __init__(self, texts, tokenizers):
-        # map() caches by the code of a function of __main__, but by the name alone of any other.
-        # Where multigpu/translation.py starts a process, the main module is called __mp_main__.
-        encode_pairs.__module__ = "__main__"
         encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
         arrays = encoded.remove_columns(SIDES).with_format("numpy", dtype=np.int16)[:]
         order = np.argsort(-arrays["source_length"], stable=True)
@@ -153,7 +182,15 @@ def read_data(args, names=("train", "validation")):
     splits = dict(zip(("train", "validation", "test"), read_splits(args)))
     texts = splits["train"]
     tokenizers = {side: train_tokenizer(texts[side], args.seq_len) for side in SIDES}
-    return [Pairs(splits[name], tokenizers) for name in names]
+    data = []
+    for name in names:
+        data.append(Pairs(splits[name], tokenizers))
+        for side in SIDES:
+            num_words = (data[-1].arrays[f"{side}_length"] - 2).sum(dtype=np.int64)
+            share = (data[-1].arrays[f"{side}s"] == UNKNOWN).sum() / num_words
+            if share > 1 / 3:
+                say(f"{share:.0%} of all words of {name}'s {side} are [UNK], rare in train")
+    return data
 
 
 def training_order(data, args, epoch):
@@ -303,7 +340,10 @@ def finish(model, data, args, device):
         translations += translate(model, sources, lengths, data.tokenizers["target"], args)
     for index in len(test_data) // 4, len(test_data) // 2, len(test_data) * 3 // 4:
         print(*test_data.texts[index].values(), translations[index], sep="\n    ")
-    references = [text or "" for text in test_data.texts["target"]]
+    references = []  # words with blanks between, as in the translations
+    for text in test_data.texts["target"]:
+        words = data.tokenizers["target"].pre_tokenizer.pre_tokenize_str(text)
+        references.append(" ".join(word for word, _ in words))
     bleu = sacrebleu.corpus_bleu(  # force: no warning that the texts look tokenized
         translations, [references], lowercase=True, tokenize="intl", force=True
     )

@@ -226,8 +226,8 @@ def table(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def table_band(table):
-    """The text of tests/bands/table.py, with this file as its default."""
-    return (ROOT / "tests/bands/table.py").read_text().replace("table.csv", str(table))
+    """The text of examples/table.py, with this file as its default."""
+    return (ROOT / "examples/table.py").read_text().replace("table.csv", str(table))
 
 
 @pytest.fixture(scope="session")

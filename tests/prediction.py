@@ -66,7 +66,7 @@ class Network:
         self.files = map("{}/{}".format, itertools.repeat(folder), itertools.count())
         self.sleeper = Path(folder, "multinode/images.py")
         self.sleeper.parent.mkdir()
-        band = (ROOT / "tests/bands/sleeping.py").read_text()
+        band = (ROOT / "tests/sleeping.py").read_text()
         self.sleeper.write_text(with_band(band, "multinode/images.py"))
         os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -1,6 +1,7 @@
 """Data as it comes: what is wrong with it is said, and what is right is not spoiled."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -253,9 +254,7 @@ def write_nothing(fifo):
 def paste(name, folder):
     """Write singlegpu/images.py with this section in place of its own."""
     script = folder / "mine.py"
-    script.write_text(
-        with_band((ROOT / f"tests/bands/{name}.py").read_text(), "singlegpu/images.py")
-    )
+    script.write_text(with_band((ROOT / f"examples/{name}.py").read_text(), "singlegpu/images.py"))
     return script
 
 
@@ -278,6 +277,48 @@ def test_table(run, attempt, tmp_path):
         path.write_text("\n".join(["time,constant,b,target", *lines, f"{cell},0.1,1,1"]))
         status, _, err = attempt(script, "--table", path)
         assert status == 1 and message in err and "Traceback" not in err, err
+
+
+def test_series(run, attempt, tmp_path):
+    """A constant column trains; cells that are not numbers are named by their column."""
+    path, script = tmp_path / "series.csv", paste("forecast", tmp_path)
+    waves = np.sin(np.arange(300) / 4)
+    lines = ["date,constant,wave", *(f"day {day},20.0,{wave}" for day, wave in enumerate(waves))]
+    path.write_text("\n".join(lines))
+    words = (script, "--series", path, "--window", 24, "--horizon", 6)
+    status, _, err = attempt(*words)
+    assert status == 1 and "no number in date" in err and "Traceback" not in err, err
+    out = run(*words, "--skip", "date", "--epochs", 4)
+    mae, naive = re.findall(r"val_mae ([\d.]+)\s+val_naive ([\d.]+)", out)[-1]
+    assert float(mae) < float(naive) / 2, out
+    path.write_text("\n".join([*lines, "day 300,20.0,"]))
+    status, _, err = attempt(*words, "--skip", "date")
+    assert status == 1 and "no number in wave" in err and "Traceback" not in err, err
+
+
+def test_masks(run, attempt, tmp_path):
+    """255 is no label, and no part of the mean. A mask of other classes is named."""
+    script = paste("segmentation", tmp_path)
+    for split in ("train", "val"):
+        for folder in ("images", "masks"):
+            (tmp_path / split / folder).mkdir(parents=True)
+        for number in range(12):
+            Image.new("RGB", (10, 10), (20 * number,) * 3).save(
+                tmp_path / f"{split}/images/{number}.jpg"
+            )
+            mask = np.full((10, 10), 255, np.uint8)
+            mask[0] = number > 5
+            Image.fromarray(mask).save(tmp_path / f"{split}/masks/{number}.png")
+    words = (script, "--photos", tmp_path, "--image_size", 8, "--batch_size", 6)
+    out = run(*words, "--epochs", 1)
+    loss = float(re.search(r"train_loss ([\d.]+)", out)[1])
+    assert 0.5 < loss < 2, "about log 3 for three classes, however few pixels have a label"
+    Image.fromarray(np.full((10, 10), 7, np.uint8)).save(tmp_path / "train/masks/3.png")
+    status, _, err = attempt(*words)
+    assert status and "masks/3.png is no grey image of 0 to --num_classes - 1" in err, err
+    (tmp_path / "train/images/4.jpg").unlink()
+    status, _, err = attempt(*words)
+    assert status == 1 and "have no image: ['4.png']" in err and "Traceback" not in err, err
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +360,79 @@ def test_labels_of_texts(run, attempt, network, tmp_path, kind):
         (tmp_path / "test.csv").write_text("text,label\na b,\nc d,")
         status, _, err = attempt(script, *words)
         assert status == 1 and "test has no labels" in err and "Traceback" not in err, err
+
+
+TEXT = ("singlegpu/text.py", "--seq_len", 32, "--batch_size", 10, "--learning_rate", 0.02)
+
+
+def write_texts(folder, train, test):
+    folder.mkdir(exist_ok=True)
+    for split, lines in (("train", train), ("test", test)):
+        (folder / f"{split}.csv").write_text("\n".join(["text,label", *lines]))
+    return folder
+
+
+@pytest.mark.parametrize("letters", ["狗猫鱼鸟树花", "いぬねこさか", "กขคงจฉ"])
+def test_texts_without_blanks_between_words(run, tmp_path, letters):
+    generator = np.random.default_rng(0)
+    lines = []
+    for label in generator.integers(0, 2, 200):
+        words = generator.choice([*letters[3 * label :][:3]], 12)
+        lines.append(f"{''.join(words)},{label}")
+    folder = write_texts(tmp_path / "texts", lines, lines[:50])
+    out = run(*TEXT, "--dataset", folder, "--epochs", 3)
+    assert float(re.findall(r"val_acc ([\d.]+)", out)[-1]) > 0.9 and "[UNK]" not in out, out
+
+
+def test_texts_that_no_vocabulary_covers(run, tmp_path):
+    """It is said once, however many processes there are. Digits are text; labels have gaps."""
+    lines = [f"{number},{2 * (number % 2) + 1}" for number in range(1000, 1100)]
+    lines += [f"1000,{missing}" for missing in ("-1", "", "NA")]
+    folder = write_texts(tmp_path / "texts", lines, lines[:20])
+    out = run("multigpu/text.py", *TEXT[1:], "--dataset", folder, "--max_steps", 1, processes=2)
+    assert out.count("3 of 103 rows of train have no label: left out") == 1, out
+    assert len(re.findall(r"\d\d% of all tokens of train are \[UNK\]", out)) == 1, out
+
+
+def test_texts_whose_labels_do_not_serve(attempt, tmp_path):
+    """The split is named, before anything is learned. Validation takes the place of test."""
+    lines = ["a b,bird", "c d,stone"] * 10
+    for test, message in (
+        (["a b,bird", "c d,fish", "e,ant"], "test has labels that train has not: ['ant', 'fish']"),
+        (["a b,", "c d,NA"], "test has no labels"),
+    ):
+        folder = write_texts(tmp_path / "texts", lines, test)
+        status, _, err = attempt(*TEXT, "--dataset", folder)
+        assert status == 1 and message in err and "Traceback" not in err, err
+    (folder / "validation.csv").write_text("\n".join(["text,label", *lines[:4]]))
+    status, out, err = attempt(*TEXT, "--dataset", folder, "--max_steps", 1)
+    assert status == 0 and "2 of 2 rows of test have no label" in out, err
+    folder = write_texts(tmp_path / "none", ["a b,-1"] * 9, ["a b,1"] * 9)
+    status, _, err = attempt(*TEXT, "--dataset", folder)
+    assert status == 1 and "train has no labels" in err and "Traceback" not in err, err
+
+
+def test_pairs_of_the_hub(run, attempt, tmp_path):
+    """A column of dictionaries; Chinese; digits; pairs that lack a side are left out."""
+    words = dict(zip("0123456789", "零一二三四五六七八九"))
+    numbers = [str(number) for number in range(100, 160)]
+    pairs = [{"en": " ".join(n), "zh": "".join(words[digit] for digit in n)} for n in numbers]
+    pairs += [{"en": None, "zh": "一"}, {"en": "1", "zh": " "}]
+    for split in ("train", "validation", "test"):
+        lines = [json.dumps({"id": 1, "translation": pair}) for pair in pairs]
+        (tmp_path / f"{split}.json").write_text("\n".join(lines))
+    words = ("--dataset", tmp_path, "--seq_len", 8, "--batch_size", 20, "--learning_rate", 2e-3)
+    script, sides = "singlegpu/translation.py", ("--source", "en", "--target", "zh")
+    out = run(script, *words, *sides, "--max_steps", 1)
+    assert "2 of 62 rows of train lack en or zh: left out" in out and "[UNK]" not in out, out
+    status, _, err = attempt(script, *words, "--source", "de")
+    assert status == 1 and "cannot read" in err and "Traceback" not in err, err
+    lines = [f"{number},{number}" for number in numbers]
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.json").unlink()
+        (tmp_path / f"{split}.csv").write_text("\n".join(["en,zh", *lines]))
+    out = run(script, *words, *sides, "--max_steps", 1)
+    assert re.search(r"\d\d% of all words of train's source are \[UNK\]", out), out
 
 
 def test_report_of_a_sweep_has_a_job_file():

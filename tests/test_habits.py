@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_weights, curve, load
-from test_bands import LAUNCHES, paste
+from test_examples import LAUNCHES, paste
 
 MODEL = "def create_model("
 OPTIMIZER = "return torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)"

@@ -1,41 +1,52 @@
-"""Bands of users on the runs of the three folders: what they bring trains; mistakes are told."""
+"""Sections that users paste, on the runs of three folders: they train; mistakes are told."""
 
 import re
 import time
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, assert_same_weights, curve, load, rows
 from prediction import with_band
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 LAUNCHES = (("singlegpu", 1), ("multigpu", 2), ("multinode", 3))
 
 
-def paste(band, folder, script):
+def paste(band, folder, script, task="images"):
     """Write the script of a folder with this band (a text) in place of its own."""
     script.parent.mkdir(exist_ok=True)
-    script.write_text(with_band(band, f"{folder}/images.py"))
+    script.write_text(with_band(band, f"{folder}/{task}.py"))
     return script
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
     """A folder with a tiny network and its tokenizer, as the Hub has them."""
-    folder = tmp_path_factory.mktemp("network")
+    sizes = {"max_position_embeddings": 16, "dim": 16, "hidden_dim": 32}
+    rates = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
+    config = DistilBertConfig(**sizes, **rates, vocab_size=12, n_layers=1, n_heads=2)
+    return save(DistilBertForSequenceClassification(config), tmp_path_factory.mktemp("network"))
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    config = LlamaConfig(**sizes, vocab_size=12, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
+    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("language_model"))
+
+
+def save(model, folder):
+    """Save it with a tokenizer of the words a to j."""
     vocab = {word: id for id, word in enumerate(["[PAD]", "[UNK]", *"abcdefghij"])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    )
-    tokenizer.save_pretrained(folder)
-    sizes = {"vocab_size": len(vocab), "max_position_embeddings": 16, "dim": 16, "hidden_dim": 32}
-    rates = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
-    config = DistilBertConfig(**sizes, **rates, n_layers=1, n_heads=2)
-    DistilBertForSequenceClassification(config).save_pretrained(folder)
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -52,25 +63,43 @@ def texts(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["table", "huggingface"])
-def test_pasted_bands_train_with_one_loss_curve(run, request, tmp_path, name):
-    """They train on 1, 2 and 3 processes, two workers each."""
-    band = (ROOT / f"tests/bands/{name}.py").read_text()
-    words = ("--num_workers", 2, "--batch_size", 12)
-    for flag in re.findall(r'"--(table|network|texts)"', band):
-        words = (*words, f"--{flag}", request.getfixturevalue(flag))
-    if name == "huggingface":
-        words = (*words, "--seq_len", 8, "--learning_rate", 1e-2)
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """A text in which each letter is followed by the next."""
+    path = tmp_path_factory.mktemp("letters") / "text.txt"
+    path.write_text(" ".join("abcdefghij" * 200))
+    return path
+
+
+EXAMPLES = {  # name: its flags; a word in braces is what the fixture of this name returns
+    "table": "--table {table}",
+    "huggingface": "--network {network} --texts {texts} --seq_len 8 --learning_rate 1e-2",
+    "lora": "--network {language_model} --text {letters} --seq_len 8 --learning_rate 3e-2",
+    "segmentation": "--image_size 24",
+    "forecast": "--window 48 --horizon 12",
+}
+
+
+def test_each_example_is_tried():
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_train_with_one_loss_curve(run, request, tmp_path, name):
+    """They train on 1, 2 and 3 processes, two workers each, in place of any script's section."""
+    band = (ROOT / f"examples/{name}.py").read_text()
+    flags = re.sub(
+        r"\{(\w+)\}", lambda match: str(request.getfixturevalue(match[1])), EXAMPLES[name]
+    )
+    words = (*flags.split(), "--num_workers", 2, "--batch_size", 12, "--max_steps", 24)
     curves = []
-    for folder, processes in LAUNCHES:
-        script = paste(band, folder, tmp_path / folder / "mine.py")
+    for (folder, processes), task in zip(LAUNCHES, ("images", "text", "gpt")):
+        script = paste(band, folder, tmp_path / folder / "mine.py", task)
         log, snapshot = tmp_path / f"{folder}.jsonl", tmp_path / f"{folder}.pt"
-        more = ("--log", log, "--snapshot", snapshot)
+        more = ("--eval_every", 8, "--log", log, "--snapshot", snapshot)
         run(script, *words, *more, processes=processes)
-        assert curve(log)[1, 0] < curve(log)[0, 0], "it learns"
-        assert (
-            load(snapshot)["step"] == rows(log)[-1]["step"] == 2 * rows(log)[-1]["steps_per_epoch"]
-        )
+        assert curve(log)[-1, 1] < curve(log)[0, 1], "it learns"
+        assert load(snapshot)["step"] == rows(log)[-1]["step"] == 24
         curves.append(curve(log))
     for each in curves[1:]:
         np.testing.assert_allclose(each, curves[0], rtol=1e-5)

@@ -14,7 +14,7 @@ def parse_args():
 
 
 def has_label(label):
-    """None, NaN, blanks, and -1, the Hub's own mark, are no labels."""
+    """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
     return label.strip() != "" if isinstance(label, str) else label is not None and label >= 0
 
 
