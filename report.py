@@ -1,11 +1,8 @@
-"""Compare training runs by their logs, and predict what more processes would do.
+"""Compare training runs by their logs, and draw them.
 
     python report.py runs/                            # logs in a folder, written with --log
     python report.py runs/ --out report               # also writes report.md, CSVs and pictures
-    python report.py one.jsonl --predict link.json    # link.json is from allreduce.py --out
-    python report.py one.jsonl --predict inside.json between.json --gpus_per_node 8
-    python report.py one.jsonl --predict 2nodes.json 4nodes.json      # measured at several N
-    python report.py one.jsonl --predict link.json --noise noise.json # of singlegpu/noise_scale.py
+    python report.py trace.json --out report          # draws a file of --trace
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
 however they are launched: in stages, in shards, in micro-batches. Strong scaling keeps the global
@@ -34,21 +31,6 @@ a run was, how often it was resumed or validated. - is what is not known.
 
 More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times. Amdahl's
 serial fraction f, 1 / speedup = f + (1 - f) / N, is a least-squares fit (Karp and Flatt 1990).
-
-The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of one process. The
-time of data, forward and backward pass is proportional to the batch; with logs of several batches
-it is interpolated. The time of the optimizer is constant. The log of multigpu with one process
-tells the bytes of each bucket of gradients and when it is ready. For singlegpu, buckets of 1 MiB
-and then 25 MiB are ready in proportion to their bytes. A bucket waits for the one before. While its
-all-reduce runs, the backward pass is as slow as allreduce.py (--min_bytes 1048576) has measured.
-
-An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth of the slowest link.
-The latency is that of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small
-messages through trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
-src/graph/tuning.cc). Where a link was measured with as many processes as the row has, its figures
-are taken as they are; the column link tells it, or from what number the row is extrapolated.
-With --noise, time to loss is the time to the same loss beside one process: that of a step, times
-1 + noise scale / batch, to which the number of steps is proportional (McCandlish et al. 2018).
 """
 
 import argparse
@@ -60,9 +42,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
 
 RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
 # Compared runs have these in common, and the settings of their rows but batch size and seed.
@@ -83,7 +65,18 @@ WORDS = ["run", "script", "host", "device"]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_per_epoch"]
 NUMBERS = [*COUNTS, *TIMES, "rank", "step", "peak_MB"]
 DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "comm_hook": "none"}
-OF_A_RUN = ["settings", *WORDS, *COUNTS, "comm_hook", "compile", *LAUNCH, "stages", "buckets"]
+OF_A_RUN = [
+    "settings",
+    "same",
+    "task",
+    *WORDS,
+    *COUNTS,
+    "comm_hook",
+    "compile",
+    *LAUNCH,
+    "stages",
+    "buckets",
+]
 MEASURED = re.compile("train_|val_|(d_model|num_layers|seq_len)$")  # numbers, or missing
 
 RATIOS = ["speedup", "efficiency"]
@@ -93,16 +86,24 @@ COMMUNICATION = ["processes", "comm %", "hidden %", "R", "sending", "waiting"]
 COMMUNICATION += ["late rank", "late host", "skew"]
 ALONE = [*TITLE, "processes", "batch_size", "steps", "seconds", "samples/s", "device-hours"]
 BESIDE = ["processes", "warmup", "eval", "save", "peak_MB", "tokens/s", "TFLOP/s"]
-PREDICTED = ["processes", "local batch", "ms a step", "samples/s", *RATIOS]
-PREDICTED += ["comm %", "hidden %", "R", "link"]
 APPLICATION = ["nodes", "processes", "seconds", *RATIOS, "device-hours", "peak_MB", "eval", "save"]
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
-LINK = {  # what allreduce.py writes: (lowest, highest)
-    "processes": (2, 1e9),
-    "nodes": (1, 1e9),
-    "latency_s": (0, 1e9),
-    "bandwidth_bytes_per_s": (1, 1e30),
-    "compute_rate": (0.01, 1),
+
+# Colours that colour-blind people can tell apart (Okabe and Ito 2008), the same in all pictures.
+COLOURS = {"data": "#E69F00", "forward": "#56B4E9", "backward": "#0072B2", "bubble": "#BBBBBB"}
+COLOURS |= {"comm": "#D55E00", "optimizer": "#009E73"}
+STYLE = {
+    "figure.figsize": (8, 4.5),
+    "figure.dpi": 100,
+    "figure.constrained_layout.use": True,
+    "font.size": 13,
+    "axes.titlesize": 12,
+    "figure.titlesize": 12,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+    "lines.markersize": 8,
 }
 
 
@@ -114,7 +115,7 @@ def read_row(line):
         except (ValueError, RecursionError):
             continue
         if end == len(line):
-            return row if "epoch" in row else valid(DEFAULTS | row)
+            return valid(DEFAULTS | row)
 
 
 def valid(row):
@@ -144,21 +145,36 @@ def read_logs(paths):
         found = list(filter(None, map(read_row, lines)))
         rows += found
         if len(found) < len(lines):
-            notes.append(f"{file}: {len(lines) - len(found)} damaged row(s) left out")
+            notes.append(f"{file}: {len(lines) - len(found)} damaged or old row(s) left out")
         elif not lines:
             notes.append(f"{file}: no rows")
-    num_rows = len(rows)
-    rows = [row for row in rows if "epoch" not in row]
-    if len(rows) < num_rows:
-        older = f"{num_rows - len(rows)} row(s) of older scripts left out"
-        notes.append(f"{older}: they count epochs, not steps")
     if not rows:
         sys.exit("no rows to report: " + "; ".join(notes))
+    for row in rows:
+        row |= {"same": identity(row), "task": task_of(row)}
     rows = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
     for name in rows:
         if name in NUMBERS or MEASURED.match(name):
             rows[name] = pd.to_numeric(rows[name], errors="coerce").astype(float)
     return rows, notes
+
+
+def identity(row):
+    """Returns what compared runs have in common, as sorted pairs of texts."""
+    same = row["settings"] | {name: row.get(name, "-") for name in SAME}
+    same["script"] = script_of(row)
+    return tuple(sorted((name, str(same[name])) for name in {*same} - {*MAY_DIFFER}))
+
+
+def script_of(row):
+    """Returns the name of the task's script: gpt.py for gpt_fsdp.py, too."""
+    return row["script"].split("/")[-1].replace("_fsdp", "").replace("_pipeline", "")
+
+
+def task_of(row):
+    """Returns what titles call a run."""
+    words = [script_of(row), *(str(row["settings"].get(name, "-")) for name in TITLE[1:])]
+    return ", ".join(word for word in words if word != "-")
 
 
 def runs_of(rows, notes):
@@ -190,14 +206,11 @@ def summary_of(run):
     names = [name for name in run if name in OF_A_RUN or MEASURED.match(name)]
     known = {name: column.dropna() for name, column in run[names].items()}
     summary = {name: column.iloc[-1] for name, column in known.items() if len(column)}
-    settings = {name: str(value) for name, value in summary["settings"].items()}
-    summary |= {name: settings.get(name, "-") for name in TITLE[1:]}
-    summary["script"] = re.sub("_fsdp|_pipeline", "", summary["script"].split("/")[-1])
+    settings = summary["settings"]
+    summary |= {name: str(settings.get(name, "-")) for name in TITLE[1:]}
+    summary["script"] = script_of(summary)
     summary |= {name: int(summary[name]) for name in COUNTS}
     summary |= {name: str(summary.get(name, "-")) for name in ("comm_hook", "compile", *LAUNCH)}
-    same = settings | {name: str(summary[name]) for name in SAME}
-    summary["same"] = tuple(sorted((name, same[name]) for name in {*same} - {*MAY_DIFFER}))
-    summary["task"] = ", ".join(summary[name] for name in TITLE if summary[name] != "-")
     summary["local batch"] = summary["batch_size"] / summary["processes"]
     summary["split"] = "-"  # the whole model is in each process
     for name, parts in ("num_stages", "stages"), ("shard_size", "shards"):
@@ -284,7 +297,7 @@ def serial_fraction(group):
 
 
 def pays_up_to(runs):
-    """Returns a sentence on up to how many processes it pays."""
+    """Returns up to how many processes it pays, and a sentence on it."""
     speedups = runs.groupby("processes")["speedup"].max()  # the fastest run with a number counts
     for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
         gain = fast / slow
@@ -292,8 +305,9 @@ def pays_up_to(runs):
         if gain < needed:
             limit = "1 process" if few == 1 else f"{few} processes"
             comparison = f"{many} are {gain:.2f} times as fast as {few}, less than {needed:.2f}"
-            return f"It pays up to {limit}: {comparison}."
-    return f"It pays up to {speedups.index.max()} processes, and there are no numbers on more."
+            return few, f"It pays up to {limit}: {comparison}."
+    most = speedups.index.max()
+    return most, f"It pays up to {most} processes, and there are no numbers on more."
 
 
 def cell(value):
@@ -338,7 +352,7 @@ def comparison(group):
     if first["serial"] > 0:
         bound = f"at most {1 / first['serial']:.3g} times as fast for any N"
         lines += [f"Serial fraction {first['serial']:.3f}: {bound}.", ""]
-    lines += [pays_up_to(group), ""]
+    lines += [pays_up_to(group)[1], ""]
     if (group["efficiency"] > 1.1).any():
         doubt = "N processes are more than N times as fast: was a run beside other work?"
         lines += [f"Not to be trusted: {doubt}", ""]
@@ -353,302 +367,189 @@ def application(groups):
     lines += ["peak_MB is the memory of the process that has held the most.", ""]
     for group in groups:
         lines += [f"**{group['group'].iloc[0]}, device {group['device'].iloc[0]}**", ""]
-        lines += [table(APPLICATION, group), "", pays_up_to(group), ""]
+        lines += [table(APPLICATION, group), "", pays_up_to(group)[1], ""]
     return lines
 
 
-def read_links(paths):
-    """Returns what allreduce.py wrote of the links: a dict for each file."""
-    links = []
-    for path in paths:
-        try:
-            written = json.loads(Path(path).read_text())
-            link = {"device": written["device"]}  # "CPU" or a GPU: gloo or NCCL
-            for name, (lowest, highest) in LINK.items():
-                link[name] = float(written[name])
-                if not lowest <= link[name] <= highest:
-                    raise ValueError(f"{name} is {link[name]}")
-            tflops = written.get("matmul_tflops", {})  # older files lack it
-            link["matmul_tflops"] = {name: float(value) for name, value in tflops.items()}
-        except Exception as error:  # a damaged or foreign file can fail anywhere
-            sys.exit(f"cannot read the link {path}: {error!r}")
-        links.append(link)
-    return sorted(links, key=lambda link: link["processes"])
+def draw_phases(runs, title, path):
+    """Draws where the time of a step goes: a bar for each number of processes, the index."""
+    phases = 1000 * runs[PHASES].loc[:, runs[PHASES].any()]
+    figure, axes = plt.subplots()
+    phases.plot.bar(ax=axes, stacked=True, rot=0, color=COLOURS, legend=False, width=0.7)
+    largest = phases.iloc[-1].idxmax()
+    share = phases[largest].iloc[-1] / phases.iloc[-1].sum()
+    axes.set_title(f"On {phases.index[-1]} processes {share:.0%} of a step is {largest}\n{title}")
+    axes.set(xlabel="processes", ylabel="time of a step (ms)")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center")  # in the bars' order
+    figure.savefig(path)
 
 
-def step_of(run, runs):
-    """Returns what a prediction needs of a run of one process, and of those like it in `runs`.
-
-    It is a dict: the run's batch_size; phases, the seconds of each phase of a step, a row for each
-    batch of which there is a run; and for each bucket of gradients its bytes, and the share of the
-    backward pass that ends when it is ready.
-    """
-    seconds = {0: dict.fromkeys(PHASES, 0.0)}  # a batch of 0 takes no time
-    slowest_last = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
-    for other in [*slowest_last, run]:  # a later run replaces one of the same batch
-        if all(other[name] == run[name] for name in ("same", *LAUNCH)):
-            steps = other["steps_per_epoch"]
-            seconds[other["batch_size"]] = {name: other[name] / steps for name in PHASES}
-    phases = pd.DataFrame.from_dict(seconds, orient="index").sort_index()
-    try:
-        sizes, leads = np.array(run["buckets"], float).T  # bytes, seconds before the last is ready
-        ready = 1 - leads / phases["backward"][run["batch_size"]]
-    except (ArithmeticError, LookupError, TypeError, ValueError):  # singlegpu has no buckets
-        total = 4 * run["parameters"]
-        ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
-        sizes = np.diff(ends)
-        ready = ends[1:] / total
-    shares = np.diff(ready.clip(0, 1), prepend=0)
-    return {"batch_size": run["batch_size"], "phases": phases, "bytes": sizes, "shares": shares}
-
-
-def levels_of(processes, links, gpus_per_node):
-    """Yields the number of members at each level of the network, and a link measured there.
-
-    With gpus_per_node, GPUs send inside a node, and nodes to each other. Else there is one level.
-    """
-    levels = [(processes, links)]
-    if gpus_per_node > 0:
-        nodes = math.ceil(processes / gpus_per_node)
-        levels = [(math.ceil(processes / nodes), [link for link in links if link["nodes"] == 1])]
-        levels += [(nodes, [link for link in links if link["nodes"] > 1])]
-    for members, measured in levels:
-        if members > 1:
-            smaller = [link for link in measured if link["processes"] <= members]
-            yield members, (smaller or measured)[-1 if smaller else 0]
-
-
-def all_reduce_seconds(size, processes, links, gpus_per_node):
-    """Returns the seconds of an all-reduce of `size` bytes, and of which links they are."""
-    levels = list(levels_of(processes, links, gpus_per_node))
-    nodes = math.ceil(processes / gpus_per_node) if gpus_per_node > 0 else 1
-    latency = 0.0
-    bandwidth = math.inf
-    sources = "two links" if len(levels) > 1 else ""
-    for members, link in levels:
-        hops = members - 1
-        measured_hops = link["processes"] - 1
-        if link["nodes"] == 1 and link["device"] == "CPU":
-            hops *= nodes  # the ring of gloo passes through all nodes
-        if link["nodes"] > 1 and link["device"] != "CPU":  # NCCL has trees
-            hops, measured_hops = math.log2(members), math.log2(link["processes"])
-        latency += link["latency_s"] * hops / measured_hops
-        bandwidth = min(bandwidth, link["bandwidth_bytes_per_s"])
-        is_measured = members == link["processes"]
-        sources = sources or ("measured" if is_measured else f"from {link['processes']:.0f}")
-    return latency + size * 2 * (processes - 1) / processes / bandwidth, sources
-
-
-def predict_step(step, processes, scaling, links, gpus_per_node):
-    """Returns the row of the prediction for so many processes, without the speedup."""
-    local_batch = step["batch_size"] / (processes if scaling == "strong" else 1)
-    phases = step["phases"]
-    seconds = {name: np.interp(local_batch, phases.index, phases[name]) for name in phases}
-    optimizer = phases["optimizer"][step["batch_size"]]
-    all_reduces, sources = all_reduce_seconds(step["bytes"], processes, links, gpus_per_node)
-    used_links = [link for _, link in levels_of(processes, links, gpus_per_node)]
-    rate = min((link["compute_rate"] for link in used_links), default=1.0)
-    bucket_ready = 0.0  # in seconds from the beginning of the backward pass
-    link_free = 0.0  # likewise: when the all-reduces so far have ended
-    for work, all_reduce in zip(step["shares"] * seconds["backward"], all_reduces):
-        busy = max(0.0, link_free - bucket_ready)  # so long the link still sends other buckets
-        slowed = min(busy, work / rate)  # seconds of work beside them, at a lower rate
-        rest = work - slowed * rate  # seconds of work at full speed
-        bucket_ready += slowed + rest
-        link_free = max(link_free, bucket_ready) + all_reduce
-    comm = link_free - bucket_ready
-    compute = seconds["forward"] + bucket_ready + optimizer
-    training = seconds["data"] + compute + comm
-    row = {"processes": processes, "local batch": local_batch, "ms a step": 1000 * training}
-    row |= {"samples/s": processes * local_batch / training, "link": sources}
-    row["comm %"] = 100 * comm / training
-    comm_total = all_reduces.sum()
-    if comm_total > 0:
-        row["hidden %"] = max(0.0, 100 - 100 * comm / comm_total)
-        row["R"] = compute / comm_total
-    return row
-
-
-def predict(step, scaling, links, gpus_per_node):
-    """Returns the rows of the prediction for 1, 2, 4, ... processes, with speedups."""
-    rows = []
-    for processes in 2 ** np.arange(11):
-        if scaling == "weak" or processes <= step["batch_size"]:
-            rows.append(predict_step(step, processes, scaling, links, gpus_per_node))
-    return with_speedups(pd.DataFrame(rows))
-
-
-def with_times_to_loss(weak, path):
-    """Adds the time to the same loss beside one process, by a file of noise_scale.py."""
-    try:
-        noise_scale = float(json.loads(Path(path).read_text())["noise_scale"])
-        if not 0 < noise_scale < math.inf:
-            raise ValueError(f"it is {noise_scale}")
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot read the noise scale {path}: {error!r}")
-    steps = 1 + noise_scale / (weak["processes"] * weak["local batch"])
-    times = steps * weak["ms a step"]
-    return weak.assign(**{"time to loss": times / times[0]})
-
-
-def verdicts(strong, weak):
-    """Returns the sentences on what the two predictions say."""
-    shorter = strong["ms a step"].diff().fillna(-1) < 0
-    shortest = strong["processes"][shorter.cummin()].max()
-    efficient = weak["processes"][(weak["efficiency"] >= 0.8).cummin()].max()
-    step = f"With the global batch kept, a step gets shorter up to {shortest} process(es)."
-    speed = f"the samples/s keep 80% efficiency up to {efficient}."
-    found = [step, pays_up_to(strong), f"With the batch of a process kept, {speed}"]
-    if "time to loss" in weak:
-        best = weak.loc[weak["time to loss"].idxmin()]
-        share = f"in {best['time to loss']:.2g} of the time of one"
-        found.append(f"Then the same loss comes soonest on {best['processes']}, {share}.")
-    return found
-
-
-def doubts(run, runs, strong, links):
-    """Returns sentences on why the prediction from this run is not to be trusted, if it is not."""
-    found = []
-    short = strong["processes"][strong["ms a step"] < 10]
-    if len(short):
-        found.append(f"steps are shorter than 10 ms from {short.min()} process(es) on")
-    if any(link["device"] != run["device"] for link in links):
-        found.append(f"the run was on {run['device']}, and the link of {links[0]['device']}")
-    if run["device"] == "CPU" and links[0]["nodes"] == 1:
-        found.append("CPU processes of one node share its cores and memory")
-    if any(other.get("waiting", 0.0) > 0.1 * other["seconds"] for other in runs):
-        found.append("in the logs processes wait for a late one, which is not predicted")
-    return [f"Not to be trusted: {doubt}." for doubt in found]
-
-
-def share_of_matmul(run, links):
-    """Returns a sentence on how near the run comes to the speed of a large matmul, if known."""
-    # A link's fp32 is TF32 on GPUs that have it. fp16 is as fast as bf16.
-    precision = "fp32" if run["precision"] in ("fp32", "tf32") else "bf16"
-    limits = [link["matmul_tflops"] for link in links if link["device"] == run["device"]]
-    limit = max([found.get(precision, 0.0) for found in limits], default=0.0)
-    reached = run.get("TFLOP/s", 0.0)  # known of gpt.py
-    if not reached > 0 or limit <= 0:
-        return []
-    share = f"{reached / limit:.0%} of a large matmul's {limit:.3g}"
-    return [f"The run reaches {reached:.3g} TFLOP/s: {share} ({precision})."]
-
-
-def draw_group(group, path):
-    """Draws the speedup, where the time goes, and the losses. `path` begins their names."""
-    title = group["group"].iloc[0]
-    losses, axes = plt.subplots(1, 2, sharey=True, figsize=(12, 5))
-    for number, run in enumerate(group.to_dict("records")):
-        style = {"color": f"C{number}"}
-        for x, ax in zip(("step", "seconds"), axes):
-            curve = run["curve"].set_index(x)
-            label = f"{run['processes']} process(es), run {run['run']}"
-            curve["train_loss"].plot(ax=ax, linestyle="--", label="", **style)
-            curve["val_loss"].dropna().plot(ax=ax, marker="o", label=label, **style)
-            ax.set(xlabel=x, ylabel="loss: training dashed, validation with dots")
-    axes[1].legend()
-    losses.suptitle(title)
-    losses.savefig(f"{path}_loss.png")
+def draw_speedup(group, path):
+    """Draws the speedup beside the ideal, and Amdahl's law."""
+    few, sentence = pays_up_to(group)
     group = group.set_index("processes")
-    speedup = pd.DataFrame({"ideal": group["ratio"]})
+    figure, axes = plt.subplots()
+    axes.plot(group.index, group["ratio"], "--", color="grey", label="ideal")
     if group["serial"].notna().all():
         serial = max(0.0, group["serial"].iloc[0])
-        speedup["Amdahl's law"] = 1 / (serial + (1 - serial) / group["ratio"])
-    speedup["measured"] = group["speedup"]
-    phases = group[PHASES].loc[:, group[PHASES].any()]
-    styles = {"ideal": "--", "Amdahl's law": "-", "measured": "o"}
-    axes = speedup.plot(title=title, ylabel="speedup", style=styles, xticks=group.index, ylim=0)
-    axes.figure.savefig(f"{path}_speedup.png")
-    axes = phases.plot.bar(title=title, ylabel="s an epoch", stacked=True, rot=0)
-    axes.figure.savefig(f"{path}_phases.png")
+        amdahl = 1 / (serial + (1 - serial) / group["ratio"])
+        axes.plot(group.index, amdahl, color="#56B4E9", label="Amdahl's law")
+    axes.plot(group.index, group["speedup"], "o", color="#0072B2", label="measured")
+    axes.set(xlabel="processes", ylabel="speedup", ylim=0, xticks=group.index)
+    axes.set_title(f"{re.split('[:,]', sentence)[0].rstrip('.')}\n{group['group'].iloc[0]}")
+    figure.legend(loc="outside right center")
+    figure.savefig(path)
+
+
+def draw_losses(group, path):
+    """Draws the loss over steps and over seconds."""
+    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(10, 4.5))
+    colours = [*COLOURS.values()]
+    for number, run in enumerate(group.to_dict("records")):
+        colour = colours[(2 + number) % len(colours)]
+        for x, ax in zip(("step", "seconds"), axes):
+            curve = run["curve"]
+            ax.plot(curve[x], curve["train_loss"], "--", color=colour)
+            points = curve[curve["val_loss"].notna()]
+            label = f"{run['processes']} process(es)" if x == "step" else ""
+            ax.plot(points[x], points["val_loss"], "o-", color=colour, label=label)
+            ax.set(xlabel="optimizer steps" if x == "step" else "time since the start (s)")
+    axes[0].set(ylabel="loss (training dashed)")
+    best = group.loc[group["speedup"].idxmax(), "processes"]
+    figure.suptitle(f"{best} process(es) train fastest\n{group['group'].iloc[0]}")
+    figure.legend(loc="outside right center")
+    figure.savefig(path)
+
+
+def draw_models(groups, path):
+    """Draws the speedups of several models side by side."""
+    speedups = {}
+    for group in groups:
+        name = f"{group['task'].iloc[0]}\nbatch {group['batch_size'].iloc[0]}"
+        speedups[name.replace(", ", "\n")] = group.groupby("processes")["speedup"].max()
+    speedups = pd.DataFrame(speedups).T
+    best = speedups.max(axis=1).idxmax().replace("\n", ", ")
+    figure, axes = plt.subplots(figsize=(max(8, 2 * len(speedups)), 5))
+    speedups.plot.bar(ax=axes, rot=0, legend=False, color=[*COLOURS.values()], fontsize=10)
+    axes.set(ylabel="speedup", title=f"More processes help {best} most")
+    figure.legend(title="processes", loc="outside right center")
+    figure.savefig(path)
+
+
+def draw_trace(path, out):
+    """Draws a file of --trace: for each rank its phases and, below them, its all-reduces.
+
+    An all-reduce waits until it has begun in all processes: that part of it is pale.
+    """
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+        hosts = {
+            event["pid"]: event["args"]["name"]
+            for event in events
+            if event["name"] == "process_name"
+        }
+        bars = pd.DataFrame([event for event in events if event["ph"] == "X"])
+        bars = bars.astype({"ts": float, "dur": float, "tid": int, "pid": int})
+        bars["ts"] = (bars["ts"] - bars["ts"].min()) / 1000  # in ms
+        bars["dur"] /= 1000
+        bars["number"] = bars.sort_values("ts").groupby(["pid", "tid"]).cumcount()
+    except (LookupError, OSError, TypeError, ValueError) as error:
+        sys.exit(f"cannot read the trace {path}: {error!r}")
+    bars["begun"] = bars.groupby(["tid", "number"])["ts"].transform("max")
+    ranks = sorted(bars["pid"].unique())
+    figure, axes = plt.subplots(figsize=(8, 1.6 + 1.1 * len(ranks)))
+    waits = dict.fromkeys(ranks, 0.0)
+    for bar in bars.itertuples():
+        row = ranks.index(bar.pid)
+        if bar.tid == 0:
+            phase = bar.name.split()[0]  # "forward 3" is of micro-batch 3
+            colour = COLOURS.get(phase, "#CC79A7")
+            axes.barh(row, bar.dur, left=bar.ts, height=0.45, color=colour, edgecolor="white")
+            continue
+        wait = min(max(0.0, bar.begun - bar.ts), bar.dur)
+        waits[bar.pid] += wait
+        place = {"y": row + 0.36 + 0.12 * (bar.tid - 1), "height": 0.18 / bar.tid}
+        axes.barh(width=wait, left=bar.ts, color="white", edgecolor="black", hatch="////", **place)
+        axes.barh(
+            width=bar.dur - wait, left=bar.ts + wait, color="black", edgecolor="white", **place
+        )
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(ranks)), [hosts.get(rank, f"rank {rank}") for rank in ranks])
+    axes.set(xlabel="time (ms)")
+    late = min(waits, key=waits.get)
+    most = max(waits.values())
+    title = f"The others wait up to {most:.3g} ms for rank {late}" if most else "Nobody waits"
+    figure.suptitle(title)
+    phases = dict.fromkeys(name.split()[0] for name in bars["name"][bars["tid"] == 0])
+    marks = [
+        Patch(
+            color=COLOURS.get(name, "#CC79A7"), label="comm (exposed)" if name == "comm" else name
+        )
+        for name in phases
+    ]
+    marks += [
+        Patch(color="black", label="all-reduce"),
+        Patch(facecolor="white", edgecolor="black", hatch="////", label="waiting"),
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=11)
+    figure.savefig(out / f"{path.stem}.png")
     plt.close("all")
 
 
-def write_all(groups, predictions, lines, out):
+def write_all(groups, rows, lines, out):
     """Writes the lines, the tables as CSV, and the pictures."""
-    (out / "tables").mkdir(parents=True, exist_ok=True)
     (out / "report.md").write_text("\n".join(lines) + "\n")
+    rows.drop(columns=["same", "task"]).to_csv(out / "rows.csv", index=False)
     columns = ["group", *SPEED, *COMMUNICATION[1:], *BESIDE[1:], "serial", *PHASES]
     measured = pd.concat([pd.DataFrame(), *groups])
     columns += [name for name in measured if name.startswith("val_")]
-    measured = measured.reindex(columns=columns)
-    predicted = pd.DataFrame(predictions, columns=["group", *PREDICTED, "time to loss"])
-    measured.to_csv(out / "tables/measured.csv", index=False)
-    predicted.to_csv(out / "tables/predicted.csv", index=False)
+    measured.reindex(columns=columns).to_csv(out / "measured.csv", index=False)
     for number, group in enumerate(groups, start=1):
-        draw_group(group, out / f"group{number}")
-    figure, axes = plt.subplots()
-    r = np.geomspace(0.1, 100)
-    for processes in sorted({2, *measured["processes"]} - {1}):
-        speedup = processes * r / (1 + r)  # T seconds become T / N + T / N / R
-        axes.loglog(r, speedup, label=f"{processes} processes, nothing hidden")
-    from_one = measured.groupby("group")["processes"].transform("min") == 1  # as the curves
-    for frame, style in (measured[from_one], "o"), (predicted, "x:"):
-        for title, rows in frame.groupby("group", sort=False):
-            axes.plot(rows["R"], rows["speedup"], style, label=title)
-    axes.set(xlabel="R = compute / sending", ylabel="speedup")
-    axes.legend(fontsize="x-small")
-    figure.savefig(out / "speedup_over_r.png")
+        steps = group.set_index("processes")
+        steps[PHASES] = steps[PHASES].div(steps["steps_per_epoch"], axis=0)
+        draw_phases(steps, group["group"].iloc[0], out / f"group{number}_phases.png")
+        draw_speedup(group, out / f"group{number}_speedup.png")
+        draw_losses(group, out / f"group{number}_loss.png")
+        plt.close("all")
+    strong = [group for group in groups if group["group"].iloc[0].startswith("strong")]
+    if len(strong) > 1:
+        draw_models(strong, out / "models.png")
 
 
 def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("paths", nargs="+", type=Path, help="logs (.jsonl), or folders of them")
+    add("paths", nargs="+", type=Path, help="logs (.jsonl), folders of them, traces (.json)")
     add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
-    add("--predict", nargs="+", default=[], metavar="LINK.json", help="files of allreduce.py")
-    add("--noise", metavar="NOISE.json", help="file of noise_scale.py: time to the same loss")
-    add("--gpus_per_node", type=int, default=0, help="if links of both kinds are given")
     args = parser.parse_args()
-    rows, notes = read_logs(args.paths)
+    plt.rcParams.update(STYLE)
+    traces = [path for path in args.paths if path.suffix == ".json"]
+    logs = [path for path in args.paths if path.suffix != ".json"]
+    if traces and not args.out:
+        parser.error("a trace needs --out: it becomes a picture there")
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    for path in traces:
+        draw_trace(path, args.out)
+    if not logs:
+        return
+    rows, notes = read_logs(logs)
     runs = runs_of(rows, notes)
-    links = read_links(args.predict)
-    levels = {link["nodes"] > 1 for link in links}
-    if (len(levels) == 2) != (args.gpus_per_node > 0):
-        parser.error("--gpus_per_node is for links inside a node and between nodes: both, or none")
-    if len(levels) == 2 and any(link["nodes"] not in (1, link["processes"]) for link in links):
-        parser.error("measure the link between nodes with one process a node")
-    if args.noise and not links:
-        parser.error("--noise needs --predict")
-    whole = [run for run in runs if run["split"] == "-"]
-    singles = [run for run in whole if run["processes"] == 1 and links]  # to predict from
-    if links and not singles:
-        sys.exit("--predict needs the log of a run of one process that holds the whole model")
-
     groups = groups_of(runs)
     lines = []
-    compared = set()
     for group in groups:
         lines += comparison(group)
-        compared.update(group[RUN].itertuples(index=False, name=None))
-    compared.update(tuple(run[name] for name in RUN) for run in singles)
+    compared = {key for group in groups for key in group[RUN].itertuples(index=False, name=None)}
     alone = [run for run in runs if tuple(run[name] for name in RUN) not in compared]
     if alone:
         lines += ["## not compared: no other run differs in the number of processes alone", ""]
         lines += tables(ALONE, pd.DataFrame(alone))
-    predictions = []
-    for run in singles:
-        step = step_of(run, singles)
-        found = {}
-        for scaling in ("strong", "weak"):
-            title = f"predicted {scaling} scaling, {run['task']}, "
-            title += f"batch {run['batch_size']}, run {run['run']}"
-            found[scaling] = predict(step, scaling, links, args.gpus_per_node)
-            if scaling == "weak" and args.noise:
-                found[scaling] = with_times_to_loss(found[scaling], args.noise)
-            more = found[scaling][1:].to_dict("records")
-            predictions += [row | {"group": title} for row in more]
-            has_times = "time to loss" in found[scaling]
-            columns = [*PREDICTED[:6], "time to loss", "link"] if has_times else PREDICTED
-            lines += [f"## {title}", "", table(columns, more), ""]
-        lines += [*verdicts(**found), *share_of_matmul(run, links)]
-        lines += [*doubts(run, runs, found["strong"], links), ""]
     notes = [f"note: {note}" for note in notes]
     print("\n".join(lines + notes))
     if args.out:
         lines += application(groups) if groups else []
-        write_all(groups, predictions, lines + notes, args.out)
-        rows.to_csv(args.out / "rows.csv", index=False)
+        write_all(groups, rows, lines + notes, args.out)
 
 
 if __name__ == "__main__":

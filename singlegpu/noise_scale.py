@@ -2,7 +2,7 @@
 
     python singlegpu/noise_scale.py singlegpu/gpt.py                      # at the first step
     python singlegpu/noise_scale.py singlegpu/gpt.py --snapshot gpt.pt --out noise.json
-    python report.py one.jsonl --predict link.json --noise noise.json     # time to the same loss
+    python predict.py one.jsonl link.json --noise noise.json     # time to the same loss
     sbatch slurm/singlegpu_noise_scale.slurm singlegpu/images.py --snapshot mnist.pt --steps 200
 
 It takes the data, the model and the loss from the first section of any script of singlegpu, or of
@@ -39,7 +39,7 @@ def parse_args():
     add("script", help="a training script; its own flags may follow")
     add("--snapshot", metavar="FILE", help="weights to measure; new ones if there is no file")
     add("--steps", type=int, default=100, help="batches to measure on, at least 20")
-    add("--out", metavar="FILE.json", help="write the estimate, for report.py --noise")
+    add("--out", metavar="FILE.json", help="write the estimate, for predict.py --noise")
     options, words = parser.parse_known_args()
     if options.steps < 20:
         parser.error("--steps must be at least 20")

@@ -211,7 +211,7 @@ def bigmnist(options):
 
 
 def predict(options):
-    """Speedup of many nodes: as report.py says it beforehand, and as it is."""
+    """Speedup of many nodes: as predict.py says it beforehand, and as it is."""
     sys.path.append(str(ROOT / "tests"))
     import prediction  # here, as it imports torch
 

@@ -1,4 +1,4 @@
-"""Hold report.py's prediction against training on a network that this machine pretends to have."""
+"""Hold the prediction of predict.py against training on an emulated network."""
 
 import itertools
 import os
@@ -14,6 +14,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
+import predict as foretell  # noqa: E402
 import report  # noqa: E402
 from fork_server import run_all, torchrun_env  # noqa: E402
 
@@ -89,10 +90,10 @@ class Network:
         words += ["--max_bytes", self.options.max_bytes, "--seconds", self.options.seconds / 2]
         words += ["--out", path := next(self.files)]
         self.run(words, spaces, each)
-        return report.read_links([path])[0] | {"compute_rate": 1.0}
+        return foretell.read_links([path])[0] | {"compute_rate": 1.0}
 
     def train(self, model, batch, seconds, spaces, each=1, late=0.0):
-        """Returns report.py's summary of a training whose steps take about so many seconds."""
+        """Returns what predict.py and report.py know of a training with steps of `seconds`."""
         size, forward, backward, optimizer, sizes, shares = MODELS[model]
         words = ["--forward", forward / size, "--backward", backward / size]
         words += ["--optimizer", optimizer, "--bytes", *sizes, "--shares", *shares]
@@ -102,7 +103,8 @@ class Network:
         slowly = [ROOT / "tests/slow.py", "backward", last, late] if late else []
         self.run([*slowly, self.sleeper, *words], spaces, each)
         rows, notes = report.read_logs([Path(log)])
-        return report.runs_of(rows, notes)[0]
+        [run] = foretell.runs_of(rows)
+        return run | {"summary": report.runs_of(rows, notes)[0]}
 
 
 def cases_of(options):
@@ -119,7 +121,7 @@ def cases_of(options):
 
 
 def predict(options):
-    """Speedup of many nodes: as report.py says it beforehand, and as it is.
+    """Speedup of many nodes: as predict.py says it beforehand, and as it is.
 
     The nodes are network namespaces with links of these speeds. Their models sleep as long as those
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. The
@@ -149,16 +151,16 @@ def predict(options):
             if case.each > 1:
                 used.append(network.measure_link(spaces[:1], case.each))
             gpus_per_node = case.each if case.each > 1 else 0
-            step = report.step_of(single, [single])
-            foretold = report.predict(step, case.scaling, used, gpus_per_node)
+            step = foretell.step_of(single, [single], used, gpus_per_node)
             processes = case.nodes * case.each
-            row = foretold[foretold["processes"] == processes].iloc[0]
+            row = foretell.predict(step, case.scaling, [processes]).iloc[-1]
             batch *= processes if case.scaling == "weak" else 1
             late = 0.5 * backward / processes if case.is_late else 0.0
             where = (spaces[: case.nodes], case.each, late)
             run = network.train(case.model, batch, row["ms a step"] / 1000, *where)
             speedup = run["samples/s"] / single["samples/s"]
             error = row["speedup"] / speedup - 1
+            run = run["summary"]
             is_late = run["waiting"] > 0.1 * run["sending"]
             late_rank = run["late rank"] if is_late else "-"
             cells = [case.name(), case.mbit, case.nodes, f"{row['speedup']:.2f}", f"{speedup:.2f}"]

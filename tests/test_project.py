@@ -59,7 +59,7 @@ def test_readme_names_what_exists():
 
 def test_readme_commands(tmp_path):
     """Each line with python or torchrun runs as it stands, but at a tiny size."""
-    for name in (*FOLDERS, "report.py"):
+    for name in (*FOLDERS, "report.py", "predict.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
     lines = re.findall(r"^((?:python|torchrun) [^#\n]*)", "".join(blocks), re.M)

@@ -22,6 +22,7 @@ from test_models import module
 from test_report import rows_of, write
 
 sys.path.insert(0, str(ROOT))
+import predict  # noqa: E402
 import report  # noqa: E402
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 300))
@@ -88,10 +89,10 @@ def test_damaged_logs_and_links_are_read_or_refused(outcome, tmp_path, monkeypat
 
     def check(log_content, link_content=None):
         log.write_bytes(log_content)
-        predict = ["--predict", str(link)] if link_content else []
+        words = ["predict.py", str(log), str(link)] if link_content else ["report.py", str(log)]
         link.write_bytes(link_content or b"")
-        monkeypatch.setattr(sys, "argv", ["report.py", str(log), *predict])
-        return outcome(report.main)
+        monkeypatch.setattr(sys, "argv", words)
+        return outcome(predict.main if link_content else report.main)
 
     assert check(valid_log) and check(valid_log, valid_link)
     for _ in range(EXAMPLES):

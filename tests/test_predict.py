@@ -1,0 +1,186 @@
+"""predict.py on logs and links whose answers are known."""
+
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+from test_report import rows_of, run_report, tables, write  # it puts the root on sys.path
+from test_training import arguments_of
+import predict
+
+run_predict = functools.partial(run_report, script=predict)
+predicted = functools.partial(tables, script=predict)
+
+
+def link(path, processes=2, latency=0.0, bandwidth=1e9, rate=1.0, nodes=1, device="CPU"):
+    found = {"processes": processes, "nodes": nodes, "device": device, "latency_s": latency}
+    found |= {"bandwidth_bytes_per_s": bandwidth, "compute_rate": rate}
+    path = path.with_suffix(".json")
+    path.write_text(json.dumps(found))
+    return path
+
+
+def test_prediction_by_hand(tmp_path):
+    """640 samples in 10 s are 10 steps of 1 s: data .1, forward .3, backward .4, optimizer .1."""
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1))
+    slow = link(tmp_path / "l.json", 2, 0.01, 40e6)
+    text, strong, weak, *_ = predicted(log, slow, "--out", tmp_path)
+    assert [row["processes"] for row in strong] == [str(2**n) for n in range(1, 7)], "batch 64"
+    assert [row["processes"] for row in weak] == [str(2**n) for n in range(1, 11)]
+    # 4 MB: a bucket of 1 MiB, ready after 26% of the backward pass, and one of the rest.
+    first, rest = (size / 40e6 + 0.01 for size in (1 << 20, 4_000_000 - (1 << 20)))
+    comm = max(0.2 * (1 << 20) / 4e6 + first, 0.2) + rest - 0.2
+    step = 0.05 + 0.15 + 0.2 + comm + 0.1
+    assert float(strong[0]["speedup"]) == pytest.approx(0.9 / step, rel=0.004)
+    assert float(strong[0]["R"]) == pytest.approx(0.45 / (first + rest), rel=0.004)
+    # Weak: the backward pass stays long; a ring of 4 has 3 times the latency of one of 2.
+    first, rest = (size * 1.5 / 40e6 + 0.03 for size in (1 << 20, 4_000_000 - (1 << 20)))
+    comm = max(0.4 * (1 << 20) / 4e6 + first, 0.4) + rest - 0.4
+    assert float(weak[1]["speedup"]) == pytest.approx(4 * 0.9 / (0.9 + comm), rel=0.004)
+    assert "It pays up to 2 processes: 4 are 1.32 times as fast as 2, less than 1.50." in text
+    assert "a step gets shorter up to 4 process(es)." in text
+    assert "keep 80% efficiency up to 8." in text
+    assert "Not to be trusted: CPU processes of one node share its cores and memory" in text
+    assert "TFLOP/s" not in text
+    slow.write_text(json.dumps(json.loads(slow.read_text()) | {"matmul_tflops": {"fp32": 0.5}}))
+    gpt = {"script": "singlegpu/gpt.py", "d_model": 50, "num_layers": 2, "seq_len": 500}
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, **gpt))
+    share = "reaches 0.235 TFLOP/s: 47% of a large matmul's 0.5 (fp32)."
+    assert share in run_predict(log, slow).stdout
+
+
+def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
+    log = write(
+        tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, buckets=[[3e6, 0.3], [1e6, 0]])
+    )
+    _, strong, *_ = predicted(log, link(tmp_path / "l.json", 2, 0, 40e6, 0.5))
+    # The first is ready after 0.05 s and takes 0.075 s, in which 0.0375 s of 0.15 s are computed.
+    step = 0.05 + 0.15 + (0.05 + 0.075 + 0.1125) + 0.025 + 0.1
+    assert float(strong[0]["speedup"]) == pytest.approx(0.9 / step, rel=0.004)
+    words = (*arguments_of("mlp", data), "--max_steps", 3, "--log", tmp_path / "b")
+    run("multigpu/images.py", *words, processes=1)
+    row = json.loads((tmp_path / "b").read_text())
+    sizes, leads = zip(*row["buckets"])
+    assert sum(sizes) == 4 * row["parameters"] and leads[0] > leads[-1] == 0
+
+
+def test_prediction_over_nodes(tmp_path):
+    """Inside a node the fast link counts, over nodes the slow one."""
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1))
+    links = link(tmp_path / "i", 4, 3e-6, 200e6), link(tmp_path / "b", 2, 50e-6, 100e6, 0.5, 2)
+    _, one, *_ = predicted(log, links[0])
+    _, two, *_ = predicted(log, *links, "--gpus_per_node", 4)
+    assert one[:2] == two[:2]
+    comm_total = 2 * (1e-6 * 6 + 50e-6) + 4e6 * 2 * 7 / 8 / 100e6
+    beside = 1e-6 * 6 + 50e-6 + (1 << 20) * 2 * 7 / 8 / 100e6  # seconds of half the speed
+    compute = 0.7 / 8 + 0.1 + 0.5 * beside
+    assert float(two[2]["R"]) == pytest.approx(compute / comm_total, rel=0.004)
+
+
+def test_prediction_of_nccl_and_of_several_links(tmp_path):
+    """Trees have 2 log2(nodes) hops, a ring 2 (N - 1); what was measured at an N counts there."""
+    log, two = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1)), tmp_path / "2.json"
+    seconds = {}
+    for device in ("CPU", "H100"):
+        _, strong, *_ = predicted(log, link(two, 2, 0.02, 1e15, 1, 2, device))
+        assert [row["link"] for row in strong[:2]] == ["measured", "from 2"]
+        seconds[device] = [float(row["ms a step"]) for row in strong]
+    # Two buckets send one after the other, the first from 26% of the backward pass on.
+    count = np.array([8, 16, 32])
+    hidden = (1 - (1 << 20) / 4e6) * 400 / count
+    for hops, found in zip((count - 1, np.log2(count)), seconds.values()):
+        expected = 800 / count + 100 + 2 * 20 * hops - hidden
+        assert found[2:5] == pytest.approx(expected, abs=1)
+    more = link(tmp_path / "4.json", 4, 0.5, 1e15, 1, 4)
+    text, strong, _, *_ = predicted(log, more, link(two, 2, 0.02, 1e15, 1, 2))
+    assert [row["link"] for row in strong[:3]] == ["measured", "measured", "from 4"]
+    assert float(strong[1]["ms a step"]) > 1000 > float(strong[0]["ms a step"])
+    assert "up to 2 process(es)" in text and "Not to be trusted" not in text
+
+
+def test_time_to_the_same_loss(tmp_path):
+    """A batch of b needs 1 + B / b of the steps: with B = 100, of 64 2.56, and of 128 1.78."""
+    log, good = (
+        write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1)),
+        tmp_path / "noise.json",
+    )
+    good.write_text('{"noise_scale": 100}')
+    fast = link(tmp_path / "l.json", 2, 0.05, 1e12, nodes=2)
+    text, strong, weak, *_ = predicted(log, fast, "--noise", good)
+    step = float(weak[0]["ms a step"]) / 900
+    assert float(weak[0]["time to loss"]) == pytest.approx(step * 1.78 / 2.56, rel=0.01)
+    times = [float(row["time to loss"]) for row in weak]
+    best = weak[times.index(min(times))]["processes"]
+    assert f"the same loss comes soonest on {best}, in" in text and 1 < int(best) < 1024
+    assert "time to loss" not in strong[0]
+    assert run_predict(log, "--noise", good).returncode == 2, "without a link"
+
+
+def test_bad_links_are_refused(tmp_path):
+    one, two = (write(tmp_path / f"{n}.jsonl", rows_of("a", n, [10, 10])) for n in (1, 2))
+    good, nan = link(tmp_path / "good.json"), link(tmp_path / "nan.json", bandwidth=math.nan)
+    (bad := tmp_path / "bad.json").write_text("[1")
+    between = link(tmp_path / "between.json", nodes=2)
+    both, noise = "links inside a node and between nodes", link(tmp_path / "noise.json")
+    four = link(tmp_path / "four.json", 4, nodes=2)
+    for message, (log, *more) in (
+        ("bad.json", (one, bad)),
+        ("nan.json", (one, nan)),
+        ("of one process", (two, good)),
+        (both, (one, good, between)),
+        (both, (one, good, "--gpus_per_node", 8)),
+        ("or with all GPUs", (one, good, four, "--gpus_per_node", 4)),
+        ("cannot read the noise scale", (one, good, "--noise", noise)),
+    ):
+        done = run_predict(log, *more)
+        assert done.returncode and message in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_any_number_of_processes_and_nodes(tmp_path):
+    """A link measured with all GPUs of each node is taken as it is, at that number."""
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device="H100", epochs=3))
+    whole = link(tmp_path / "w", 6, 0.01, 1e8, nodes=2, device="H100")
+    text, strong, *_, ask = predicted(log, whole, "--processes", 3, 6, 12)
+    assert [row["processes"] for row in strong] == ["3", "6", "12"]
+    assert [row["link"] for row in strong] == ["from 6", "measured", "from 6"]
+    assert [row["local batch"] for row in strong] == ["21", "11", "5"]
+    assert "64 is no multiple of 3, 6, 12" in text
+    assert text.index("Not to be trusted") < text.index("## predicted"), "doubts come first"
+    for nodes in 1, 2, 4:
+        words = f"sbatch --nodes={nodes} --gpus-per-node=3 --ntasks-per-node=3 --time="
+        assert words in text and "slurm/multinode_images.slurm" in text
+    # 30 steps, and the warmup of 5 s; 3 validations of 1 s are shared.
+    step = float(strong[1]["ms a step"]) / 1000
+    hours = 6 * (30 * step + 5 + 3 / 6) / 3600
+    assert float(ask[2]["device-hours"]) == pytest.approx(hours, rel=0.01)
+    inside = link(tmp_path / "i", 3, 1e-6, 1e9, device="H100")
+    between = link(tmp_path / "b", 2, 1e-5, 1e8, nodes=2, device="H100")
+    _, strong, *_ = predicted(log, inside, between, "--gpus_per_node", 3)
+    assert [row["processes"] for row in strong[:6]] == ["2", "3", "6", "9", "12", "15"]
+
+
+def test_what_helps(tmp_path):
+    """Where an all-reduce is nearly all of a step, half the bytes are twice as fast."""
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=0))
+    slow = link(tmp_path / "l", 2, 0, 1e5, nodes=2)
+    text, _, _, changes, _ = predicted(log, slow, "--processes", 4)
+    gains = {row["change"]: float(row["times as fast"]) for row in changes}
+    assert [*gains.values()] == sorted(gains.values(), reverse=True) and gains["as it is"] == 1
+    for change in "--comm_hook bf16", "twice the batch", "a link twice as fast":
+        assert gains[change] == pytest.approx(2, rel=0.02), change
+    assert gains["half the batch"] == pytest.approx(0.5, rel=0.02)
+    [pair] = [change for change in gains if " and " in change]
+    assert gains[pair] == pytest.approx(4, rel=0.04)
+    assert "The most helps: " in text and "times as fast (predicted)." in text
+    slow_data = write(tmp_path / "b.jsonl", rows_of("b", 1, [10, 10], data=9))
+    told = run_predict(
+        slow_data, link(tmp_path / "f", 2, 0, 1e12, nodes=2), "--out", tmp_path / "o"
+    )
+    assert "The most helps: no time in data, " in told.stdout
+    assert {path.name for path in (tmp_path / "o").iterdir()} == {
+        "run_b_speedup.png",
+        "run_b_phases.png",
+        "predicted.csv",
+    }
