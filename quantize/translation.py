@@ -372,7 +372,7 @@ def load_trained(args):
                 setattr(args, name, value)
         return create_trained(args, snapshot["model"])
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot load {args.snapshot}: {str(error).splitlines()[:1]}")
+        sys.exit(f"cannot load {args.snapshot}: {' '.join(str(error).split())[:200]}")
 
 
 def quantize(model, row):
@@ -541,6 +541,7 @@ def main(args):
     answers = {}  # those of fp32 in each mode
     for name in dict.fromkeys(["fp32", args.row]) if args.row else ROWS:
         for mode in modes:
+            print(f"{name}, {mode} ...", file=sys.stderr)
             try:
                 variant = quantize(model, name)
                 variant = variant if mode == "eager" else compiled(variant)
@@ -551,7 +552,7 @@ def main(args):
             except Exception as error:
                 if not rows:
                     raise
-                print(f"{name}, {mode}, is left out: {str(error).splitlines()[0]}")
+                print(f"{name}, {mode}, is left out: {' '.join(str(error).split())[:200]}")
                 break
             shown = f"{name}-g{GROUP_SIZE}" if name == "int4-weights" else name
             row = {"row": shown, "mode": mode, "MB": megabytes, "peak MB": peak, QUALITY: score}
