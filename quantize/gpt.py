@@ -30,6 +30,7 @@ import ctypes
 import io
 import math
 import os
+import pickle
 import statistics
 import sys
 import sysconfig
@@ -324,8 +325,12 @@ def quantize(model, row):
 
 def save_quantized(model, args):
     """Saves the model of --row with the settings to create it again."""
-    saved = {"settings": vars(args), "model": model.state_dict()}
-    torch.save(saved, f"{args.out}.tmp")
+    torch.save({"settings": vars(args), "model": model.state_dict()}, f"{args.out}.tmp")
+    try:
+        torch.load(f"{args.out}.tmp", weights_only=True)
+    except pickle.UnpicklingError:
+        os.remove(f"{args.out}.tmp")
+        sys.exit(f"cannot save {args.row}: an LSTM of torch.ao cannot be loaded without its code")
     os.replace(f"{args.out}.tmp", args.out)
 
 

@@ -1,8 +1,8 @@
 """Compare a trained translator in fp32, bf16, int8, int4 and float8: size, BLEU and speed.
 
-    python singlegpu/translation.py --model lstm --snapshot lstm.pt
-    python quantize/translation.py --snapshot lstm.pt           # a snapshot of any translation.py
-    python quantize/translation.py --snapshot lstm.pt --row int8-torch.ao --out int8.pt
+    python singlegpu/translation.py --snapshot translation.pt
+    python quantize/translation.py --snapshot translation.pt    # a snapshot of any translation.py
+    python quantize/translation.py --snapshot translation.pt --row int8-torch.ao --out int8.pt
 
 What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
@@ -14,7 +14,8 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
 Rows: *-dynamic has int8 or float8 weights and inputs, whose scale each call finds; *-weights has
 weights alone. int8-torch.ao is dynamic, by the older library. The others are by torchao, which
-leaves LSTMs as they are: of an lstm, the last layer alone changes. Embeddings do not change.
+leaves LSTMs as they are: of an lstm, the last layer alone changes. torch.ao changes LSTMs, too, but
+--out cannot save them: to load them is to run code. Embeddings do not change.
 Each is measured eager and compiled, beside fp32 of the same mode.
 Columns: MB is the file; peak MB adds what running allocates; BLEU has the difference to fp32.
 Shapes: B sentences of a batch, S source and T target tokens, D = d_model, H heads, V words.
@@ -26,6 +27,7 @@ import ctypes
 import io
 import math
 import os
+import pickle
 import statistics
 import sys
 import textwrap
@@ -437,8 +439,12 @@ def quantize(model, row):
 
 def save_quantized(model, args):
     """Saves the model of --row with the settings to create it again."""
-    saved = {"settings": vars(args), "model": model.state_dict()}
-    torch.save(saved, f"{args.out}.tmp")
+    torch.save({"settings": vars(args), "model": model.state_dict()}, f"{args.out}.tmp")
+    try:
+        torch.load(f"{args.out}.tmp", weights_only=True)
+    except pickle.UnpicklingError:
+        os.remove(f"{args.out}.tmp")
+        sys.exit(f"cannot save {args.row}: an LSTM of torch.ao cannot be loaded without its code")
     os.replace(f"{args.out}.tmp", args.out)
 
 
