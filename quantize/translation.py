@@ -528,11 +528,14 @@ def main(args):
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
     # cuDNN's attention builds a plan for each new shape, here for each token or batch.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.compiler.config.recompile_limit = 64  # all rows count together
+    torch.compiler.config.recompile_limit = 1000  # all rows and layers count together
+    torch.compiler.config.accumulated_recompile_limit = 1000
     if device.type == "cpu" and not args.eager:
         # Without these two, torch.compile leaves int8 products to a loop that is 20 times as slow.
+        from torchao.quantization.pt2e.inductor_passes import x86
+
         torch._inductor.config.freezing = True
-        import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401
+        x86._register_quantization_weight_pack_pass()
     model, data = load_trained(args)
     model = model.to(device)
     indices, batches = create_batches(data, args, device)

@@ -27,7 +27,7 @@ OF_SINGLEGPU = """train train_epoch train_step evaluate training_indices create_
     progress_bar describe log_epoch PHASES Stopwatch print_summary""".split()  # differ only there
 OF_HYBRID = """train_step evaluate training_indices create_loader save_snapshot init_distributed
     DTYPES PHASES print_communication""".split()  # differ in hybrid and from multinode
-OF_QUANTIZE = ["create_trained"]
+OF_QUANTIZE = "QUALITY SETTINGS create_empty create_trained compiled test measure".split()
 # The five mnist.py are copies of each other alone. These are the names that differ between them.
 OF_MNIST = {"head": None, "main": None, "print_marks": ("singlegpu", "hybrid")}
 

@@ -17,7 +17,7 @@ from torchvision.models import ResNet18_Weights, resnet18
 TINY = {
     "images.py": "--model mlp --max_steps 2 --epochs 1 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
-    "quantize/gpt.py": "--rounds 1",
+    "quantize/gpt.py": "--rounds 1 --eager --num_samples 8",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
 README = (ROOT / "README.md").read_text()
