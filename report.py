@@ -9,22 +9,28 @@
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
 however they are launched: in stages, in shards, in micro-batches. Strong scaling keeps the global
-batch, weak scaling keeps the batch of a process. Numbers are means over the processes and, if there
-are several, the epochs after the first. - is what is not known.
+batch, weak scaling keeps the batch of a process. Times are seconds of an epoch: the seconds of a
+step, mean over all steps and processes, times the steps of an epoch. So it does not matter how long
+a run was, how often it was resumed or validated. - is what is not known.
 
-    seconds       wall time of an epoch, with its evaluation and its snapshots
+    steps         steps after the warmup, over which the times are means
+    seconds       time of an epoch without warmup, validation and saves
     samples/s     speed of the training alone
+    TFLOP/s       of a device, for gpt: 6 FLOP a parameter and token, and the attention
     speedup       samples/s divided by those of the fastest run with the fewest processes
     efficiency    speedup divided by how many times as many processes there are
     device-hours  of an epoch: devices x seconds / 3600
-    comm %        exposed communication as a share of the training time
+    comm %        exposed communication as a share of the seconds
     hidden %      share of the communication that goes on during the backward pass
     sending       seconds of communication in the process that comes last: it waits for no other
     waiting       mean seconds of communication over all processes, minus sending
     late rank     the process that comes last, on the node late host
     R             compute / sending, where compute is forward, backward and optimizer
     skew          seconds of compute in the slowest process, minus those in the fastest
+    warmup        seconds of the first three steps after each start of the run, in all
+    eval, save    seconds of one validation, and of one snapshot
     peak_MB       memory of the process that has held the most
+    val_ppl       perplexity: exp(val_loss)
 
 More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times. Amdahl's
 serial fraction f, 1 / speedup = f + (1 - f) / N, is a least-squares fit (Karp and Flatt 1990).
@@ -58,35 +64,38 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-# Compared runs have these settings in common, and SAME_ON_RESUME of their script. The seed, the
-# batch size and the number of epochs may differ.
-SAME = "script model dataset precision parameters learning_rate compile max_steps device".split()
-# The settings of a launch. They say how a model and a batch are split, and change no loss.
+RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
+# Compared runs have these in common, and the settings of their rows but batch size and seed.
+SAME = ["script", "device", "parameters", "compile"]
+TITLE = ["script", "model", "dataset", "precision"]
+# The flags of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = (
     "num_stages shard_size grad_accum_steps num_microbatches schedule checkpoint_activations"
 ).split()
-TITLE = SAME[:4]
-RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
+MAY_DIFFER = ["batch_size", "seed", "comm_hook", *LAUNCH]
 COMPUTE = ["forward", "backward", "optimizer"]
-PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save"]
-MEANS = ["seconds", "samples/s", *PHASES, "comm_total"]
-QUALITY = ["val_acc", "val_ppl", "val_loss"]  # what is shown if the script names no metric
+PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
+TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]  # of a row
+FEW_STEPS = 10  # fewer are a doubt
 
-# What a row must hold, and what stands for what older logs and most scripts lack.
-WORDS = ["run", *TITLE, "comm_hook", "device", "host", "metric"]
-COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads"]
-NUMBERS = [*COUNTS, *MEANS, "epoch", "rank"]
-DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "host": "-", "peak_MB": math.nan}
-DEFAULTS |= {"comm_hook": "none", "compile": False, "model": "-", "dataset": "-"}
-DEFAULTS |= {"metric": "val_acc", "same_on_resume": []}
+# What a row must hold, what stands for what some scripts lack, and what is taken from the last row.
+WORDS = ["run", "script", "host", "device"]
+COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_per_epoch"]
+NUMBERS = [*COUNTS, *TIMES, "rank", "step", "peak_MB"]
+DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "comm_hook": "none"}
+OF_A_RUN = ["settings", *WORDS, *COUNTS, "comm_hook", "compile", *LAUNCH, "stages", "buckets"]
+MEASURED = re.compile("train_|val_|(d_model|num_layers|seq_len)$")  # numbers, or missing
 
 RATIOS = ["speedup", "efficiency"]
-SPEED = ["processes", "nodes", "batch_size", "seconds", "samples/s", *RATIOS, "device-hours"]
-LATE = ["sending", "waiting", "late rank", "late host", "skew", "peak_MB"]
-COMMUNICATION = ["processes", "comm %", "hidden %", "R", *LATE]
+SPEED = ["processes", "nodes", "batch_size", "steps", "seconds", "samples/s", *RATIOS]
+SPEED += ["device-hours", "split"]
+COMMUNICATION = ["processes", "comm %", "hidden %", "R", "sending", "waiting"]
+COMMUNICATION += ["late rank", "late host", "skew"]
+ALONE = [*TITLE, "processes", "batch_size", "steps", "seconds", "samples/s", "device-hours"]
+BESIDE = ["processes", "warmup", "eval", "save", "peak_MB", "tokens/s", "TFLOP/s"]
 PREDICTED = ["processes", "local batch", "ms a step", "samples/s", *RATIOS]
 PREDICTED += ["comm %", "hidden %", "R", "link"]
-APPLICATION = ["nodes", "processes", "seconds", *RATIOS, "device-hours", "peak_MB"]
+APPLICATION = ["nodes", "processes", "seconds", *RATIOS, "device-hours", "peak_MB", "eval", "save"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
 LINK = {  # what allreduce.py writes: (lowest, highest)
     "processes": (2, 1e9),
@@ -99,23 +108,24 @@ LINK = {  # what allreduce.py writes: (lowest, highest)
 
 def read_row(line):
     """Returns the row in this line, or None if it is damaged. A torn row may stand before it."""
-    try:
-        row = DEFAULTS | json.loads(line[line.rfind('{"') :])
-        row["same_on_resume"] = dict(row["same_on_resume"])  # of pairs: a name and its value
-    except (TypeError, ValueError, RecursionError):
+    for start in re.finditer('{"', line):
+        try:
+            row, end = json.JSONDecoder().raw_decode(line, start.start())
+        except (ValueError, RecursionError):
+            continue
+        if end == len(line):
+            return row if "epoch" in row else valid(DEFAULTS | row)
+
+
+def valid(row):
+    """Returns the row, or None if it lacks what every row must have."""
+    if not all(isinstance(row.get(name), str) for name in WORDS):
         return None
-    for name in WORDS:
-        if not isinstance(row.get(name), str):
-            return None
     for name in NUMBERS:
-        if not isinstance(row.get(name), int | float) or not 0 <= row[name] < 1e12:
+        lowest = 1 if name in COUNTS else 0
+        if not isinstance(row.get(name), int | float) or not lowest <= row[name] < 1e12:
             return None
-    for name in (*QUALITY, row["metric"], "peak_MB"):
-        if not isinstance(row.get(name, math.nan), int | float):
-            return None
-    training = row["seconds"] - row["eval"] - row["save"]
-    has_trained = min(training, row["samples/s"]) > 1e-9
-    return row if has_trained and min(row[name] for name in COUNTS) >= 1 else None
+    return row if isinstance(row.get("settings"), dict) else None
 
 
 def read_logs(paths):
@@ -132,51 +142,86 @@ def read_logs(paths):
             notes.append(f"{file}: {error}")
             continue
         found = list(filter(None, map(read_row, lines)))
-        left_out = len(lines) - len(found)
-        if left_out:
-            notes.append(f"{file}: {left_out} row(s) left out: damaged, or without a step")
+        rows += found
+        if len(found) < len(lines):
+            notes.append(f"{file}: {len(lines) - len(found)} damaged row(s) left out")
         elif not lines:
             notes.append(f"{file}: no rows")
-        rows += found
+    num_rows = len(rows)
+    rows = [row for row in rows if "epoch" not in row]
+    if len(rows) < num_rows:
+        older = f"{num_rows - len(rows)} row(s) of older scripts left out"
+        notes.append(f"{older}: they count epochs, not steps")
     if not rows:
         sys.exit("no rows to report: " + "; ".join(notes))
-    frame = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
-    frame[NUMBERS] = frame[NUMBERS].astype(float)
-    return frame, notes
+    rows = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
+    for name in rows:
+        if name in NUMBERS or MEASURED.match(name):
+            rows[name] = pd.to_numeric(rows[name], errors="coerce").astype(float)
+    return rows, notes
 
 
-def runs_of(rows, warmup, notes):
+def runs_of(rows, notes):
     """Returns a summary of each run."""
-    rows = rows.drop_duplicates([*RUN, "epoch", "rank"], keep="last")  # of epochs done twice
-    logged = rows.groupby([*RUN, "epoch"])["rank"].transform("count")
+    # A run that was stopped and the one that resumes it can both log a row of the same step.
+    repeat = rows.groupby([*RUN, "step", "rank"]).cumcount()
+    rows = rows.assign(repeat=repeat).sort_values(["step", "repeat"], kind="stable")
+    logged = rows.groupby([*RUN, "step", "repeat"])["rank"].transform("count")
     complete = logged == rows["processes"]
     if not complete.all():
-        notes.append(f"{(~complete).sum()} row(s) left out: not all processes logged their epoch")
-    return [summary_of(run, warmup) for _, run in rows[complete].groupby(RUN, sort=False)]
+        notes.append(f"{(~complete).sum()} row(s) left out: not all processes logged their step")
+    summaries = []
+    for (name, _, processes, _), run in rows[complete].groupby(RUN, sort=False):
+        num_steps = run["steps"].sum() / processes
+        what = f"run {name} on {processes:.0f} process(es)"
+        if min(num_steps, run[PHASES].sum().sum()) < 1e-9:
+            notes.append(f"{what} left out: no step after its warmup")
+            continue
+        if num_steps < FEW_STEPS:
+            notes.append(f"{what}: its times are of only {num_steps:.0f} step(s) after its warmup")
+        summaries.append(summary_of(run))
+    if not summaries:
+        sys.exit("no runs to report: " + "; ".join(notes))
+    return summaries
 
 
-def summary_of(run, warmup):
-    """Returns a dict of the run's settings and of means over processes and later epochs."""
-    first_epoch = min(run["epoch"].min() + warmup, run["epoch"].max())
-    later = run[run["epoch"] >= first_epoch]
-    summary = run.iloc[-1].dropna().to_dict()  # the settings
+def summary_of(run):
+    """Returns a dict of the run's settings and of its times: those of an epoch."""
+    names = [name for name in run if name in OF_A_RUN or MEASURED.match(name)]
+    known = {name: column.dropna() for name, column in run[names].items()}
+    summary = {name: column.iloc[-1] for name, column in known.items() if len(column)}
+    settings = {name: str(value) for name, value in summary["settings"].items()}
+    summary |= {name: settings.get(name, "-") for name in TITLE[1:]}
     summary["script"] = re.sub("_fsdp|_pipeline", "", summary["script"].split("/")[-1])
-    summary |= {name: str(summary.get(name, "-")) for name in LAUNCH}
+    summary |= {name: int(summary[name]) for name in COUNTS}
+    summary |= {name: str(summary.get(name, "-")) for name in ("comm_hook", "compile", *LAUNCH)}
+    same = settings | {name: str(summary[name]) for name in SAME}
+    summary["same"] = tuple(sorted((name, same[name]) for name in {*same} - {*MAY_DIFFER}))
+    summary["task"] = ", ".join(summary[name] for name in TITLE if summary[name] != "-")
+    summary["local batch"] = summary["batch_size"] / summary["processes"]
     summary["split"] = "-"  # the whole model is in each process
     for name, parts in ("num_stages", "stages"), ("shard_size", "shards"):
         if summary[name] != "-":
             summary["split"] = f"{summary[name]} {parts}"
-    for name in COUNTS:
-        summary[name] = int(summary[name])
-    summary |= later[MEANS].mean().to_dict()
-    summary["training"] = summary["seconds"] - summary["eval"] - summary["save"]
+
+    sums = run.groupby("rank")[TIMES].sum()
+    epochs = sums * summary["steps_per_epoch"] / sums["steps"].mean()
+    summary |= epochs[[*PHASES, "comm_total"]].mean().to_dict()
+    summary["steps"] = round(sums["steps"].mean())
+    summary["seconds"] = epochs[PHASES].sum(axis=1).mean()
+    summary["samples/s"] = summary["batch_size"] * summary["steps_per_epoch"] / summary["seconds"]
+    summary["warmup"] = sums["warmup"].mean()
+    summary["eval"] = math.nan
+    if len(known.get("val_loss", [])):
+        summary["eval"] = sums["eval"].sum() / len(known["val_loss"])
+    summary["save"] = sums["save"].sum() / len(run)  # each row comes after a save
     # hybrid/images.py has a device for each of its stages.
-    devices = summary["processes"] * len(summary.get("stages", [1]))
+    stages = summary.get("stages")
+    devices = summary["processes"] * (len(stages) if isinstance(stages, list) else 1)
     summary["device-hours"] = devices * summary["seconds"] / 3600
-    summary["comm %"] = 100 * summary["comm"] / summary["training"]
+    summary["comm %"] = 100 * summary["comm"] / summary["seconds"]
     summary["peak_MB"] = run["peak_MB"].max()
-    summary["epoch_times"] = run.groupby("epoch")["seconds"].mean()
-    totals = later.groupby("rank")["comm_total"].mean()
+    totals = epochs["comm_total"]
     if summary["processes"] > 1 and totals.min() > 0:
         summary["sending"] = totals.min()
         summary["waiting"] = totals.mean() - totals.min()
@@ -184,36 +229,38 @@ def summary_of(run, warmup):
         summary["late host"] = run[run["rank"] == totals.idxmin()]["host"].iloc[-1]
         if summary["device"] == "CPU" or summary["shard_size"] == "-":  # FSDP on GPUs cannot tell
             summary["hidden %"] = max(0.0, 100 - 100 * summary["comm"] / summary["comm_total"])
-        compute = later[COMPUTE].sum(axis=1)
+        compute = epochs[COMPUTE].sum(axis=1)
         summary["R"] = compute.mean() / summary["sending"]
-        compute_in_epochs = compute.groupby(later["epoch"])
-        summary["skew"] = (compute_in_epochs.max() - compute_in_epochs.min()).mean()
+        summary["skew"] = compute.max() - compute.min()
+
+    if summary["script"] in ("gpt.py", "translation.py") and "val_loss" in summary:
+        summary["val_ppl"] = math.exp(min(summary["val_loss"], 100))
+    if summary["script"] == "gpt.py" and {"d_model", "num_layers", "seq_len"} <= summary.keys():
+        # FLOP of a token: Chowdhery et al. 2022, "PaLM", appendix B.
+        attention = 12 * summary["num_layers"] * summary["d_model"] * summary["seq_len"]
+        summary["tokens/s"] = summary["samples/s"] * summary["seq_len"]
+        flops = (6 * summary["parameters"] + attention) * summary["tokens/s"]
+        summary["TFLOP/s"] = flops / devices / 1e12
+    metrics = [name for name in summary if name.startswith("val_") and name != "val_loss"]
+    summary["metric"] = [*metrics, "val_loss"][0]
+    losses = run.reindex(columns=["step", "repeat", "seconds", "train_loss", "val_loss"])
+    curve = losses.groupby(["step", "repeat"]).mean().reset_index()
+    summary["curve"] = curve.assign(seconds=curve["seconds"].cumsum())
     return summary
-
-
-def settings_of(run):
-    """Returns the settings that compared runs have in common, as words."""
-    settings = {name: run.get(name, "") for name in SAME} | run["same_on_resume"]
-    return {name: str(settings[name]) for name in settings if name not in ("batch_size", "seed")}
 
 
 def groups_of(runs):
     """Returns tables of the runs that differ in the number of processes alone, with speedups."""
-    alike = {}
-    for run in runs:
-        settings = tuple(settings_of(run).values())
-        local_batch = run["batch_size"] / run["processes"]
-        alike.setdefault(("strong", run["batch_size"], settings), []).append(run)
-        alike.setdefault(("weak", local_batch, settings), []).append(run)
     groups = []
     titles = []
-    for scaling, batch, settings in sorted(alike):
-        kept = "global batch" if scaling == "strong" else "batch of a process"
-        title = f"{scaling} scaling, {', '.join(settings[: len(TITLE)])}, {kept} {batch:g}"
-        members = pd.DataFrame(alike[scaling, batch, settings])
-        for hook in sorted(members["comm_hook"][members["processes"] > 1].unique()):
-            group = members[(members["processes"] == 1) | (members["comm_hook"] == hook)]
-            if group["processes"].nunique() > 1:
+    kept = {"strong": ("batch_size", "global batch"), "weak": ("local batch", "batch of a process")}
+    for scaling, (column, words) in kept.items():
+        for (batch, _), members in pd.DataFrame(runs).groupby([column, "same"]):
+            title = f"{scaling} scaling, {members['task'].iloc[0]}, {words} {batch:g}"
+            for hook in sorted(members["comm_hook"][members["processes"] > 1].unique()):
+                group = members[(members["processes"] == 1) | (members["comm_hook"] == hook)]
+                if group["processes"].nunique() == 1:
+                    continue
                 group = with_speedups(group.sort_values(["processes", "nodes"], kind="stable"))
                 titles.append(title)
                 repeated = f" ({titles.count(title)})" if titles.count(title) > 1 else ""
@@ -259,29 +306,36 @@ def cell(value):
 
 
 def table(columns, rows):
-    """Returns these columns of the rows as a Markdown table. What a row lacks is printed as -."""
+    """Returns these columns of the rows as a Markdown table. - is what a row lacks."""
     cells = pd.DataFrame(rows).reindex(columns=columns).map(cell)
-    lines = [columns, *cells.to_numpy().tolist()]
+    cells = cells.loc[:, (cells != "-").any()]
+    lines = [list(cells), *cells.to_numpy().tolist()]
     widths = [max(2, *map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
+def tables(columns, runs):
+    """Returns the lines of three tables: speed, communication, and what comes beside the steps."""
+    lines = []
+    for names in (columns, COMMUNICATION, [*BESIDE, *pd.unique(runs["metric"])]):
+        lines += [table(names, runs), ""]
+    return lines
+
+
 def comparison(group):
     """Returns the lines on a group."""
-    first = group.iloc[0].dropna()
+    first = group.iloc[0]
     facts = []
-    for name, value in settings_of(first).items():
+    for name, value in first["same"]:
         if name not in TITLE and value not in ("", "0", "0.0", "False"):
             facts.append(f"{name} {value}")
     for name in ("comm_hook", "threads", *LAUNCH):
         if set(group[name]) != {"-"}:
             facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
-    quality = next((name for name in (first["metric"], *QUALITY) if name in first), "val_loss")
     lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
-    split = ["split"] if set(group["split"]) != {"-"} else []
-    lines += [table([*SPEED, quality, *split], group), "", table(COMMUNICATION, group), ""]
-    if first["group"].startswith("strong") and first["serial"] > 0:
+    lines += tables(SPEED, group)
+    if first["serial"] > 0:
         bound = f"at most {1 / first['serial']:.3g} times as fast for any N"
         lines += [f"Serial fraction {first['serial']:.3f}: {bound}.", ""]
     lines += [pays_up_to(group), ""]
@@ -294,7 +348,8 @@ def comparison(group):
 def application(groups):
     """Returns the lines to paste into an application for computing time."""
     lines = ["## For an application for computing time", ""]
-    lines += ["An epoch takes these seconds and device-hours."]
+    lines += ["The steps of an epoch take these seconds and device-hours. In each validation eval"]
+    lines += ["seconds are added, and in each snapshot save seconds."]
     lines += ["peak_MB is the memory of the process that has held the most.", ""]
     for group in groups:
         lines += [f"**{group['group'].iloc[0]}, device {group['device'].iloc[0]}**", ""]
@@ -331,9 +386,8 @@ def step_of(run, runs):
     seconds = {0: dict.fromkeys(PHASES, 0.0)}  # a batch of 0 takes no time
     slowest_last = sorted(runs, key=lambda other: other["samples/s"], reverse=True)
     for other in [*slowest_last, run]:  # a later run replaces one of the same batch
-        is_launched_alike = all(other[name] == run[name] for name in LAUNCH)
-        if is_launched_alike and settings_of(other) == settings_of(run):
-            steps = other["samples/s"] * other["training"] / other["batch_size"]
+        if all(other[name] == run[name] for name in ("same", *LAUNCH)):
+            steps = other["steps_per_epoch"]
             seconds[other["batch_size"]] = {name: other[name] / steps for name in PHASES}
     phases = pd.DataFrame.from_dict(seconds, orient="index").sort_index()
     try:
@@ -462,44 +516,51 @@ def doubts(run, runs, strong, links):
         found.append(f"the run was on {run['device']}, and the link of {links[0]['device']}")
     if run["device"] == "CPU" and links[0]["nodes"] == 1:
         found.append("CPU processes of one node share its cores and memory")
-    if any(other.get("waiting", 0.0) > 0.1 * other["training"] for other in runs):
+    if any(other.get("waiting", 0.0) > 0.1 * other["seconds"] for other in runs):
         found.append("in the logs processes wait for a late one, which is not predicted")
     return [f"Not to be trusted: {doubt}." for doubt in found]
 
 
 def share_of_matmul(run, links):
     """Returns a sentence on how near the run comes to the speed of a large matmul, if known."""
-    precision = "fp32" if run["precision"] == "fp32" else "bf16"  # fp16 is as fast as bf16
-    limits = []
-    for link in links:
-        if link["device"] == run["device"]:
-            limits.append(link["matmul_tflops"].get(precision, 0.0))
-    reached = run.get("TFLOP/s")  # gpt.py logs it
-    is_known = isinstance(reached, int | float) and 0 < reached < 1e12
-    if not is_known or not limits or max(limits) <= 0:
+    # A link's fp32 is TF32 on GPUs that have it. fp16 is as fast as bf16.
+    precision = "fp32" if run["precision"] in ("fp32", "tf32") else "bf16"
+    limits = [link["matmul_tflops"] for link in links if link["device"] == run["device"]]
+    limit = max([found.get(precision, 0.0) for found in limits], default=0.0)
+    reached = run.get("TFLOP/s", 0.0)  # known of gpt.py
+    if not reached > 0 or limit <= 0:
         return []
-    share = f"{reached / max(limits):.0%} of a large matmul's {max(limits):.3g}"
+    share = f"{reached / limit:.0%} of a large matmul's {limit:.3g}"
     return [f"The run reaches {reached:.3g} TFLOP/s: {share} ({precision})."]
 
 
 def draw_group(group, path):
-    """Draws the speedup, where the time goes, and the epoch times. `path` begins their names."""
-    group = group.set_index("processes")
+    """Draws the speedup, where the time goes, and the losses. `path` begins their names."""
     title = group["group"].iloc[0]
+    losses, axes = plt.subplots(1, 2, sharey=True, figsize=(12, 5))
+    for number, run in enumerate(group.to_dict("records")):
+        style = {"color": f"C{number}"}
+        for x, ax in zip(("step", "seconds"), axes):
+            curve = run["curve"].set_index(x)
+            label = f"{run['processes']} process(es), run {run['run']}"
+            curve["train_loss"].plot(ax=ax, linestyle="--", label="", **style)
+            curve["val_loss"].dropna().plot(ax=ax, marker="o", label=label, **style)
+            ax.set(xlabel=x, ylabel="loss: training dashed, validation with dots")
+    axes[1].legend()
+    losses.suptitle(title)
+    losses.savefig(f"{path}_loss.png")
+    group = group.set_index("processes")
     speedup = pd.DataFrame({"ideal": group["ratio"]})
-    if title.startswith("strong"):
+    if group["serial"].notna().all():
         serial = max(0.0, group["serial"].iloc[0])
         speedup["Amdahl's law"] = 1 / (serial + (1 - serial) / group["ratio"])
     speedup["measured"] = group["speedup"]
     phases = group[PHASES].loc[:, group[PHASES].any()]
-    times = pd.DataFrame(list(group["epoch_times"]), group.index).T
     styles = {"ideal": "--", "Amdahl's law": "-", "measured": "o"}
     axes = speedup.plot(title=title, ylabel="speedup", style=styles, xticks=group.index, ylim=0)
     axes.figure.savefig(f"{path}_speedup.png")
     axes = phases.plot.bar(title=title, ylabel="s an epoch", stacked=True, rot=0)
     axes.figure.savefig(f"{path}_phases.png")
-    axes = times.plot(title=title, xlabel="epoch", ylabel="s an epoch", marker="o", ylim=0)
-    axes.figure.savefig(f"{path}_epoch_times.png")
     plt.close("all")
 
 
@@ -507,8 +568,10 @@ def write_all(groups, predictions, lines, out):
     """Writes the lines, the tables as CSV, and the pictures."""
     (out / "tables").mkdir(parents=True, exist_ok=True)
     (out / "report.md").write_text("\n".join(lines) + "\n")
-    columns = ["group", *SPEED, *COMMUNICATION[1:], *QUALITY, "serial", *PHASES]
-    measured = pd.concat([pd.DataFrame(), *groups]).reindex(columns=columns)
+    columns = ["group", *SPEED, *COMMUNICATION[1:], *BESIDE[1:], "serial", *PHASES]
+    measured = pd.concat([pd.DataFrame(), *groups])
+    columns += [name for name in measured if name.startswith("val_")]
+    measured = measured.reindex(columns=columns)
     predicted = pd.DataFrame(predictions, columns=["group", *PREDICTED, "time to loss"])
     measured.to_csv(out / "tables/measured.csv", index=False)
     predicted.to_csv(out / "tables/predicted.csv", index=False)
@@ -533,13 +596,12 @@ def main():
     add = parser.add_argument
     add("paths", nargs="+", type=Path, help="logs (.jsonl), or folders of them")
     add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
-    add("--warmup", type=int, default=1, help="first epochs of a run that do not count")
     add("--predict", nargs="+", default=[], metavar="LINK.json", help="files of allreduce.py")
     add("--noise", metavar="NOISE.json", help="file of noise_scale.py: time to the same loss")
     add("--gpus_per_node", type=int, default=0, help="if links of both kinds are given")
     args = parser.parse_args()
     rows, notes = read_logs(args.paths)
-    runs = runs_of(rows, args.warmup, notes)
+    runs = runs_of(rows, notes)
     links = read_links(args.predict)
     levels = {link["nodes"] > 1 for link in links}
     if (len(levels) == 2) != (args.gpus_per_node > 0):
@@ -562,15 +624,14 @@ def main():
     compared.update(tuple(run[name] for name in RUN) for run in singles)
     alone = [run for run in runs if tuple(run[name] for name in RUN) not in compared]
     if alone:
-        columns = [*TITLE, "processes", "batch_size", "seconds", "samples/s", "device-hours"]
         lines += ["## not compared: no other run differs in the number of processes alone", ""]
-        lines += [table(columns, alone), "", table(COMMUNICATION, alone), ""]
+        lines += tables(ALONE, pd.DataFrame(alone))
     predictions = []
     for run in singles:
         step = step_of(run, singles)
         found = {}
         for scaling in ("strong", "weak"):
-            title = f"predicted {scaling} scaling, {run['script']}, {run['model']}, "
+            title = f"predicted {scaling} scaling, {run['task']}, "
             title += f"batch {run['batch_size']}, run {run['run']}"
             found[scaling] = predict(step, scaling, links, args.gpus_per_node)
             if scaling == "weak" and args.noise:
@@ -587,7 +648,7 @@ def main():
     if args.out:
         lines += application(groups) if groups else []
         write_all(groups, predictions, lines + notes, args.out)
-        rows.to_csv(args.out / "epochs.csv", index=False)
+        rows.to_csv(args.out / "rows.csv", index=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure the time of an all-reduce on all GPUs of a node, or on two CPU processes without a GPU.
+"""Measure the time of an all-reduce on all GPUs of a machine or, if it has none, two CPU processes.
 
     python multigpu/allreduce.py                            # from 4 KiB to 1 GiB
     python multigpu/allreduce.py --num_gpus 4 --min_bytes 1048576 --out link.json
@@ -23,13 +23,15 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--num_gpus", type=int, default=torch.cuda.device_count() or 2, help="processes to start")
+    gpus = torch.accelerator.device_count()
+    add("--num_gpus", type=int, default=gpus or 2, help="processes to start")
     add("--min_bytes", type=int, default=1 << 12, help="smallest size in bytes")
     add("--max_bytes", type=int, default=1 << 30, help="largest size in bytes")
     add("--seconds", type=float, default=1.0, help="time to spend on each size")
@@ -38,29 +40,11 @@ def parse_args():
     args = parser.parse_args()
     if args.num_gpus < 2:
         parser.error("--num_gpus must be 2 or more: one process has nobody to send to")
+    if ON_GPU and args.num_gpus > gpus:
+        parser.error(f"--num_gpus must be at most {gpus}, the GPUs of this machine")
     if not 4 <= args.min_bytes <= args.max_bytes // 2:
         parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
     return args
-
-
-def find_device(local_rank):
-    """Returns the GPU of this process, or the CPU if the machine has no GPU."""
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
-
-
-def setup(args, rank, world_size, init_method, device):
-    """Joins the process group."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    timeout = timedelta(seconds=args.timeout)
-    backend, device_id = "gloo", None
-    if device.type == "cuda":
-        backend, device_id = "nccl", device
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
 
 
 def time_all_reduce(buffer, repeats):
@@ -71,14 +55,14 @@ def time_all_reduce(buffer, repeats):
         dist.all_reduce(buffer)
     buffer[0].item()  # waits for the GPU
     mean = (time.perf_counter() - start) / repeats
-    slowest = torch.tensor(mean, dtype=torch.float64, device=buffer.device)
+    slowest = torch.tensor(mean, device=buffer.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
 
 def compute_rate(buffer):
     """Returns how fast a process computes beside an all-reduce, as a share of its usual speed."""
-    size = 4096 if buffer.is_cuda else 256
+    size = 4096 if ON_GPU else 256
     matrix = torch.rand(size, size, device=buffer.device)
     rates = []
     for _ in range(9):
@@ -101,19 +85,20 @@ def compute_rate(buffer):
 
 def matmul_tflops(device):
     """Returns {precision: TFLOP/s} of products of large matrices. No training is faster."""
-    size = 8192 if device.type == "cuda" else 512
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # as the training scripts have it
+    size = 8192 if ON_GPU else 512
+    if ON_GPU:
+        torch.set_float32_matmul_precision("high")  # TF32, as the training scripts have it
     found = {}
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         matrix = torch.rand(size, size, device=device).to(dtype)
+        (matrix @ matrix)[0, 0].item()  # warms up
         dist.barrier()  # in a training, too, all compute at the same time
-        for repeats in (3, 20):  # the first three warm up
-            start = time.perf_counter()
-            for _ in range(repeats):
-                product = matrix @ matrix
-            product[0, 0].item()  # waits for the GPU
-            seconds = (time.perf_counter() - start) / repeats
-        found[precision] = 2 * size**3 / seconds / 1e12
+        start = time.perf_counter()
+        count = 0  # of products
+        while (seconds := time.perf_counter() - start) < 0.2:
+            (matrix @ matrix)[0, 0].item()  # waits for the GPU
+            count += 1
+        found[precision] = count * 2 * size**3 / seconds / 1e12
     return found
 
 
@@ -134,7 +119,7 @@ def measure(args, device):
         sizes.append(size)
         seconds.append(statistics.median(times))
         size *= 2
-    length = 1 << (28 if device.type == "cuda" else 22)  # 1 GiB or 16 MiB
+    length = 1 << (28 if ON_GPU else 22)  # 1 GiB or 16 MiB
     return sizes, seconds, compute_rate(buffer[:length])
 
 
@@ -154,10 +139,16 @@ def fit_line(sizes, seconds, world_size):
     return latency, 1 / per_byte, (latency + carried * per_byte) / seconds - 1
 
 
-def print_link(sizes, seconds, rate, tflops, world_size, nodes):
+def name_of(device):
+    """Returns "CPU", or the name that the GPU's maker gives it."""
+    return torch.get_device_module(device).get_device_name(device) if ON_GPU else "CPU"
+
+
+def print_link(sizes, seconds, rate, tflops, device, nodes):
     """Prints the table and the fitted line. Returns what --out writes."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    link = {"processes": world_size, "nodes": nodes, "device": device, "torch": torch.__version__}
+    world_size = dist.get_world_size()
+    link = {"processes": world_size, "nodes": nodes, "device": name_of(device)}
+    link["torch"] = torch.__version__
     print(", ".join(f"{name} {value}" for name, value in link.items()))
     print("|      bytes |    time_us | algbw_GB/s | busbw_GB/s |     fit_us |")
     print("| ---------: | ---------: | ---------: | ---------: | ---------: |")
@@ -176,14 +167,20 @@ def print_link(sizes, seconds, rate, tflops, world_size, nodes):
     return link
 
 
-def main(rank, args, init_method):
-    world_size = args.num_gpus
-    device = find_device(rank)
-    setup(args, rank, world_size, init_method, device)
+def main(rank, args, init_method):  # runs in each process: spawn() passes rank 0, 1, ...
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    nodes, world_size = 1, args.num_gpus
+    device = torch.device(rank if ON_GPU else "cpu")
+    if ON_GPU:
+        torch.accelerator.set_device_index(rank)
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
+    device_id = device if backend == "nccl" else None
+    timeout = timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
     tflops = matmul_tflops(device)
     sizes, seconds, rate = measure(args, device)
     if rank == 0:
-        link = print_link(sizes, seconds, rate, tflops, world_size, nodes=1)
+        link = print_link(sizes, seconds, rate, tflops, device, nodes)
         if args.out:
             with open(args.out, "w") as file:
                 json.dump(link, file, indent=1)
@@ -193,13 +190,13 @@ def main(rank, args, init_method):
 
 def launch_all(args):
     """Starts the processes, and exits with their exit status."""
-    find_device(args.num_gpus - 1)  # a wrong number ends here, not in each process
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # the processes meet by a file in it
         try:
-            mp.spawn(main, (args, f"file://{folder}/store"), args.num_gpus)
-        except mp.ProcessExitedException as error:
+            words = (args, f"file://{folder}/store")
+            torch.multiprocessing.spawn(main, words, args.num_gpus)
+        except torch.multiprocessing.ProcessExitedException as error:
             sys.exit(error.exit_code if error.exit_code > 0 else str(error))
 
 

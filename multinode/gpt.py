@@ -10,30 +10,31 @@ writes them) or .npy.
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
 Beyond 400 processes set TORCH_GLOO_LAZY_INIT=1, or each has two sockets for each of the others.
 
-For your own data and model, replace the first of the three parts. The other two are the same in all
-scripts of this folder.
+For your own data and model, replace the first of the three sections. The other two contain no task
+code: they are the same in all scripts of this folder.
 `diff multigpu/gpt.py multinode/gpt.py` shows what nodes add.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import itertools
 import json
 import math
 import os
 import random
-import re
+import resource
 import signal
-import statistics
 import sys
 import sysconfig
 import textwrap
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
-from functools import partial
 from glob import glob
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,20 +43,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate, get_worker_info
 from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
-
-COLUMNS = "epoch train_loss val_loss val_bpb val_ppl seconds tokens/s TFLOP/s".split()
-METRIC = "val_loss"  # in the row for results.md
-# Flags that a resumed run must not change. report.py compares runs that have them in common.
-SAME_ON_RESUME = (
-    "dataset vocab_size d_model n_heads num_layers seq_len batch_size learning_rate dropout "
-    "precision seed"
-).split()
-MAX_GRAD_NORM = 1.0  # longer gradients are clipped
 
 
 def parse_args():
@@ -69,7 +63,7 @@ def parse_args():
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
-    args = parse_run_args(parser, epochs=1, batch_size=64)
+    args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
     if args.n_heads < 1 or args.d_model % args.n_heads:
         parser.error("--d_model must be a multiple of --n_heads")
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
@@ -94,7 +88,7 @@ class Tokens(Dataset):
         if ids.max() >= self.args.vocab_size:
             raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
         ids = torch.from_numpy(ids.astype(np.int64))
-        return ids[:, :-1], ids[:, 1:]
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
 
 
 def read_data(args):
@@ -117,13 +111,8 @@ def read_data(args):
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
+    num_val = min(len(text) // 10, 2**18)  # the last tenth, but at most 256 KiB
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
-
-
-def training_order(data, args, epoch):
-    """Returns the indices (N,) of all sequences, in the order in which an epoch trains on them."""
-    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
 
 
 class GPTBlock(nn.Module):
@@ -182,33 +171,18 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
-def learning_rate(args, done):
-    """Returns the learning rate when this share of all steps, 0 to 1, is done."""
+def learning_rate_factor(args, done):
+    """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
     if done < 0.05:
-        return args.learning_rate * 20 * done  # it rises to --learning_rate
-    return args.learning_rate * (1.05 - done)  # and falls to a twentieth
+        return 20 * done  # it rises to 1
+    return 1.05 - done  # and falls to a twentieth
 
 
 def batch_loss(model, batch, args):
     """Returns the mean loss of a batch, and sums over its tokens. Rows show sums / count."""
     tokens, targets = batch
-    loss = model(tokens, targets)  # in nats
+    loss = model(tokens, targets)  # in nats; exp(loss) is the perplexity
     return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
-
-
-def more_columns(row):
-    """Returns perplexity, bits per byte, tokens/s, and the TFLOP/s that the model takes.
-
-    Those are 6 FLOP a parameter and the attention (Chowdhery et al. 2022, "PaLM", appendix B).
-    """
-    tokens_per_second = row.get("samples/s", math.nan) * row["seq_len"]
-    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
-    return {
-        "val_ppl": math.exp(min(row["val_loss"], 100)),
-        "val_bpb": math.nan if os.path.isdir(row["dataset"]) else row["val_loss"] / math.log(2),
-        "tokens/s": tokens_per_second,
-        "TFLOP/s": flops * tokens_per_second / row["processes"] / 1e12,  # of one device
-    }
 
 
 @torch.no_grad()
@@ -227,117 +201,214 @@ def finish(model, data, args, device):
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 
-# ============================ The run: steps, snapshots, processes. Keep. =========================
-# main() calls train(), which calls train_epoch(), evaluate() and log_epoch() in turn. train_epoch()
-# calls train_step(), and save_snapshot() at its end. The other functions serve these.
+# ========================= The run: steps, rows, snapshots, processes. Keep. ======================
+# torchrun or Slurm starts each process. main() has the loop over all steps.
 
+DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMM_HOOKS = {"none": "allreduce_hook", "bf16": "bf16_compress_hook", "fp16": "fp16_compress_hook"}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
 STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMM_HOOKS = {
-    "none": default_hooks.allreduce_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
+MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
+    "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
+    "data_dir snapshot log sample reconstructions"
+).split()
+ONE_DAY = timedelta(days=1)
 
 
-def main(args):
+def parse_run_args(parser, **defaults):
+    """Adds the flags of the run to those of the task, and parses them all."""
+    num_gpus = torch.accelerator.device_count()
+    # AMD's TF32 is as inexact as bf16, so that it is not the default there.
+    has_tf32 = num_gpus > 0 and torch.version.cuda is not None
+    add = parser.add_argument_group("the run").add_argument
+    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
+    add("--max_steps", type=int, default=0, help="optimizer steps in all; 0: --epochs decides")
+    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
+    add("--batch_size", type=int, help="global batch: samples per optimizer step")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
+    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
+    add("--max_grad_norm", type=float, default=0.0, help="clip longer gradients; 0: do not clip")
+    add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
+    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
+    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
+    add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
+    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
+    parser.set_defaults(**defaults)
+    return parser.parse_args()
+
+
+def join_launcher():
+    """Finds this process's place among the others, as torchrun or Slurm has set it."""
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
+        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
+        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
+        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
+        os.environ.setdefault("GROUP_WORLD_SIZE", os.environ["SLURM_STEP_NUM_NODES"])
+    needed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    if not needed <= os.environ.keys():
+        command = "torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv)
+        sys.exit(f"start it by its job file, or with {command}")
+    num_nodes = int(os.environ["GROUP_WORLD_SIZE"])
+    if num_nodes == 1:  # nothing leaves this machine
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    num_gpus = torch.accelerator.device_count()
+    if os.environ["RANK"] == "0" and int(os.environ["WORLD_SIZE"]) < num_nodes * num_gpus:
+        print(f"{os.environ['WORLD_SIZE']} processes do not use all {num_gpus} GPUs of a node")
+
+
+def main(local_rank, args, init_method):
     """Trains in one process. Every process runs it; rank 0 also prints and saves."""
-    sys.stdout.reconfigure(line_buffering=True)  # a line appears in a log file at once
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # what --precision fp32 means on GPUs
-    torch.backends.cudnn.benchmark = True
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     run = SimpleNamespace()  # what these functions share
-    run.rank = int(os.environ["RANK"])  # torchrun or Slurm has set these four
+    run.local_rank = local_rank  # on this node
+    run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
     run.world_size = int(os.environ["WORLD_SIZE"])
-    run.local_rank = int(os.environ["LOCAL_RANK"])  # on this node
-    run.nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    run.run_id = f"{time.time_ns():x}"  # names the run in the log; a resumed run keeps it
-    if run.nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    run.epoch = 0
-    run.step = 0  # steps of this epoch that are done
-    run.sums = {}  # of batch_loss, over this process's samples of this epoch
-    run.fixed_settings = {name: getattr(args, name) for name in SAME_ON_RESUME}
-    json.dumps(run.fixed_settings)  # an error at once if no snapshot could hold them
-    init_distributed(run, args, "env://")  # sets run.device and run.patient_group
-    set_seeds(args.seed)  # so that a random split of the data is the same in all processes
-    train_data, val_data = read_data_in_turn(run, args)
-    run.num_steps = len(train_data) // args.batch_size  # the rest does not fill a batch
-    if run.num_steps == 0 or len(val_data) < run.world_size:
-        sys.exit(f"the data is too small for --batch_size or for {run.world_size} processes")
-    run.num_steps = min(run.num_steps, args.max_steps or run.num_steps)
+    run.id = f"{time.time_ns():x}"  # names the run in the log. A resumed run keeps it.
+    run.step = 0  # steps that are done
+    run.row_step = 0  # the step of the last row
+    run.sums = {}  # of batch_loss since the last look: of this process, on its device
+    run.totals = {}  # those since the last row, over all processes
+    check_args(run, args)
+    snapshot = read_snapshot(args)
+    train_data, val_data = connect(run, args, init_method)  # sets run.device and run.store
+    run.steps_per_epoch = len(train_data) // args.batch_size  # the rest does not fill a batch
+    run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
+    if run.steps_per_epoch < 1 or len(val_data) < run.world_size:
+        fail(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
 
-    torch.manual_seed(args.seed)  # the same weights, whatever read_data has drawn
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
+    torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
+    set_seeds(args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data).to(run.device)
+    if not run.model.training:  # a part alone that is in eval() stays so
+        run.model.train()
     run.optimizer = create_optimizer(run.model, args)
-    # A part that create_model has put into eval() stays so.
-    run.frozen = [part for part in run.model.modules() if run.model.training and not part.training]
-    run.lr_scales = []  # a group may have a rate of its own
     for group in run.optimizer.param_groups:
-        run.lr_scales.append(group["lr"] / (args.learning_rate or 1.0))
+        group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
-    if args.snapshot and os.path.exists(args.snapshot):
-        load_snapshot(run, args)
-    start = (run.epoch, run.step)
-    run.sums = {name: total / run.world_size for name, total in run.sums.items()}  # equal shares
-    check_same_start(run, args)
+    if snapshot:
+        restore(run, snapshot, args)
     run.compiled_model = torch.compile(run.model) if args.compile else run.model
     run.ddp_model = DistributedDataParallel(run.compiled_model, gradient_as_bucket_view=True)
     run.ddp_model.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics
-    comm_hook = COMM_HOOKS[args.comm_hook]
+    comm_hook = getattr(default_hooks, COMM_HOOKS[args.comm_hook])
     run.watch = Stopwatch(run.device)
     comm_hook = run.watch.timed(comm_hook)
     run.ddp_model.register_comm_hook(None, comm_hook)
-
-    run.settings = describe(run, args)
     if run.rank == 0:
-        settings = ", ".join(f"{name} {value}" for name, value in run.settings.items())
-        print(textwrap.fill(settings, 100))
-        print(f"starting at epoch {run.epoch}, step {run.step}:")
-        print(*(f"{name:>10}" for name in COLUMNS))
-    rows = train(run, train_data, val_data, args)
-    dist.barrier(run.patient_group)  # a process that leaves early can make the others fail
+        print(f"processes {run.world_size}, device {run.device},", end=" ")
+        print(f"steps {run.step} to {run.num_steps}", flush=True)
+
+    batches = iter(create_loader(train_data, training_requests(train_data, run, args), run, args))
+    hides_bar = run.rank > 0 or not sys.stderr.isatty()
+    bar = tqdm(total=run.num_steps, initial=run.step, disable=hides_bar, leave=False)
+    for signum in SIGNALS:  # until here, a signal just ends the process
+        signal.signal(signum, note_stop)
+    expect_progress(args)
+    first_step = look_step = run.step
+    look_time = time.perf_counter()
+    next_look = run.step + 1
+    next_line = look_time + 60  # of progress, if there is no bar
+    is_stopped = False
+    while True:
+        is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
+        is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
+        if is_due or run.step == next_look:  # about once a second, all after the same step
+            speed = (run.step - look_step) / (time.perf_counter() - look_time)
+            is_stopped, speed = look(run, speed, args)
+            if run.rank == 0 and bar.disable and time.perf_counter() > next_line:
+                next_line = time.perf_counter() + 60
+                print(f"step {run.step} of {run.num_steps}, {speed:.3g} steps/s", flush=True)
+            if is_due or is_stopped:
+                save_snapshot(run, args)
+            if is_due and not is_stopped:
+                log_row(run, evaluate(run, val_data, args), args)
+                run.row_step = run.step
+                run.totals = {}
+            look_step, look_time = run.step, time.perf_counter()
+            next_look = run.step + max(1, int(speed))
+        if is_stopped or run.step >= run.num_steps:
+            break
+        train_step(run, batches, args)
+        run.step += 1
+        bar.update()
+    bar.close()
+    if is_stopped and run.step > first_step:
+        log_row(run, {}, args)  # the times since the last row
+    elif run.step > first_step:
+        save_snapshot(run, args)  # the last row is there: the same command has nothing left to do
+    faulthandler.cancel_dump_traceback_later()
+    for signum in SIGNALS:  # all is saved: a signal just ends the process again
+        signal.signal(signum, signal.SIG_DFL)
+    del run.ddp_model  # before torch 2.14, a process can hang if it outlives the group
+    dist.barrier()  # a process that leaves early can make the others fail
     dist.destroy_process_group()
-    print_summary(rows)  # the times of run.watch
-    if run.rank == 0 and run.epoch == args.epochs:
-        run.model.eval()
-        finish(run.model, val_data, args, run.device)
-    if run.epoch < args.epochs and run.rank == 0:
-        has_saved = args.snapshot and (run.epoch, run.step) != start
+    if run.rank > 0:
+        return
+    print_summary(run.watch)
+    if is_stopped:
+        saved = args.snapshot or "nothing, as there is no --snapshot"
+        print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
+        has_saved = args.snapshot and run.step > first_step
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
+    if "finish" in globals():
+        globals()["finish"](run.model.eval(), val_data, args, run.device)
 
 
-def train(run, train_data, val_data, args):
-    """Trains until all epochs are done or a signal stops it. Returns the rows for the log."""
-    rows = []
-    indices = training_indices(train_data, run.epoch, run.step, run, args)
-    batches = iter(create_loader(train_data, indices, run, args))
-    for signum in SIGNALS:  # until here, a signal just ends the process
-        signal.signal(signum, note_stop)
-    while run.epoch < args.epochs:
-        first_step = run.step
-        is_stopped = train_epoch(run, batches, args)
-        if is_stopped:
-            return rows
-        val_sums = evaluate(run, val_data, args)
-        num_samples = (run.step - first_step) * args.batch_size
-        rows += log_epoch(run, val_sums, num_samples, args)
-        run.epoch += 1
-        run.step = 0
-        run.sums = {}
-    faulthandler.cancel_dump_traceback_later()
-    save_snapshot(run, args)  # the same command has nothing left to do
-    for signum in SIGNALS:  # all is saved: from now on a signal ends the process again
-        signal.signal(signum, signal.SIG_DFL)
-    return rows
+def fail(message):
+    """Ends the run with a message, which rank 0 prints while the other processes wait."""
+    if os.environ["RANK"] == "0":
+        sys.exit(message)
+    time.sleep(5)
+    sys.exit(1)
 
 
-def expect_progress(args):
-    """Ends this process in --timeout seconds, with its stack, if it is not called again by then."""
-    faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
+def check_args(run, args):
+    """Ends the run if the batch cannot be divided, or if a file could not be written."""
+    divisor = run.world_size * args.grad_accum_steps
+    if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
+        fail(f"--batch_size must be a multiple of {run.world_size} x --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
+        if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
+            fail(f"cannot write {path}: a folder, or in one that is missing or read-only")
+
+
+def connect(run, args, init_method):
+    """Connects this process with the others, and returns the data.
+
+    Rank 0 prepares the data first, then one process of each other node. They may take long.
+    """
+    run.device = torch.device("cpu")
+    backend = "gloo"
+    bound = {}
+    if torch.accelerator.is_available():
+        num_devices = torch.accelerator.device_count()
+        if run.local_rank >= num_devices > 1:  # Slurm may show each process one, its own
+            fail(f"{num_devices} GPUs are too few for the processes of this node")
+        run.device = torch.device(run.local_rank % num_devices)
+        torch.accelerator.set_device_index(run.device.index)
+        backend = dist.get_default_backend_for_device(run.device)
+        bound = {"device_id": run.device} if backend == "nccl" else {}
+        backend = f"cpu:gloo,{run.device.type}:{backend}"
+    run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=ONE_DAY))
+    if run.rank > 0:
+        first = run.rank - run.local_rank if run.local_rank > 0 else 0
+        run.store.wait([f"data of {first}"], ONE_DAY)
+    set_seeds(args.seed)  # so that a random split of the data is the same in all processes
+    data = read_data(args)
+    run.store.set(f"data of {run.rank}", "is read")
+    group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
+    group["timeout"] = timedelta(seconds=args.timeout)
+    run.store.set_timeout(group["timeout"])  # from now on, a lost process is not waited for
+    dist.init_process_group(backend, **group, **bound)
+    return data
 
 
 def note_stop(signum, frame):
@@ -346,61 +417,41 @@ def note_stop(signum, frame):
         signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
 
-def train_epoch(run, batches, args):
-    """Trains to the end of the epoch, and saves. Returns True if a signal stopped it early.
+def expect_progress(args):
+    """Ends this process in --timeout seconds, with its stack, if it is not called again by then."""
+    faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
 
-    About once a second, after the same step, all processes look at the loss, which waits for the
-    GPU, and tell each other whether they have been asked to stop.
+
+def look(run, speed, args):
+    """Adds up the sums of all processes. Ends the run if the loss is not finite.
+
+    Returns whether any process was asked to stop, and their mean speed. Waits for the GPU.
     """
-    run.model.train()
-    for part in run.frozen:
-        part.eval()
-    bar = progress_bar(run)
     expect_progress(args)
-    is_stopped = False
-    last_look = run.step
-    next_look = run.step + 1
-    start = time.perf_counter()
-    while run.step < run.num_steps and not is_stopped:
-        train_step(run, batches, args)
-        run.step += 1
-        bar.update()
-        if run.step in (next_look, run.num_steps):
-            loss = float(run.sums["loss"])  # of this process
-            steps_per_second = (run.step - last_look) / (time.perf_counter() - start)
-            news = torch.tensor([bool(STOP_REQUESTS), not math.isfinite(loss), steps_per_second])
-            dist.all_reduce(news, dist.ReduceOp.MAX)  # so that all processes know the same
-            run.watch.mark("comm")
-            run.watch.flush()
-            is_stopped, is_not_finite, steps_per_second = news.tolist()  # in any process
-            if is_not_finite:
-                sys.exit(f"the loss is not finite at step {run.step} of epoch {run.epoch}")
-            bar.set_postfix(train_loss=loss / (float(run.sums["count"]) or math.nan), refresh=False)
-            last_look = run.step
-            next_look = run.step + max(1, int(steps_per_second))
-            start = time.perf_counter()
-            expect_progress(args)
-        is_due = args.snapshot_every > 0 and run.step % args.snapshot_every == 0
-        if is_stopped or is_due or run.step == run.num_steps:
-            faulthandler.cancel_dump_traceback_later()  # rank 0 may take long to save
-            save_snapshot(run, args)
-            if not is_stopped:
-                expect_progress(args)
-    bar.close()
-    if is_stopped and run.rank == 0:
-        saved = args.snapshot or "nothing, as there is no --snapshot"
-        print(f"stopped at epoch {run.epoch}, step {run.step}; saved {saved}")
-    return is_stopped
+    # No sum of batch_loss is called so.
+    news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step} | run.sums
+    news = all_reduce_sums(news)
+    for name in run.sums:
+        run.totals[name] = run.totals.get(name, 0.0) + news[name]
+    run.sums = {}
+    run.watch.mark("comm")
+    run.watch.flush()
+    if news["/step"] != run.step * run.world_size:
+        fail(f"the nodes have different files {args.snapshot}: use a shared file system")
+    if not math.isfinite(run.totals["loss"]):
+        fail(f"the loss is not finite at step {run.step}")
+    return news["/stops"] > 0, news["/speed"] / run.world_size
 
 
 def train_step(run, batches, args):
     """Takes one step of the optimizer, over all micro-batches of a batch."""
-    done = (run.epoch + (run.step + 1) / run.num_steps) / args.epochs
-    for group, scale in zip(run.optimizer.param_groups, run.lr_scales):
-        group["lr"] = float(learning_rate(args, done)) * scale
-    set_seeds(args.seed, run.epoch, run.step, run.rank)  # a resumed run draws the same
+    factor_of = globals().get("learning_rate_factor", lambda args, done: 1.0)
+    factor = factor_of(args, (run.step + 1) / run.num_steps)
+    for group in run.optimizer.param_groups:
+        group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
+        set_seeds(args.seed, run.rank, run.step, micro_step)  # a resumed run draws the same
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
         run.ddp_model.require_backward_grad_sync = is_last  # False: no all-reduce, as in no_sync()
@@ -408,9 +459,9 @@ def train_step(run, batches, args):
         run.watch.mark("forward")
         run.scaler.scale(loss / args.grad_accum_steps).backward()
         run.watch.mark("comm" if is_last else "backward")  # timed_hook has marked the last backward
-    if MAX_GRAD_NORM:
+    if args.max_grad_norm > 0:
         run.scaler.unscale_(run.optimizer)
-        nn.utils.clip_grad_norm_(run.model.parameters(), MAX_GRAD_NORM)
+        nn.utils.clip_grad_norm_(run.model.parameters(), args.max_grad_norm)
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad()
@@ -423,92 +474,95 @@ def set_seeds(*numbers):
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    if torch.accelerator.is_available() and get_worker_info() is None:
+        torch.get_device_module().manual_seed(seed)
 
 
-def compute_loss(run, model, batch, totals, args):
-    """Returns the loss of a batch, and adds the batch's sums to the totals."""
-    with torch.autocast(run.device.type, DTYPES[args.precision], args.precision != "fp32"):
-        result = batch_loss(model, batch, args)
-    loss, sums = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not {"loss", "count"} <= set(sums) or set(totals or sums) != set(sums):
-        sys.exit("batch_loss must return the loss and, each time, a dict of sums: loss, count, ...")
-    for name, value in sums.items():
-        total = torch.as_tensor(totals.get(name, 0.0), dtype=torch.float64)  # long sums stay exact
-        totals[name] = total + torch.as_tensor(value).detach().reshape(())  # one number
+def compute_loss(run, model, batch, sums, args):
+    """Returns the loss of a batch, and adds the batch's sums to `sums`."""
+    dtype = DTYPES[args.precision]
+    with torch.autocast(run.device.type, dtype, enabled=dtype is not None):
+        loss, batch_sums = batch_loss(model, batch, args)
+    if not {"loss", "count"} <= batch_sums.keys() == (sums or batch_sums).keys():
+        sys.exit("batch_loss must return the same sums each time, among them loss and count")
+    for name, value in batch_sums.items():
+        total = sums.get(name, torch.zeros(()))  # float32 is exact enough until the next look
+        sums[name] = total + torch.as_tensor(value).detach()
     return loss
 
 
 def all_reduce_sums(sums):
-    """Returns the sums over all processes, as numbers."""
+    """Returns the sums over all processes, as numbers. Waits for the GPU."""
     totals = torch.tensor([float(sums[name]) for name in sorted(sums)], dtype=torch.float64)
     dist.all_reduce(totals)
-    return dict(zip(sorted(sums), totals.tolist()))
+    totals = dict(zip(sorted(sums), totals.tolist()))
+    return {name: totals[name] for name in sums}
 
 
 @torch.no_grad()
 def evaluate(run, data, args):
-    """Returns the sums of batch_loss over this process's share of the data."""
+    """Returns the sums of batch_loss over the data, of which each process takes a share."""
     ignored = getattr(run.model, "_ddp_params_and_buffers_to_ignore", ())
     for name, buffer in run.model.named_buffers():  # BatchNorm's statistics of rank 0 are saved
-        if name not in ignored:
+        if name not in ignored and buffer.is_contiguous():
             dist.broadcast(buffer, src=0)
-    run.model.eval()
     share = range(run.rank, len(data), run.world_size)
     size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
-    indices = BatchSampler(share, size, drop_last=False)
-    totals = {}
-    for batch in create_loader(data, indices, run, args):
+    batches_of_indices = BatchSampler(share, size, drop_last=False)
+    requests = (((args.seed,), indices) for indices in batches_of_indices)
+    set_seeds(args.seed, run.rank)  # each validation draws the same
+    trained = [part for part in run.model.modules() if part.training]
+    run.model.eval()
+    sums = {}
+    for batch in create_loader(data, requests, run, args):
         expect_progress(args)
-        compute_loss(run, run.compiled_model, to_device(batch, run.device), totals, args)
-    return totals
+        compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
+    for part in trained:
+        part.training = True
+    return all_reduce_sums(sums)
 
 
-def training_indices(data, first_epoch, first_step, run, args):
-    """Yields the indices of the samples of each micro-batch of this process, for all epochs."""
-    for epoch in range(first_epoch, args.epochs):
-        order = draw_order(data, epoch, run, args)
-        if len(order) < run.num_steps * args.batch_size:
-            sys.exit(f"training_order returned {len(order)} indices for {len(data)} samples")
-        for step in range(first_step, run.num_steps):
-            batch = order[step * args.batch_size : (step + 1) * args.batch_size]
-            share = np.asarray(batch[run.rank :: run.world_size])
-            yield from share.reshape(args.grad_accum_steps, -1).tolist()
-        first_step = 0
+def training_requests(data, run, args):
+    """Yields a request for each micro-batch of this process: seeds, and the indices of samples."""
+    draw_order = globals().get("training_order", lambda *_: np.random.permutation(len(data)))
+    order = None
+    for step in range(run.step, run.num_steps):
+        epoch, step_of_epoch = divmod(step, run.steps_per_epoch)
+        if order is None or step_of_epoch == 0:
+            set_seeds(args.seed, epoch)  # so that the order is the same in all processes
+            order = np.asarray(draw_order(data, args, epoch))
+            order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
+        share = order[step_of_epoch, run.rank :: run.world_size]
+        for indices in share.reshape(args.grad_accum_steps, -1).tolist():
+            yield (args.seed, step), indices
 
 
-def draw_order(data, epoch, run, args):
-    """Returns training_order(), drawn alike in all processes and after a resume."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-        set_seeds(args.seed, epoch)
-        order = training_order(data, args, epoch)
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    return order
+class Batches(Dataset):
+    """The batches of a data set. A request holds seeds, for augmentation, and indices."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __getitem__(self, request):
+        seeds, indices = request
+        set_seeds(*seeds, *indices)  # each batch draws others
+        if not hasattr(self.data, "__getitems__"):
+            return default_collate([self.data[index] for index in indices])
+        samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
+        return default_collate(samples) if isinstance(samples, list) else samples
 
 
-def create_loader(data, indices, run, args):
-    """Returns a loader that makes a batch for each list of `indices`."""
+def create_loader(data, requests, run, args):
+    """Returns a loader that makes a batch for each request."""
     return DataLoader(
-        data,
-        batch_sampler=indices,
-        collate_fn=collate,
+        Batches(data),
+        batch_size=None,  # what the data set returns is a batch
+        sampler=requests,
         num_workers=args.num_workers,
-        # It seeds the workers, so that the augmentation of the processes differs.
-        generator=torch.Generator().manual_seed(args.seed + run.rank),
-        # A forked worker starts at once, and shares the memory of the data.
-        multiprocessing_context="fork" if args.num_workers else None,
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share the data
         worker_init_fn=init_worker,
-        pin_memory=run.device.type == "cuda",
+        pin_memory=run.device.type not in ("cpu", "mps"),
     )
-
-
-def collate(samples):
-    """Makes a batch of a list of samples. A tuple or dict from __getitems__ is a batch already."""
-    return default_collate(samples) if isinstance(samples, list) else samples
 
 
 def init_worker(worker):
@@ -528,199 +582,125 @@ def init_worker(worker):
 
 def to_device(batch, device):
     """Returns the batch with its tensors on the device. What has no .to stays as it is."""
-    if hasattr(batch, "to"):  # a tensor, a PackedSequence, a BatchEncoding, ...
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: to_device(part, device) for name, part in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(part, device) for part in batch))
-    if isinstance(batch, (tuple, list)):
-        return [to_device(part, device) for part in batch]
-    return batch
+    return tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
+
+
+def settings_of(args):
+    """Returns the flags that shape the weights, as numbers and words."""
+    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
+
+
+def load(path):
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def read_snapshot(args):
+    """Returns the snapshot, or None if there is none yet. One of other settings ends the run."""
+    if not args.snapshot or not os.path.exists(args.snapshot):
+        return None
+    try:
+        snapshot = load(args.snapshot)
+        if "row_step" not in snapshot["progress"]:
+            raise ValueError("an older version of this script has written it")
+        for name, value in settings_of(args).items():
+            saved = snapshot["settings"].get(name, value)
+            if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
+                raise ValueError(f"it was made with --{name} {saved}, not {value}")
+        return snapshot
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        fail(f"cannot resume from {args.snapshot}: {error}")
+
+
+def restore(run, snapshot, args):
+    """Takes over what the snapshot holds."""
+    try:
+        for name in STATES:
+            getattr(run, name).load_state_dict(snapshot[name])
+        vars(run).update(snapshot["progress"])
+    except Exception as error:
+        fail(f"cannot resume from {args.snapshot}: {error}")
 
 
 def save_snapshot(run, args):
-    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
-    sums = all_reduce_sums(run.sums)
-    if args.snapshot and run.rank == 0:
-        snapshot = {name: getattr(run, name).state_dict() for name in STATES}
-        if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
-            sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-        snapshot["settings"] = run.fixed_settings
-        progress = {"run_id": run.run_id, "epoch": run.epoch, "step": run.step, "sums": sums}
-        replace_snapshot(snapshot | {"progress": progress}, args)
-    dist.barrier(run.patient_group)
+    """Saves in rank 0, while the other processes wait, however long it takes."""
+    if not args.snapshot:
+        return
+    faulthandler.cancel_dump_traceback_later()
+    if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+        fail(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
+    key = f"snapshot {run.step} {run.row_step}"
+    if run.rank == 0:
+        write_snapshot(run, args)
+        run.store.set(key, "is saved")
+    run.store.wait([key], ONE_DAY)
     run.watch.mark("save")
+    expect_progress(args)
 
 
-def replace_snapshot(snapshot, args):
-    """Writes the snapshot. If that fails, or another run has written there, the old one stays."""
-    run_id = snapshot["progress"]["run_id"]
-    temporary = f"{args.snapshot}.{run_id}.tmp"
-    read = partial(torch.load, map_location="cpu", weights_only=True, mmap=True)
+def write_snapshot(run, args):
+    """Writes a temporary file and renames it, so that no snapshot is half written."""
+    snapshot = {name: getattr(run, name).state_dict() for name in STATES}
+    snapshot["settings"] = settings_of(args)
+    progress = ("id", "step", "row_step", "totals")
+    snapshot["progress"] = {name: getattr(run, name) for name in progress}
+    temporary = Path(f"{args.snapshot}.{run.id}.tmp")
     try:
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
-        read(temporary)  # as a resume will
-        if os.path.exists(args.snapshot) and read(args.snapshot)["progress"]["run_id"] != run_id:
+        if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
             raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
     except (OSError, RuntimeError) as error:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        temporary.unlink(missing_ok=True)
         cause = error.__context__ or error  # PyTorch's own error does not name a full disk
         sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")
 
 
-def load_snapshot(run, args):
-    """Restores the snapshot."""
-    try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
-        saved = snapshot["settings"]
-        for name in run.fixed_settings | saved:
-            if run.fixed_settings.get(name) != saved.get(name):
-                raise ValueError(f"it was made with --{name} {saved.get(name, 'unknown')}")
-        for name in STATES:
-            getattr(run, name).load_state_dict(snapshot[name])
-        vars(run).update(snapshot["progress"])
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error!r}")
-
-
-def check_same_start(run, args):
-    """Ends the run if not all processes have restored the same snapshot."""
-    starts = [None] * run.world_size
-    dist.all_gather_object(starts, (run.epoch, run.step))
-    if len(set(starts)) > 1:
-        sys.exit(f"the nodes see different files {args.snapshot}: use a shared file system")
-
-
-def progress_bar(run):
-    """Returns a progress bar or, where there is no terminal, a line of progress a minute."""
-    options = {"total": run.num_steps, "initial": run.step, "disable": run.rank > 0}
-    options["desc"] = f"epoch {run.epoch}"
-    if sys.stderr.isatty():
-        return tqdm(leave=False, **options)
-    line = "{desc}, step {n_fmt} of {total_fmt}: {rate_fmt}{postfix}\n"
-    return tqdm(bar_format=line, delay=60, mininterval=60, miniters=1, **options)
-
-
-def describe(run, args):
-    """Returns all settings, which are printed at the start and in each row of the log."""
-    return vars(args) | {
-        "script": os.path.join(*os.path.abspath(__file__).split(os.sep)[-2:]),
+def log_row(run, val_totals, args):
+    """Prints the means since the last row, and appends a row for each process to --log."""
+    device_module = torch.get_device_module(run.device)
+    row = vars(args) | {
+        "script": "/".join(Path(__file__).resolve().parts[-2:]),
+        "settings": settings_of(args),
         "processes": run.world_size,
-        "nodes": run.nodes,
+        "nodes": int(os.environ["GROUP_WORLD_SIZE"]),
         "rank": run.rank,
         "host": os.uname().nodename,
-        "device": torch.cuda.get_device_name() if run.device.type == "cuda" else "CPU",
+        "device": getattr(device_module, "get_device_name", run.device.type.upper)(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "step": run.step,
+        "steps_per_epoch": run.steps_per_epoch,
     }
-
-
-def log_epoch(run, val_sums, num_samples, args):
-    """Prints the epoch's row and appends it to --log. Returns all processes' rows, in rank 0."""
-    row = run.settings | {"epoch": run.epoch, "metric": METRIC}
-    row["same_on_resume"] = list(run.fixed_settings.items())
-    for split, sums in (("train", run.sums), ("val", val_sums)):
-        totals = all_reduce_sums(sums)
-        for name in totals:
-            row[f"{split}_{name}"] = totals[name] / (totals["count"] or math.nan)
-    run.watch.mark("eval")
-    row |= run.watch.end_epoch(num_samples)
-    row |= more_columns(row)
+    means = {}
+    for split, totals in (("train", run.totals), ("val", val_totals)):
+        count = totals.pop("count", 0)  # 0 if no sample had a label
+        means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
+    row |= means
+    row |= run.watch.take_times(args.batch_size)
     rows = [None] * run.world_size if run.rank == 0 else None
     dist.gather_object(row, rows)
     if run.rank > 0:
-        return []
-    for process_row in rows:
-        process_row["run"] = run.run_id  # that of rank 0
-    print(*(f"{short(row.get(name, '-')):>10}" for name in COLUMNS))
+        return
+    run.watch.add_rows(rows)
+    words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
+    words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
+    tqdm.write(textwrap.fill("  ".join(words), 100))
     if args.log:
         with open(args.log, "a") as file:
-            file.writelines(json.dumps(process_row, default=str) + "\n" for process_row in rows)
-    return rows
-
-
-def short(value):
-    """Returns a number as text: five digits, or all before the decimal point; "-" for nan."""
-    if isinstance(value, str):
-        return value
-    if math.isnan(value):
-        return "-"
-    return f"{value:.5g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def init_distributed(run, args, init_method):
-    """Connects this process with the others."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    group = {"init_method": init_method, "rank": run.rank, "world_size": run.world_size}
-    group["timeout"] = timedelta(seconds=args.timeout)
-    if torch.cuda.is_available():
-        if run.local_rank >= torch.cuda.device_count() > 1:
-            sys.exit(f"{torch.cuda.device_count()} GPUs are too few for the processes of this node")
-        run.device = torch.device("cuda", run.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(run.device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=run.device, **group)
-    else:
-        run.device = torch.device("cpu")
-        dist.init_process_group("gloo", **group)
-    # Rank 0 may take long to read or to save. The others wait for it in this group.
-    run.patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-
-
-def read_data_in_turn(run, args):
-    """Returns the data. Rank 0 prepares it, then a process of each other node, then the rest."""
-    for turn in (0, 1, 2):
-        if turn == int(run.rank > 0) + int(run.local_rank > 0):
-            data = read_data(args)
-        dist.barrier(run.patient_group)
-    return data
-
-
-def parse_run_args(parser, **defaults):
-    """Adds the flags of the run to those of the parser, and parses and checks them."""
-    add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
-    add("--max_steps", type=int, default=0, help="end each epoch after so many steps; 0: no limit")
-    add("--batch_size", type=int, help="global batch: samples per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
-    add("--precision", choices=DTYPES, default="fp32", help="number type; on GPUs fp32 means TF32")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
-    add("--compile", action="store_true", help="use torch.compile, which slows the first epoch")
-    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--snapshot", metavar="FILE", help="save each epoch and when stopped; resume if it exists")
-    add("--snapshot_every", type=int, default=0, help="also save every so many steps; 0: do not")
-    add("--log", metavar="FILE.jsonl", help="append a row per epoch and process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
-    parser.set_defaults(**defaults)
-    args = parser.parse_args()
-    for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and value < 0:
-            parser.error(f"--{name} must not be negative")
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
-        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
-        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
-        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
-        os.environ.setdefault("GROUP_WORLD_SIZE", os.environ["SLURM_STEP_NUM_NODES"])
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE"} <= os.environ.keys():
-        parser.error("start it with torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv))
-    divisor = int(os.environ["WORLD_SIZE"]) * args.grad_accum_steps
-    if min(args.batch_size, divisor) < 1 or args.batch_size % divisor:
-        parser.error("--batch_size must be a multiple of processes x --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log)):
-        if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            parser.error(f"cannot write {path}: a folder, or in one that is missing or read-only")
-    return args
+            for process_row in rows:
+                process_row["run"] = run.id  # that of rank 0
+                file.write(json.dumps(process_row, default=str) + "\n")
 
 
 # == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
 
-PHASES = ("data", "forward", "backward", "comm", "optimizer", "eval", "save")
+STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+TIMES = (*PHASES, "comm_total", "steps")
+WARMUP_STEPS = 3  # these first steps allocate memory, search for kernels, compile
 
 
 class Stopwatch:
@@ -730,58 +710,68 @@ class Stopwatch:
     """
 
     def __init__(self, device):
-        self.cuda = device.type == "cuda"
-        self.streams = [torch.cuda.Stream(priority=-1) if self.cuda else None for _ in range(2)]
-        self.seconds = dict.fromkeys((*PHASES, "comm_total"), 0.0)
+        self.device = device
+        self.has_events = device.type not in ("cpu", "mps")
+        self.num_steps = 0  # since the start
+        self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
+        self.rows = []  # the last row of each process; rank 0 alone has it,
+        self.totals = []  # and the sums of the times of all their rows
         self.spans = []  # (start, end) of all-reduces since the last flush
         self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
+        self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
+        if self.has_events:
+            self.streams = [torch.Stream(device, priority=-1) for _ in range(2)]
 
     def now(self):
-        if self.cuda:
-            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-        return time.perf_counter()
+        if not self.has_events:
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        return torch.accelerator.current_stream().record_event(event)
 
     def between(self, start, end):
-        return start.elapsed_time(end) / 1000 if self.cuda else end - start
+        return start.elapsed_time(end) / 1000 if self.has_events else end - start
 
     def mark(self, phase):
-        """Gives the time since the last mark to this phase."""
-        self.marks.append((phase, self.now()))
+        """Gives the time since the last mark to this phase or, in the first steps, to warmup."""
+        is_warmup = phase in STEP_PHASES and self.num_steps < WARMUP_STEPS
+        self.num_steps += phase == "optimizer"
+        self.marks.append(("warmup" if is_warmup else phase, self.now()))
 
     def timed(self, comm_hook):
         """Returns a hook that DDP calls for each bucket of gradients: comm_hook, and its times."""
 
         def timed_hook(process_group, bucket):
-            start = self.now()
+            if bucket.is_last():
+                self.mark("backward")
             if bucket.index() == 0:
                 self.buckets = []
+            start = self.now()
             buffer = bucket.buffer()
             self.buckets.append((0 if buffer.is_sparse else buffer.nbytes, start))
-            if bucket.is_last():
-                self.marks.append(("backward", start))
 
             def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
-                self.spans.append((start, self.now()))
+                if self.num_steps >= WARMUP_STEPS:
+                    self.spans.append((start, self.now()))
                 return future.value()
 
             # comm_hook can make its stream wait for the all-reduce: in a side stream, the backward
             # pass goes on. Two streams take turns, so that the next bucket does not wait, either.
-            # On a CPU, the stream is None.
             stream = self.streams[bucket.index() % 2]
-            if self.cuda:
-                stream.wait_stream(torch.cuda.current_stream())  # which makes the gradients
-            with torch.cuda.stream(stream):
+            if self.has_events:
+                stream.wait_stream(torch.accelerator.current_stream())  # which makes the gradients
+            with stream:
                 return comm_hook(process_group, bucket).then(note_end)
 
         return timed_hook
 
     def flush(self):
         """Adds up the times since the last flush. Waits for the GPU."""
-        if self.cuda:
-            torch.cuda.synchronize()
+        if self.has_events:
+            torch.accelerator.synchronize()
         for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            self.seconds[phase] += self.between(start, end)
+            self.times[phase] += self.between(start, end)
+            self.times["steps"] += phase == "optimizer"
             if phase == "comm":
                 self.spans.append((start, end))
         _, origin = self.marks[0]
@@ -790,89 +780,77 @@ class Stopwatch:
             spans.append((self.between(origin, start), self.between(origin, end)))
         counted_until = 0.0  # where all-reduces overlap, the time counts once
         for start, end in sorted(spans):
-            self.seconds["comm_total"] += max(0.0, end - max(start, counted_until))
+            self.times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
         del self.marks[:-1]
         self.spans.clear()
 
-    def end_epoch(self, num_samples):
+    def take_times(self, batch_size):
         """Returns the columns of time and memory. The times start again from 0."""
+        self.mark("eval")
         self.flush()
-        row = self.seconds
-        self.seconds = dict.fromkeys(row, 0.0)
-        row["seconds"] = sum(row[phase] for phase in PHASES)
-        training = row["seconds"] - row["eval"] - row["save"]
-        row["samples/s"] = num_samples / training if num_samples else math.nan
-        row["peak_MB"] = peak_bytes() / 1e6
+        row = with_speed(self.times, batch_size)
+        self.times = dict.fromkeys(TIMES, 0.0)
+        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+        if self.has_events:
+            row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
         for size, moment in self.buckets:
             row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
         return row
 
-
-def peak_bytes():
-    """Returns the most memory held so far: by tensors on the GPU, or else by the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    with open("/proc/self/status") as file:
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", file.read())[1])
-
-
-def mean_of(rows, name):
-    return statistics.mean(row[name] for row in rows)
+    def add_rows(self, rows):
+        """Keeps what the summary is about: a row of each process, and the sums of their times."""
+        self.rows = rows
+        self.totals = self.totals or [Counter() for _ in rows]
+        for row, total in zip(rows, self.totals):
+            total.update({name: row[name] for name in TIMES})
 
 
-def print_summary(all_rows):
-    """Prints where the time of these rows goes: those of all epochs and processes."""
-    # The first of several epochs is slower than the others.
-    rows = [row for row in all_rows if row["epoch"] > all_rows[0]["epoch"]] or all_rows
-    if not rows:
-        return
-    seconds = mean_of(rows, "seconds")
-    print(f"\nwhere an epoch's {seconds:.2f} s go (mean over processes and later epochs)")
-    for phase in PHASES:
-        share = mean_of(rows, phase) / seconds
-        print(f"{phase:9} {mean_of(rows, phase):8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    print_communication(rows)
-    peak = max(row["peak_MB"] for row in all_rows)
-    print(f"peak memory {short(peak)} MB\n")
-
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[-1].get(name, "-")) for name in names}
-    cells[METRIC] = short(rows[-1].get(METRIC, math.nan))
-    for name in ("seconds", "samples/s", *PHASES, "comm_total"):
-        cells[name] = short(mean_of(rows, name))
-    cells["peak_MB"] = short(peak)
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
-        print("|", " | ".join(line), "|")
+def with_speed(times, batch_size):
+    """Returns the times, with their sum, and with the speed of training after the warmup."""
+    training = sum(times[phase] for phase in STEP_PHASES)
+    speed = batch_size * times["steps"] / training if training else 0.0
+    return times | {"seconds": sum(times[phase] for phase in PHASES), "samples/s": speed}
 
 
-def print_communication(rows):
-    """Prints how much of the communication is sending, and how much is waiting for a late process.
+def print_summary(watch):
+    """Prints where the time since the start has gone, and a row for results.md.
 
     R says how many times as long a process computes as it sends. If nothing is hidden, N processes
     are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
     turn, some of the waiting for them counts as sending.
     """
-    totals = []  # the mean comm_total of each process
-    for rank in range(rows[0]["processes"]):
-        totals.append(mean_of([row for row in rows if row["rank"] == rank], "comm_total"))
-    # The process that comes last never waits in an all-reduce: all of its time is sending.
-    sending = min(totals)
-    if len(totals) == 1 or sending == 0:  # it is alone, or has resumed with no step left
+    if not watch.rows:
         return
-    waiting = mean_of(rows, "comm_total") - sending
-    late = rows[totals.index(sending)]  # the rows begin with one for each rank, in order
-    hidden = max(0.0, 1 - mean_of(rows, "comm") / mean_of(rows, "comm_total"))
-    compute = mean_of(rows, "forward") + mean_of(rows, "backward") + mean_of(rows, "optimizer")
-    pays = compute > 3 * sending
-    verdict = "above 3: more processes pay off" if pays else "at most 3: more will hardly pay off"
-    print(
-        f"communication {sending + waiting:.3f} s, {hidden:.0%} hidden: sending {sending:.3f} s, "
-        f"waiting {waiting:.3f} s for rank {late['rank']} on {late['host']}\n"
-        f"R = compute / sending = {compute / sending:.1f}, {verdict}"
-    )
+    last = watch.rows[0]
+    mean = {name: sum(total[name] for total in watch.totals) / len(watch.rows) for name in TIMES}
+    mean = with_speed(mean, last["batch_size"])
+    print(f"\ntime by phase, {mean['seconds']:.2f} s in all (mean over processes)")
+    for phase in PHASES:
+        share = mean[phase] / mean["seconds"]
+        print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+    totals = [total["comm_total"] for total in watch.totals]
+    sending = min(totals)  # the process that comes last never waits in an all-reduce
+    if len(totals) > 1 and sending > 0:
+        late = totals.index(sending)
+        hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
+        ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
+        waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
+        verdict = "above 3: more processes pay off" if ratio > 3 else "below 3: more hardly pay off"
+        print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
+        print(f"sending {sending:.3f} s, {waiting} on {watch.rows[late]['host']}")
+        print(f"R = compute / sending = {ratio:.1f}, {verdict}")
+    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
+    cells = {name: str(last.get(name, "-")) for name in names}
+    cells |= {name: f"{last[name]:.4g}" for name in last if name.startswith("val_")}
+    mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
+    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print("|", " | ".join(line), "|")
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    args = parse_args()
+    join_launcher()
+    main(int(os.environ["LOCAL_RANK"]), args, "env://")

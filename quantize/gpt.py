@@ -90,7 +90,7 @@ class Tokens(Dataset):
         if ids.max() >= self.args.vocab_size:
             raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
         ids = torch.from_numpy(ids.astype(np.int64))
-        return ids[:, :-1], ids[:, 1:]
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
 
 
 def read_data(args):
@@ -113,14 +113,14 @@ def read_data(args):
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, 2**20)  # the last tenth, but at most 1 MiB
+    num_val = min(len(text) // 10, 2**18)  # the last tenth, but at most 256 KiB
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
 
 
 def batch_loss(model, batch, args):
     """Returns the mean loss of a batch, and sums over its tokens. Rows show sums / count."""
     tokens, targets = batch
-    loss = model(tokens, targets)  # in nats
+    loss = model(tokens, targets)  # in nats; exp(loss) is the perplexity
     return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
 
 

@@ -14,6 +14,7 @@ Shapes: N images, B images of a block, H height, W width (both 28).
 import argparse
 import io
 import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -101,7 +102,7 @@ def write_images(path, images, args):
 
     The file is written from front to back, so its length says how far an earlier run has come.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     total = args.copies * args.versions
     facts = {"descr": "|u1", "fortran_order": False, "shape": (total * len(images), 28, 28)}
     buffer = io.BytesIO()
@@ -111,7 +112,7 @@ def write_images(path, images, args):
     def augment_block(version, start):
         return augment(images[start : start + BATCH], (version, start), device)
 
-    with open(path, "a+b") as file, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with open(path, "a+b") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         file.seek(0)
         begun = file.read(len(header))
         if begun != header[: len(begun)]:
@@ -131,6 +132,7 @@ def write_images(path, images, args):
             else:
                 offset = len(header) + (number % args.versions) * images.nbytes
                 file.write(np.memmap(path, np.uint8, "r", offset, images.shape))
+            signal.signal(signal.SIGUSR2, lambda *_: sys.exit(os.EX_TEMPFAIL))  # 75: run me again
 
 
 def main(args):
@@ -142,12 +144,15 @@ def main(args):
     labels = labels[: args.num_images]
     test_images, test_labels = read_split(args, train=False)
     unfinished = args.out + ".tmp"
-    os.makedirs(unfinished, exist_ok=True)
-    np.save(f"{unfinished}/test_images.npy", test_images)
-    np.save(f"{unfinished}/test_labels.npy", test_labels)
-    np.save(f"{unfinished}/train_labels.npy", np.tile(labels, args.copies * args.versions))
-    write_images(f"{unfinished}/train_images.npy", images, args)
-    os.rename(unfinished, args.out)
+    try:
+        os.makedirs(unfinished, exist_ok=True)
+        np.save(f"{unfinished}/test_images.npy", test_images)
+        np.save(f"{unfinished}/test_labels.npy", test_labels)
+        np.save(f"{unfinished}/train_labels.npy", np.tile(labels, args.copies * args.versions))
+        write_images(f"{unfinished}/train_images.npy", images, args)
+        os.rename(unfinished, args.out)
+    except OSError as error:  # np.save tells how much was written, not why no more
+        sys.exit(f"cannot write to {unfinished}: {error}. With more room, the same command goes on")
     print(f"{args.out}: {args.copies * args.versions * len(images):,} training images")
 
 

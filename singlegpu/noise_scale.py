@@ -5,27 +5,29 @@
     python report.py one.jsonl --predict link.json --noise noise.json     # time to the same loss
     sbatch slurm/singlegpu_noise_scale.slurm singlegpu/images.py --snapshot mnist.pt --steps 200
 
-It takes the data, the model and the loss from the first part of any script of singlegpu, or of your
-copy, with the script's own flags. The weights stay as they are: new ones, or those of a snapshot.
-The gradient of a batch of B samples is the true gradient G, plus noise of variance tr(S) / B. The
-simple noise scale is N = tr(S) / |G|^2, in samples. Both are estimated, without bias, from the
-gradients of micro-batches and of their mean (McCandlish et al. 2018, "An Empirical Model of Large-
-Batch Training", appendix A.1). With a batch of B, a training takes 1 + N / B times the steps, and
-1 + B / N times the samples, that it takes at least. This holds for SGD whose learning rate is tuned
-for each batch, and roughly for others; BatchNorm is not in it. N grows as the loss falls.
+It takes the data, the model and the loss from the first section of any script of singlegpu, or of
+your copy, with the script's own flags. The weights stay as they are: new ones, or those of a
+snapshot. The gradient of a batch of B samples is the true gradient G, plus noise of variance tr(S)
+/ B. The simple noise scale is N = tr(S) / |G|^2, in samples. Both are estimated, without bias, from
+the gradients of micro-batches and of their mean (McCandlish et al. 2018, "An Empirical Model of
+Large-Batch Training", appendix A.1). With a batch of B, a training takes 1 + N / B times the
+steps, and 1 + B / N times the samples, that it takes at least. This holds for SGD whose learning
+rate is tuned for each batch, and roughly for others; BatchNorm is not in it. N grows as the loss
+falls.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 NUM_PARTS = 8  # micro-batches of a batch
 
@@ -64,27 +66,34 @@ def load_script(path, words):
 
 
 def load_weights(path, args, words):
-    """Returns the weights of a snapshot. Its settings count, unless a flag is among the words."""
+    """Returns the weights of a snapshot. Its settings count, unless a flag is among the words.
+
+    Settings are texts. Of a path they have the last part alone: such a flag must be given again.
+    """
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         given = [word.split("=")[0] for word in words if word.startswith("--")]
-        for name, value in snapshot["settings"].items():
-            if not any(f"--{name}".startswith(flag) for flag in given):
+        for name, text in snapshot["settings"].items():
+            is_given = any(f"--{name}".startswith(flag) for flag in given)
+            value = getattr(args, name, None)
+            if is_given or not isinstance(value, int | float | str):
+                continue
+            if os.path.basename(str(value)) != text:
+                value = text == "True" if isinstance(value, bool) else type(value)(text)
                 setattr(args, name, value)
         return snapshot["model"]
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot load {path}: {error!r}")
 
 
-def random_indices(script, data, args, size):
-    """Yields, without end, the indices of `size` random samples."""
-    generator = np.random.default_rng(args.seed)
-    epoch = 0
-    while True:
-        order = generator.permutation(script.training_order(data, args, epoch))
-        for start in range(0, len(order) - size + 1, size):
-            yield order[start : start + size].tolist()
-        epoch += 1
+def random_requests(script, data, args, size):
+    """Yields, without end, requests for `size` random samples, as those of the training."""
+    draw_order = getattr(script, "training_order", lambda *_: np.arange(len(data)))
+    for epoch in itertools.count():
+        script.set_seeds(args.seed, epoch)
+        order = np.random.permutation(np.asarray(draw_order(data, args, epoch)))
+        for indices in order[: len(order) // size * size].reshape(-1, size).tolist():
+            yield (args.seed, epoch, indices[0]), indices
 
 
 def gradient_norms(script, model, batches, args, steps):
@@ -94,19 +103,20 @@ def gradient_norms(script, model, batches, args, steps):
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = parameters[0].device
+    dtype = script.DTYPES[args.precision]
     of_parts = np.empty((steps, NUM_PARTS))
     of_means = np.empty(steps)
     for step in range(steps):
         means = [torch.zeros_like(parameter) for parameter in parameters]
         for part in range(NUM_PARTS):
             batch = script.to_device(next(batches), device)
-            dtype = script.DTYPES[args.precision]
-            with torch.autocast(device.type, dtype, args.precision != "fp32"):
+            script.set_seeds(args.seed, step, part)  # of dropout
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 loss, _ = script.batch_loss(model, batch, args)
             gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-            of_parts[step, part] = nn.utils.get_total_norm(gradients) ** 2
+            of_parts[step, part] = float(nn.utils.get_total_norm(gradients)) ** 2
             torch._foreach_add_(means, gradients, alpha=1 / NUM_PARTS)
-        of_means[step] = nn.utils.get_total_norm(means) ** 2
+        of_means[step] = float(nn.utils.get_total_norm(means)) ** 2
     return of_parts, of_means
 
 
@@ -152,23 +162,28 @@ def main():
     weights = None
     if options.snapshot and os.path.exists(options.snapshot):
         weights = load_weights(options.snapshot, args, words)
-    script.set_seeds(args.seed)  # as the script does, so that a random split is the same
+    # What follows is as in the script's main(): the same split of the data, device and arithmetic.
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    script.set_seeds(args.seed)
     data, _ = script.read_data(args)
     size = args.batch_size // NUM_PARTS
-    num_samples = len(script.training_order(data, args, 0))
+    num_samples = len(data)
     if size == 0 or num_samples < 2 * NUM_PARTS * size:
         sys.exit(f"--batch_size must be {NUM_PARTS} or more, and the data two batches or more")
-    torch.manual_seed(args.seed)
+    script.set_seeds(args.seed)
     model = script.create_model(args, data)
     if weights:
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:
             sys.exit(f"{options.snapshot} does not fit the flags: {error}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device).train()
-    indices = random_indices(script, data, args, size)
-    batches = iter(DataLoader(data, batch_sampler=indices, collate_fn=script.collate))
+    model = model.to(device)
+    if not model.training:  # a part alone that is in eval() stays so
+        model.train()
+    requests = random_requests(script, data, args, size)
+    batches = iter(script.create_loader(data, requests, SimpleNamespace(device=device), args))
     estimate, width = noise_scale(
         *gradient_norms(script, model, batches, args, options.steps), size
     )

@@ -61,6 +61,6 @@ for count in $gpus; do
             "slurm/${folder}_$script.slurm" "$@" --batch_size "$batch" --log "$run.jsonl" --snapshot "$run.pt")")
     done
 done
-report=$(submit ${options[@]+"${options[@]}"} --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" --job-name=report \
-    --output="$out/report.out" --wrap "python report.py '$out' --out '$out'")
+report=$(submit ${options[@]+"${options[@]}"} --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" \
+    --output="$out/report.out" slurm/report.slurm "$out" --out "$out")
 echo "${#jobs[@]} runs ($scaling scaling); job $report writes $out/report.md when they have ended"

@@ -62,7 +62,7 @@ def run_at_once(commands):
 
 
 def run_side(side, folder):
-    """Runs the commands of a side. Returns the row of rank 0 and the last epoch of each log."""
+    """Runs the commands of a side. Returns the last row of rank 0 of each log."""
     commands = []
     logs = []
     for number, command in enumerate(side.split(" & ")):
@@ -172,14 +172,13 @@ def private_gigabytes():
 def batches_of(way, data, images, num_workers):
     """Returns an iterable of batches of 64 images, read in one of the ways of `bigmnist`."""
     num_steps = len(data) // 64
-    args = argparse.Namespace(seed=1, epochs=1, batch_size=64, grad_accum_steps=1)
-    args.num_workers = num_workers
+    args = argparse.Namespace(seed=1, batch_size=64, grad_accum_steps=1, num_workers=num_workers)
     if way == "one by one":
         order = np.random.default_rng(1).permutation(len(data))[: 64 * num_steps]
         return map(data.__getitems__, order.reshape(-1, 64))
-    run = SimpleNamespace(rank=0, num_steps=num_steps, device=SimpleNamespace(type="cpu"))
-    indices = images.training_indices(data, 0, 0, run, args)
-    return images.create_loader(data, indices, run, args)
+    run = SimpleNamespace(step=0, num_steps=num_steps, steps_per_epoch=num_steps)
+    run.device = SimpleNamespace(type="cpu")
+    return images.create_loader(data, images.training_requests(data, run, args), run, args)
 
 
 def bigmnist(options):
@@ -228,12 +227,13 @@ def steps_until(script, args, data, val_batch, batch_size, learning_rate, option
     model = script.create_model(args, data)
     optimizer = script.create_optimizer(model, args)
     generator = np.random.default_rng(args.seed)
+    batches = script.Batches(data)
     losses = [math.inf]  # after 0, every, 2 x every, ... steps
     for step in range(1, options.max_steps + 1):
-        batch = script.collate(data.__getitems__(generator.integers(len(data), size=batch_size)))
+        batch = batches[(args.seed, step), generator.integers(len(data), size=batch_size).tolist()]
         loss, _ = script.batch_loss(model, batch, args)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), script.MAX_GRAD_NORM or math.inf)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         if step % options.every == 0:
@@ -252,7 +252,7 @@ def steps(options):
     sys.argv = [script_path, *words]
     args = script.parse_args()
     data, val_data = script.read_data(args)
-    val_batch = script.collate(val_data.__getitems__(np.arange(min(len(val_data), 1000))))
+    val_batch = script.Batches(val_data)[(0,), list(range(min(len(val_data), 1000)))]
     print("| batch | learning rate | steps | samples |")
     print("|" + " --- |" * 4, flush=True)
     for size in options.batch_sizes:

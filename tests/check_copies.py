@@ -3,8 +3,8 @@
     python tests/check_copies.py          # exit status 1, and a diff for each broken promise
     python tests/check_copies.py --fix    # carry an edit made in one script to its copies
 
-A band is the same in three folders or in the five scripts of a folder. What bears the same name has
-the same text. --fix carries the text of a copy if no other copy is new since the last commit.
+A section is the same in three folders or in the five scripts of a folder. What bears the same name
+has the same text. --fix carries the text of a copy if no other copy is new since the last commit.
 """
 
 import ast
@@ -20,22 +20,23 @@ FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 TASKS = ("images", "autoencoder", "text", "translation", "gpt")
 SCRIPTS = [Path(folder, f"{task}.py") for folder in FOLDERS[:3] for task in TASKS]
 PATHS = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.py"))]
-RULER = re.compile(r"^(# =+ .* =+)\n", re.M)
-YOURS, RUN, TIMING = RULER.findall(Path("multigpu/images.py").read_text())
-OF_FOLDER = "head main parse_args parse_run_args".split()  # differ between all folders
-OF_SINGLEGPU = """train train_epoch train_step evaluate training_indices create_loader save_snapshot
-    progress_bar describe log_epoch PHASES Stopwatch print_summary""".split()  # differ only there
-OF_HYBRID = """train_step evaluate training_indices create_loader save_snapshot init_distributed
-    DTYPES PHASES print_communication""".split()  # differ in hybrid and from multinode
+TITLE = re.compile(r"^(# =+ .* =+)\n", re.M)
+YOURS, RUN, TIMING = TITLE.findall(Path("multigpu/images.py").read_text())
+OF_FOLDER = "head main parse_args parse_run_args MAY_CHANGE".split()  # differ between folders
+OF_SINGLEGPU = """check_args look train_step evaluate training_requests read_snapshot save_snapshot
+    log_row restore STEP_PHASES TIMES Stopwatch print_summary""".split()  # differ only there
+OF_HYBRID = """check_args connect create_loader evaluate join_launcher load_snapshot log_row look
+    print_summary save_snapshot set_seeds train_step training_requests write_snapshot
+    STEP_PHASES DTYPES""".split()  # differ in hybrid and from multinode
 OF_QUANTIZE = "QUALITY SETTINGS create_empty create_trained compiled test measure".split()
 # The five mnist.py are copies of each other alone. These are the names that differ between them.
 OF_MNIST = {"head": None, "main": None, "print_marks": ("singlegpu", "hybrid")}
 
 
 def pieces(source):
-    """Returns {name: text} of the head, the bands by their rulers, and each top-level name."""
-    head, *bands = RULER.split(source.partition("\nif __name__ == ")[0])
-    found = {"head": head} | dict(zip(bands[::2], bands[1::2]))
+    """Returns {name: text} of the head, the sections by their titles, and each top-level name."""
+    head, *sections = TITLE.split(source.partition("\nif __name__ == ")[0])
+    found = {"head": head} | dict(zip(sections[::2], sections[1::2]))
     lines = source.splitlines(keepends=True)
     for node in ast.parse(source).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Assign)):
@@ -46,7 +47,7 @@ def pieces(source):
 
 
 def drifted():
-    """Returns (name, {path: text}) of what must be the same and differs: bands, then names."""
+    """Returns (name, {path: text}) of what must be the same and differs: sections, then names."""
     copies = {}
     for path in PATHS:
         source = path.read_text()
@@ -54,9 +55,9 @@ def drifted():
         common = dict.fromkeys((TIMING, *OF_SINGLEGPU), folder == "singlegpu") | {RUN: folder}
         task = path.stem.split("_")[0]  # that of gpt_fsdp is gpt
         if Path("multinode", f"{task}.py") in SCRIPTS:
-            band = pieces(Path("multinode", f"{task}.py").read_text())[YOURS]
-            common |= dict.fromkeys((YOURS, *pieces(band)), task)
-        own = {"hybrid": [*OF_HYBRID, *RULER.findall(source)[1:]], "quantize": OF_QUANTIZE}.get(
+            section = pieces(Path("multinode", f"{task}.py").read_text())[YOURS]
+            common |= dict.fromkeys((YOURS, *pieces(section)), task)
+        own = {"hybrid": [*OF_HYBRID, *TITLE.findall(source)[1:]], "quantize": OF_QUANTIZE}.get(
             folder, []
         )
         for name, text in pieces(source).items():

@@ -243,24 +243,24 @@ def real_data(tmp_path_factory):
 
 
 def rows(path):
-    """The rows of a log; of a repeated epoch the last."""
+    """The rows of a log; of a repeated step the last."""
     found = {}
     for line in Path(path).read_text().splitlines():
         row = json.loads(line)
-        found[row["run"], row["epoch"], row["rank"]] = row
+        found[row["run"], row["step"], row["rank"]] = row
     return list(found.values())
 
 
 def curve(path, *more):
-    """Training and validation loss, and further columns, of each epoch (E, 2 + ...)."""
-    first = [row for row in rows(path) if row["rank"] == 0]
+    """Training and validation loss, and further columns, of each validation (E, 2 + ...)."""
+    first = [row for row in rows(path) if row["rank"] == 0 and "val_loss" in row]
     return np.array([[row[name] for name in ("train_loss", "val_loss", *more)] for row in first])
 
 
 def load(path):
-    """A snapshot. Its place in the run, (epoch, step), is under `place`."""
+    """A snapshot, with the step at which it was saved."""
     snapshot = torch.load(path, weights_only=True)
-    return snapshot | {"place": (snapshot["progress"]["epoch"], snapshot["progress"]["step"])}
+    return snapshot | {"step": snapshot["progress"]["step"]}
 
 
 def assert_same_weights(path, other, rounding=0):

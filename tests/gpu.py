@@ -14,7 +14,7 @@ A part takes at most 8 minutes on a fast GPU, by estimate. In brackets: seconds 
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (70)
     attention  GPT-2 with FlashAttention and with cuDNN's; texts with and without cuDNN's (60)
     cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
-    precision  vgg11, resnet18 at 224 pixels: fp32 with and without TF32, bf16, channels_last (170)
+    precision  vgg11, resnet18 at 224 pixels: fp32, TF32, bf16, channels_last (170)
     loading    images of 224 pixels by 0, 2 and 4 workers (30)
     quantize   what gpt.py has trained, eager and compiled (15)
 
@@ -44,19 +44,19 @@ import torch._functorch.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = {  # a short run of each script
-    "images.py": "--model cnn --batch_size 128 --max_steps 24",
-    "autoencoder.py": "--batch_size 64 --max_steps 24",
-    "gpt.py": "--d_model 128 --num_layers 2 --seq_len 64 --batch_size 32 --max_steps 24",
-    "text.py": "--model transformer --seq_len 64 --max_steps 24",
-    "translation.py": "--seq_len 16 --max_steps 24",
+SHORT = {  # a small case of each script
+    "images.py": "--model cnn --batch_size 128",
+    "autoencoder.py": "--batch_size 64",
+    "gpt.py": "--d_model 128 --num_layers 2 --seq_len 64 --batch_size 32",
+    "text.py": "--model transformer --seq_len 64",
+    "translation.py": "--seq_len 16",
 }
 TINY = {
-    "images.py": "--model mlp --batch_size 24 --max_steps 9",
-    "autoencoder.py": "--batch_size 8 --max_steps 3",
-    "gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --batch_size 24 --max_steps 9",
-    "text.py": "--seq_len 16 --batch_size 24 --max_steps 9",
-    "translation.py": "--model lstm --seq_len 8 --batch_size 24 --max_steps 9",
+    "images.py": "--model mlp --batch_size 24",
+    "autoencoder.py": "--batch_size 8",
+    "gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --batch_size 24",
+    "text.py": "--seq_len 16 --batch_size 24",
+    "translation.py": "--model lstm --seq_len 8 --batch_size 24",
 }
 SCRIPT = "singlegpu/images.py"
 GPT2 = "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024"
@@ -73,7 +73,7 @@ LAUNCH = {
     "multigpu": "--num_gpus {count}",
     "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --",
 }
-NUMBERS = ("train_loss", "val_loss", "samples/s", "tokens/s", "TFLOP/s")  # of logs
+NUMBERS = ("train_loss", "val_loss", "samples/s")  # of logs
 failures = []  # names of the checks that did not hold
 options = None  # of the command line
 
@@ -150,8 +150,14 @@ class DryRun(Exception):
     """Ends a check of which nothing was run."""
 
 
+def in_rows(count, steps):
+    """The flags of a run of so many rows, each after so many steps; few steps on a CPU."""
+    steps = steps if options.device == "cuda" else 6
+    return f"--max_steps {count * steps} --eval_every {steps}"
+
+
 def rate(rows):
-    """Samples/s of the last epoch."""
+    """Samples/s of the last row."""
     return rows[-1]["samples/s"]
 
 
@@ -175,15 +181,14 @@ def in_turn(sides, rounds=3):
 def check_losses(script):
     """On a GPU the losses of the CPU, to the rounding of each precision; and compiled.
 
-    A bf16 number is rounded by up to 2^-9, a TF32 number by 2^-12. In the first epoch, of some 24
-    steps, such errors have not yet grown by more than 25 times: 5% and 1%. Later they may.
+    A bf16 number is rounded by up to 2^-9, a TF32 number by 2^-12. In the first 24 steps such
+    errors do not yet grow by more than 25 times: 5% and 1%. Later they may.
     """
-    words = f"{options.sizes[script]} --epochs 1"
+    words = f"{options.sizes[script]} {in_rows(1, 24)}"
     script = f"singlegpu/{script}"
     cases = {"CPU": ("", {"CUDA_VISIBLE_DEVICES": ""}, 0)}
-    cases["fp32 without TF32"] = "", {"NVIDIA_TF32_OVERRIDE": "0"}, 2e-3
-    cases["fp32"] = "", {}, 1e-2
-    cases["bf16"] = "--precision bf16", {}, 5e-2
+    for precision, tolerance in {"fp32": 2e-3, "tf32": 1e-2, "bf16": 5e-2}.items():
+        cases[precision] = f"--precision {precision}", {}, tolerance
     cases["compiled"] = "--compile", {}, 1e-2
     told, expected, wrong = [], None, []
     for name, (more, environment, tolerance) in cases.items():
@@ -198,10 +203,10 @@ def check_losses(script):
 
 def check_resume():
     """Stopped by SIGTERM and started again, a run ends with the loss of an undisturbed one."""
-    words = f"{options.sizes['images.py']} --epochs 6"
+    words = f"{options.sizes['images.py']} {in_rows(6, 24)}"
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Path(folder, "run.pt")
-        more = f"{words} --snapshot {snapshot} --snapshot_every 4"
+        more = f"{words} --snapshot {snapshot}"
         process = start(SCRIPT, more)
         if not process:
             raise DryRun
@@ -210,37 +215,38 @@ def check_resume():
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=600)
         assert process.returncode in (0, os.EX_TEMPFAIL), process.returncode
-        place = torch.load(snapshot, weights_only=True)["progress"]
+        step = torch.load(snapshot, weights_only=True)["progress"]["step"]
         resumed = run(SCRIPT, more)[0]
     whole = run(SCRIPT, words)[0]
     tell(
-        f"- stopped in epoch {place['epoch']}, step {place['step']}, and resumed: validation loss "
+        f"- stopped at step {step} and resumed: validation loss "
         f"{losses(resumed)[-1]:.6f}, undisturbed {losses(whole)[-1]:.6f}"
     )
     assert near(losses(resumed)[-1:], losses(whole)[-1:], 1e-2)
 
 
 def check_phases():
-    """The phases of the later epochs are the time between the lines that the script prints."""
-    words = options.sizes["images.py"].replace("--max_steps 24", "--max_steps 400")
-    process = start(SCRIPT, words + " --epochs 6")
-    if not process:
-        raise DryRun
-    seconds, moments = [], []
-    for line in process.stdout:
-        if re.match(r" +\d+ ", line):
-            moments.append(time.perf_counter())
-            seconds.append(float(line.split()[5]))
-    assert process.wait(timeout=600) == 0, process.stderr.read()
-    wall = moments[-1] - moments[0]
-    tell(f"- phases of 5 epochs: {sum(seconds[1:]):.2f} s of {wall:.2f} s of wall time")
-    assert abs(sum(seconds[1:]) / wall - 1) < 0.02
+    """The phases of the later rows are the time between the lines that the script prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, moments = Path(folder, "log.jsonl"), []
+        process = start(SCRIPT, f"{options.sizes['images.py']} {in_rows(6, 400)}", log)
+        if not process:
+            raise DryRun
+        for line in process.stdout:
+            if re.match(r"step \d+  train_loss", line):
+                moments.append(time.perf_counter())
+        assert process.wait(timeout=600) == 0, process.stderr.read()
+        seconds = [json.loads(line)["seconds"] for line in log.read_text().splitlines()]
+    wall, total = moments[-1] - moments[0], sum(seconds[1:])
+    tell(f"- phases of 5 rows: {total:.2f} s of {wall:.2f} s of wall time")
+    assert abs(total / wall - 1) < 0.02
 
 
 def check_stopwatch():
     """What the stopwatch costs: samples/s beside a copy that records no events, in turn."""
-    words = options.sizes["images.py"].replace("--max_steps 24", "--max_steps 200") + " --epochs 3"
-    with copy_of(SCRIPT, ('self.cuda = device.type == "cuda"', "self.cuda = False")) as bare:
+    words = f"{options.sizes['images.py']} {in_rows(3, 200)}"
+    has_events = 'self.has_events = device.type not in ("cpu", "mps")'
+    with copy_of(SCRIPT, (has_events, "self.has_events = False")) as bare:
         rates = in_turn({"timed": (SCRIPT, words, {}), "bare": (bare, words, {})})
     tell(f"- the stopwatch leaves {rates['timed'] / rates['bare']:.1%} of images.py's samples/s")
 
@@ -268,14 +274,13 @@ finally:
 
 
 def check_waits(script):
-    """No step waits for the GPU, in a line of the script or in torch; the checks may."""
-    words = options.sizes[script].rsplit("--max_steps", 1)[0]
+    """No step waits for the GPU, in a line of the script or in torch; the looks may."""
     with tempfile.TemporaryDirectory() as folder:
         wrapper = Path(folder, "watch_waits.py")
         wrapper.write_text(WATCH_WAITS)
         counts = []
         for steps in (8, 40):
-            more = f"{words} --epochs 1 --max_steps {steps}"
+            more = f"{options.sizes[script]} --max_steps {steps} --eval_every {steps}"
             errors = run(f"{wrapper} singlegpu/{script}", more)[2]
             count = Counter()
             for number, place in re.findall(r"WAITS (\d+) (.+)", errors):
@@ -290,7 +295,7 @@ def check_waits(script):
 
 def check_one_process():
     """DDP with one process has the losses of singlegpu."""
-    words = f"{options.sizes['images.py']} --epochs 2"
+    words = f"{options.sizes['images.py']} {in_rows(2, 24)}"
     one = run(SCRIPT, words)[0]
     for folder in ("multigpu", "multinode"):
         rows = run(f"{folder}/images.py", words)[0]
@@ -300,23 +305,26 @@ def check_one_process():
 
 def check_all_processes():
     """All GPUs: one loss curve; comm beside DDP's own logger; what the hook hides is hidden."""
-    count, words = options.count, f"{options.sizes['images.py']} --epochs 2"
+    count, words = options.count, f"{options.sizes['images.py']} {in_rows(2, 24)}"
     one, all_of_them = (run("multigpu/images.py", words, each)[0] for each in (1, count))
     first = [row for row in all_of_them if row["rank"] == 0]
     assert options.dry_run or near(losses(first), losses(one), 2e-2), "another loss curve"
     model = "mlp" if options.device == "cpu" else "vgg11 --learning_rate 1e-4"
-    words = f"--model {model} --batch_size {32 * count} --max_steps 40 --epochs 1"
+    words = f"--model {model} --batch_size {32 * count}"
     with tempfile.TemporaryDirectory() as folder:
-        rows = run(f"tests/watch.py {folder} multinode/images.py", words, count)[0]
+        watched = f"tests/watch.py {folder} multinode/images.py"
+        row = run(watched, f"{words} {in_rows(1, 40)}", count)[0][0]  # of rank 0
         if not options.dry_run:
-            seen = json.loads(Path(folder, "0.json").read_text())  # of rank 0
+            seen = json.loads(Path(folder, "0.json").read_text())
+            steps = int(row["steps"])  # without the first ones
             for name in ("comm", "comm_total"):
+                ours, ddps = (1000 * each / steps for each in (row[name], sum(seen[name][-steps:])))
                 tell(
-                    f"- {count} processes, {model}: {name} {25 * rows[0][name]:.2f} ms a step with "
-                    f"an all-reduce a second; DDP's logger {25 * sum(seen[name]):.2f} without"
+                    f"- {count} processes, {model}: {name} {ours:.2f} ms a step with "
+                    f"an all-reduce a second; DDP's logger {ddps:.2f} without"
                 )
     no_hook = ("    run.ddp_model.register_comm_hook(None, comm_hook)\n", "")
-    words = words[:-1] + "3"
+    words = f"{words} {in_rows(3, 40)}"
     with copy_of("multigpu/images.py", no_hook) as bare:
         ratios = []
         for _ in range(3):
@@ -343,7 +351,7 @@ if os.environ["RANK"] == "0":
 
 def check_overlap():
     """A profiler's trace: the share of the all-reduces' time in which the process also computes."""
-    words = f"--model vgg11 --learning_rate 1e-4 --batch_size {32 * options.count} --max_steps 20"
+    words = f"--model vgg11 --learning_rate 1e-4 --batch_size {32 * options.count}"
     sends, computes = ("kernel", "nccl"), ("kernel", "")  # category and beginning of the names
     if options.device == "cpu":
         words = TINY["images.py"]
@@ -351,7 +359,9 @@ def check_overlap():
     with tempfile.TemporaryDirectory() as folder:
         wrapper = Path(folder, "profiled.py")
         wrapper.write_text(PROFILED)
-        row = run(f"{wrapper} multinode/images.py", f"{words} --epochs 1", options.count)[0][0]
+        row = run(f"{wrapper} multinode/images.py", f"{words} {in_rows(1, 20)}", options.count)[0][
+            0
+        ]
         if options.dry_run:
             raise DryRun
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
@@ -380,7 +390,7 @@ def check_gpt(batch):
     size, steps = f"{GPT2} --batch_size {batch}", 24
     if options.device == "cpu":
         size = f"--d_model 16 --num_layers 1 --seq_len 16 --batch_size {batch}"
-    words = f"{size} --precision bf16 --max_steps {steps} --epochs 3 --compile"
+    words = f"{size} --precision bf16 {in_rows(3, steps)} --compile"
     plain = [plain_gpt(size, steps)]
     with tempfile.TemporaryDirectory() as folder:
         for name, count in (("train", 1 << 22), ("val", 1 << 14)):
@@ -390,15 +400,19 @@ def check_gpt(batch):
     plain.append(plain_gpt(size, steps))  # before and after
     if options.dry_run:
         raise DryRun
-    ratio = row["tokens/s"] / statistics.mean(plain)
+    speed = row["samples/s"] * row["seq_len"]  # tokens/s
+    ratio = speed / statistics.mean(plain)
+    # of a token: 6 a parameter, and the attention (Chowdhery et al. 2022, "PaLM", appendix B)
+    flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
+    tflops = flops * speed / 1e12  # a second
     peak = next((peak for card, peak in PEAKS.items() if card in options.name), None)
-    mfu = f"{row['TFLOP/s'] / peak:.1%} of {peak}" if peak else "-"
+    mfu = f"{tflops / peak:.1%} of {peak}" if peak else "-"
     if batch == 8:
         tell("", "| batch | tokens/s | TFLOP/s | MFU | of a matmul | plain loop | ours to it |")
         tell("|" + " --- |" * 7)
     tell(
-        f"| {batch} | {row['tokens/s']:,.0f} | {row['TFLOP/s']:.3g} | {mfu} | "
-        f"{row['TFLOP/s'] / matmul_tflops():.1%} | {statistics.mean(plain):,.0f} | {ratio:.2f} |"
+        f"| {batch} | {speed:,.0f} | {tflops:.3g} | {mfu} | "
+        f"{tflops / matmul_tflops():.1%} | {statistics.mean(plain):,.0f} | {ratio:.2f} |"
     )
     if batch == 64:
         tell("", *PUBLISHED, "")
@@ -474,7 +488,7 @@ def check_attention():
 
 def check_shapes(script):
     """A transformer, whose batches have ever new shapes, without and with cuDNN's attention."""
-    words = f"{options.sizes[script]} --model transformer --precision bf16 --epochs 3"
+    words = f"{options.sizes[script]} --model transformer --precision bf16 {in_rows(3, 24)}"
     with copy_of(
         f"singlegpu/{script}", ("enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)")
     ) as on:
@@ -485,8 +499,9 @@ def check_shapes(script):
 
 def check_cnn(batch):
     """The cnn, whose steps are launches of kernels: eager, compiled, and with CUDA graphs."""
-    words = f"--model cnn --batch_size {batch} --max_steps 400 --epochs 3"
-    graph_copy = copy_of(SCRIPT, ("model.compile()", 'model.compile(mode="reduce-overhead")'))
+    words = f"--model cnn --batch_size {batch} {in_rows(3, 400)}"
+    compiled = "torch.compile(run.model"
+    graph_copy = copy_of(SCRIPT, (compiled, f'{compiled}, mode="reduce-overhead"'))
     with few_images() as data, graph_copy as graphs:
         if options.device == "cpu":
             words = f"{words} {data}".replace(f"--batch_size {batch}", f"--batch_size {batch // 4}")
@@ -498,23 +513,23 @@ def check_cnn(batch):
 
 
 def check_precision(model, pixels):
-    """A network of many convolutions: fp32 with and without TF32, bf16, channels_last."""
-    words = f"--model {model} --learning_rate 1e-4 --batch_size 256 --max_steps 60 --epochs 2"
+    """A network of many convolutions: fp32, TF32, bf16, channels_last."""
+    words = f"--model {model} --learning_rate 1e-4 --batch_size 256 {in_rows(2, 60)}"
     shape, count = (1, 28, 28), 160
     if pixels > 28:  # two workers read the file
         shape, count = (3, pixels, pixels), 16 if options.device == "cpu" else 8192
-        words = words.replace("--max_steps 60", "--max_steps 30 --num_workers 2")
+        words = f"{words} {in_rows(2, 30)} --num_workers 2"
     to_device = "create_model(args, train_data).to(run.device"
     channels_last = f"{to_device}, memory_format=torch.channels_last"
     with few_images(count, shape) as data, copy_of(SCRIPT, (to_device, channels_last)) as last:
         words = f"{words} {data}"
         if options.device == "cpu":
-            words = words.replace("--batch_size 256", "--batch_size 16")
-        sides = {"fp32 without TF32": (SCRIPT, words, {"NVIDIA_TF32_OVERRIDE": "0"})}
-        sides["fp32"] = (SCRIPT, words, {})
-        sides["fp32, channels_last"] = (last, words, {})
-        sides["bf16"] = (SCRIPT, f"{words} --precision bf16", {})
-        sides["bf16, channels_last"] = (last, f"{words} --precision bf16", {})
+            words = words.replace("--batch_size 256", "--batch_size 4")
+        sides = {"fp32": (SCRIPT, f"{words} --precision fp32", {})}
+        for precision in ("tf32", "bf16"):
+            more = f"{words} --precision {precision}"
+            sides[precision] = (SCRIPT, more, {})
+            sides[f"{precision}, channels_last"] = (last, more, {})
         rates = in_turn(sides, rounds=2)
     told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
     tell(f"- {model} at {pixels} pixels, images/s: {told}")
@@ -522,10 +537,10 @@ def check_precision(model, pixels):
 
 def check_loading():
     """Images of 224 pixels from a file, for resnet18 in bf16: without workers, with 2 and 4."""
-    count, batch = (2048, 128) if options.device == "cuda" else (16, 8)
+    count, batch = (2048, 128) if options.device == "cuda" else (16, 4)
     words = f"--model resnet18 --precision bf16 --learning_rate 1e-4 --batch_size {batch}"
     with few_images(count, (3, 224, 224)) as data:
-        words = f"{words} {data} --epochs 3 --max_steps 16 --num_workers"
+        words = f"{words} {data} {in_rows(3, 16)} --num_workers"
         rates = in_turn({str(workers): (SCRIPT, f"{words} {workers}", {}) for workers in (0, 2, 4)})
     told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
     tell(f"- resnet18 at 224 pixels, images/s by the number of workers: {told}")
@@ -538,7 +553,7 @@ def check_quantize():
         raise DryRun
     with tempfile.TemporaryDirectory() as folder:
         words = f"--snapshot {folder}/gpt.pt"
-        run("singlegpu/gpt.py", f"{options.sizes['gpt.py']} {words}")
+        run("singlegpu/gpt.py", f"{options.sizes['gpt.py']} {in_rows(1, 24)} {words}")
         out = run("quantize/gpt.py", f"{words} --batch_size 32 --rounds 2", log=False)[1]
         tell("", *[line for line in out.splitlines() if line.startswith("|") or "left out" in line])
 

@@ -96,13 +96,13 @@ class Network:
         size, forward, backward, optimizer, sizes, shares = MODELS[model]
         words = ["--forward", forward / size, "--backward", backward / size]
         words += ["--optimizer", optimizer, "--bytes", *sizes, "--shares", *shares]
-        steps = self.options.max_steps or max(2, min(50, round(self.options.seconds / seconds)))
+        steps = self.options.max_steps or max(5, min(50, round(self.options.seconds / seconds)))
         words += ["--batch_size", batch, "--max_steps", steps, "--log", log := next(self.files)]
         last = len(spaces) * each - 1
         slowly = [ROOT / "tests/slow.py", "backward", last, late] if late else []
         self.run([*slowly, self.sleeper, *words], spaces, each)
         rows, notes = report.read_logs([Path(log)])
-        return report.runs_of(rows, 1, notes)[0]
+        return report.runs_of(rows, notes)[0]
 
 
 def cases_of(options):

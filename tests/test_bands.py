@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_same_weights, curve, load
+from conftest import ROOT, assert_same_weights, curve, load, rows
 from prediction import with_band
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -61,23 +61,23 @@ def test_pasted_bands_train_with_one_loss_curve(run, request, tmp_path, name):
         words = (*words, f"--{flag}", request.getfixturevalue(flag))
     if name == "huggingface":
         words = (*words, "--seq_len", 8, "--learning_rate", 1e-2)
-        band = band.replace('METRIC = "val_acc"', 'METRIC = "nothing"')  # no row has it
     curves = []
     for folder, processes in LAUNCHES:
         script = paste(band, folder, tmp_path / folder / "mine.py")
         log, snapshot = tmp_path / f"{folder}.jsonl", tmp_path / f"{folder}.pt"
         more = ("--log", log, "--snapshot", snapshot)
-        out = run(script, *words, *more, processes=processes)
-        assert "| -" in out.splitlines()[-1] or name != "huggingface", "what no row has is -"
+        run(script, *words, *more, processes=processes)
         assert curve(log)[1, 0] < curve(log)[0, 0], "it learns"
-        assert load(snapshot)["place"] == (2, 0)
+        assert (
+            load(snapshot)["step"] == rows(log)[-1]["step"] == 2 * rows(log)[-1]["steps_per_epoch"]
+        )
         curves.append(curve(log))
     for each in curves[1:]:
         np.testing.assert_allclose(each, curves[0], rtol=1e-5)
 
 
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
-DATA = "return random_split(data, [0.8, 0.2])"
+DATA = "return [Subset(data, part.indices) for part in parts]"
 UNREADABLE = """
     class Data(torch.utils.data.Dataset):
         def __len__(self):
@@ -91,20 +91,20 @@ AT_LAST = f"""steps = globals().setdefault("steps", [])
     steps.append(loss)
     errors = errors if len(steps) < 20 else math.inf
     {LOSS.replace("loss * len(targets)", "errors")}"""
-MISTAKES = {  # name: (text of the table's band, what stands there instead, the message)
-    "no sums": (LOSS, "return loss", "batch_loss must return the loss and, each time, a dict"),
-    "no count": (LOSS, 'return loss, {"loss": loss}', "a dict of sums: loss, count"),
-    "three values": (LOSS, LOSS + ", 1", "batch_loss must return the loss and, each time, a dict"),
-    "other sums": (LOSS, LOSS.replace('"mae"', "str(loss)"), "each time, a dict of sums"),
-    "vector": (LOSS, LOSS.replace("errors", "targets"), "'[]' is invalid for input of size"),
-    "infinite": (LOSS, LOSS.replace("loss * len(targets)", "math.inf"), "not finite at step 1 of"),
-    "infinite at last": (LOSS, AT_LAST, "not finite at step 20 of epoch 0"),
-    "short order": (".permutation(len(data))", ".permutation(100)", "returned 100 indices for 480"),
+ORDER = "def training_order(data, args, epoch):\n    return np.arange(100)\n\n\ndef create_model"
+SAME_SUMS = "batch_loss must return the same sums each time, among them loss and count"
+MISTAKES = {  # name: (text of the table's section, what stands there instead, the message)
+    "no sums": (LOSS, "return loss", "0-d tensor"),
+    "no count": (LOSS, 'return loss, {"loss": loss}', SAME_SUMS),
+    "three values": (LOSS, LOSS + ", 1", "too many values to unpack"),
+    "other sums": (LOSS, LOSS.replace('"mae"', "str(loss)"), SAME_SUMS),
+    "vector": (LOSS, LOSS.replace("errors", "targets"), "only one element tensors"),
+    "infinite": (LOSS, LOSS.replace("loss * len(targets)", "math.inf"), "not finite at step 1"),
+    "infinite at last": (LOSS, AT_LAST, "the loss is not finite at step 20"),
+    "short order": ("def create_model", ORDER, "cannot reshape array of size 100"),
     "sample": (DATA, UNREADABLE, "sample 77 cannot be read"),
-    "too little": (DATA, DATA.replace("[0.8, 0.2]", "[10, 590]"), "the data is too small"),
-    "no flag": ('("table", ', '("tables", ', "no attribute 'tables'"),
-    "no word": ('"--table", ', '"--table", type=lambda path: {path}, ', "not JSON serializable"),
-    "setting": ('"--table", ', '"--table", type=np.str_, ', "Weights only load failed"),
+    "too little": ("[0.8, 0.2]", "[10, 590]", "samples are too few"),
+    "no flag": ('("--table", ', '("--tables", ', "no attribute 'table'"),
 }
 
 
@@ -131,7 +131,7 @@ def test_batches_in_which_nothing_counts(run, table_band, tmp_path):
         band = table_band.replace(LOSS, nothing)
         script = paste(band, folder, tmp_path / folder / "mine.py")
         out = run(script, "--epochs", 1, processes=processes)
-        assert re.search(r"^ +0( +-){3} +\d", out, re.M), out
+        assert re.search(r"^step 20  seconds", out, re.M), out
 
 
 def test_a_parameter_without_gradient(attempt, table_band, tmp_path):
@@ -149,14 +149,14 @@ def test_a_parameter_without_gradient(attempt, table_band, tmp_path):
 
 def test_weights_that_are_not_finite(attempt, run, table_band, tmp_path):
     """They are not saved over good ones."""
-    rate = re.search(r"return args.learning_rate .*", table_band)[0]
+    rate = re.search(r"return .1 \+ math.cos.*", table_band)[0]
     for folder, processes in LAUNCHES[:2]:
         script = paste(table_band, folder, tmp_path / folder / "mine.py")
         snapshot = tmp_path / f"{folder}.pt"
-        run(script, "--epochs", 1, "--snapshot", snapshot, processes=processes)
+        run(script, "--max_steps", 20, "--snapshot", snapshot, processes=processes)
         before = snapshot.read_bytes()
         paste(table_band.replace(rate, "return math.inf"), folder, script)
-        words = ("--epochs", 2, "--max_steps", 1, "--snapshot", snapshot)
+        words = ("--max_steps", 21, "--snapshot", snapshot)
         status, _, err = attempt(script, *words, processes=processes)
         assert status and "weights are not finite" in err and snapshot.read_bytes() == before, err
 
@@ -176,13 +176,13 @@ AUGMENTED = """
 def test_augmentation_differs_and_is_drawn_again(run, table_band, tmp_path):
     """Drawn by any library, it differs between processes, and a resumed run draws the same."""
     band = table_band.replace(DATA, AUGMENTED.replace("FOLDER", str(tmp_path / "drawn")))
-    band = re.sub("return args.learning_rate .*", "return args.learning_rate", band)
-    band, count = re.subn(r"np.random.*permutation\(len\(data\)\)", "torch.arange(len(data))", band)
-    assert count == 1
+    band = re.sub("return .1 .*", "return 1", band)
+    order = "def training_order(data, args, epoch):\n    return np.arange(len(data))\n\n\n"
+    band = band.replace("def create_model", order + "def create_model")
     (tmp_path / "drawn").mkdir()
     script = paste(band, "multigpu", tmp_path / "multigpu/mine.py")
-    for epochs, name in ((2, "whole"), (1, "resumed"), (2, "resumed")):
-        words = ("--epochs", epochs, "--max_steps", 5, "--snapshot", tmp_path / f"{name}.pt")
+    for steps, name in ((10, "whole"), (5, "resumed"), (10, "resumed")):
+        words = ("--max_steps", steps, "--snapshot", tmp_path / f"{name}.pt")
         run(script, *words, processes=2)
     assert_same_weights(tmp_path / "whole.pt", tmp_path / "resumed.pt")
     drawn = [set(path.read_text().split()) for path in (tmp_path / "drawn").iterdir()]

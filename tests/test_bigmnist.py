@@ -96,7 +96,9 @@ def test_each_index_once_in_blocks():
     images, size = module("singlegpu/images.py"), 13  # images of 3 x 224 x 224 in a block
     count = 5000 * size + 5
     shape = (count, 3, 224, 224)
-    data = images.Images(np.broadcast_to(np.uint8(0), shape), np.broadcast_to(0, count))
+    data = images.Images(
+        torch.zeros(1, dtype=torch.uint8).expand(shape), torch.zeros(1).expand(count)
+    )
     orders = [images.training_order(data, namespace(), epoch) for epoch in (0, 1)]
     assert (orders[0] != orders[1]).mean() > 0.9
     for order in orders:

@@ -109,7 +109,7 @@ def test_models_take_images_of_any_size(model, run, tmp_path):
     words = ("--dataset", "wide", "--data_dir", tmp_path, "--model", model, "--batch_size", 24)
     for script, processes in (("singlegpu", 1), ("hybrid", 2)):
         log = tmp_path / f"{script}.jsonl"
-        more = ("--epochs", 1, "--max_steps", 1, "--log", log)
+        more = ("--max_steps", 1, "--log", log)
         run(f"{script}/images.py", *words, *more, processes=processes)
         np.testing.assert_allclose(curve(log)[:, 0], curve(tmp_path / "singlegpu.jsonl")[:, 0], 0.2)
 
@@ -143,7 +143,7 @@ def test_validation_is_of_what_is_saved(run, tmp_path):
     more = ("--snapshot", snapshot, "--log", log)
     run("multigpu/images.py", *words, *more, processes=3)
     images = module("singlegpu/images.py")
-    args = namespace(model="resnet18", dataset=str(folder), data_dir="data")
+    args = namespace(model="resnet18", dataset=str(folder), data_dir="data", pretrained=False)
     _, val_data = images.read_data(args)
     model = images.create_model(args, val_data)
     model.load_state_dict(torch.load(snapshot, weights_only=True)["model"])

@@ -1,6 +1,5 @@
 """How the scripts are launched, stopped, resumed and misused: with images.py, for all tasks."""
 
-import math
 import os
 import pickle
 import re
@@ -20,16 +19,8 @@ from fork_server import run_all, torchrun_env
 from test_training import arguments_of
 
 
-def steps_of(row):
-    """The optimizer steps that an epoch's row is about."""
-    if math.isnan(row["samples/s"]):
-        return 0
-    seconds = row["seconds"] - row["eval"] - row["save"]
-    return round(row["samples/s"] * seconds / row["batch_size"])
-
-
-STEPS = 120  # of an epoch
-BASE = ("--model", "mlp", "--max_steps", STEPS, "--batch_size", 48, "--dropout", "0.5")
+STEPS = 120  # between validations
+BASE = ("--model", "mlp", "--eval_every", STEPS, "--batch_size", 48, "--dropout", "0.5")
 STOPS = {  # the last of them asks the run to save and stop
     "singlegpu": [signal.SIGUSR2],
     "multigpu": [signal.SIGKILL, signal.SIGINT],
@@ -58,12 +49,13 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, c
         told = signum != signal.SIGKILL and folder != "multinode"  # torchrun has its own status
         assert status == os.EX_TEMPFAIL if told else status, err
         wait_for(lambda job=job: not job.processes())
-    epoch, step = load(cut)["place"]
-    assert f"stopped at epoch {epoch}, step {step}; saved {cut}" in out
-    base = (*BASE, "--epochs", epoch + 1)
+    step = load(cut)["step"]
+    assert f"stopped at step {step} of" in out and str(cut) in out
+    end = (step // STEPS + 1) * STEPS  # the next validation
+    base = (*BASE, "--max_steps", end)
     run(script, *base, "--snapshot", cut, "--log", log, processes=processes)
-    first = rows(log)[0]
-    assert (first["epoch"], steps_of(first)) == (epoch, STEPS - step), "it went on at that step"
+    last = rows(log)[-1]
+    assert (last["step"], last["steps"]) == (end, max(0, end - step - 3)), "it went on at that step"
     run(script, *base, "--snapshot", whole, processes=processes)
     assert_same_weights(cut, whole)
     assert {path.name for path in tmp_path.iterdir()} == {"cut.pt", "whole.pt", "log.jsonl"}
@@ -76,8 +68,8 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, c
 def test_resumed_on_three_to_rounding(run, data, tmp_path):
     """To rounding: the first step after a start adds up the gradients in another order."""
     base = arguments_of("mlp", data)
-    for epochs, name in ((1, "resumed"), (2, "resumed"), (2, "undisturbed")):
-        more = ("--epochs", epochs, "--snapshot", tmp_path / f"{name}.pt")
+    for steps, name in ((20, "resumed"), (40, "resumed"), (40, "undisturbed")):
+        more = ("--max_steps", steps, "--snapshot", tmp_path / f"{name}.pt")
         run("multigpu/images.py", *base, *more, processes=3)
     assert_same_weights(tmp_path / "resumed.pt", tmp_path / "undisturbed.pt", rounding=1e-5)
 
@@ -85,14 +77,14 @@ def test_resumed_on_three_to_rounding(run, data, tmp_path):
 def test_other_numbers_of_processes_carry_on(start, run, tmp_path, chance):
     """What two began in hybrid goes on in mid-epoch, there and in all folders, on 1, 2 or 2 x 2."""
     begun, whole = tmp_path / "begun.pt", tmp_path / "whole.jsonl"
-    base = ("--model", "mlp", "--max_steps", STEPS, "--batch_size", 48)
+    base = ("--model", "mlp", "--eval_every", STEPS, "--batch_size", 48)
     job = start("hybrid/images.py", *base, "--epochs", 10_000, "--snapshot", begun, processes=2)
     wait_for_saves(job, begun, 1)
     time.sleep(chance.uniform(0, 1))
     job.process.send_signal(signal.SIGTERM)
     status, _, err = job.wait()
     assert status, err
-    base = (*base, "--epochs", load(begun)["place"][0] + 1)
+    base = (*base, "--max_steps", (load(begun)["step"] // STEPS + 1) * STEPS)
     run("singlegpu/images.py", *base, "--log", whole)
     moves = ("singlegpu", 1), ("multigpu", 2), ("multinode", (2, 2)), ("hybrid", 1)
     for folder, processes in moves:
@@ -108,17 +100,16 @@ SLOWLY = (ROOT / "tests/slow.py",)
 
 
 def test_killed_in_validation_repeats_the_validation_alone(start, run, data, tmp_path):
-    """The epoch is saved before its validation, with which a killed run goes on."""
+    """The run saves before each validation, with which a killed run goes on."""
     cut, log = tmp_path / "cut.pt", tmp_path / "log.jsonl"
-    script, base = ROOT / "singlegpu/images.py", (*arguments_of("mlp", data), "--epochs", 1)
+    script, base = ROOT / "singlegpu/images.py", (*arguments_of("mlp", data), "--max_steps", 20)
     job = start(*SLOWLY, "eval", 0, TIMEOUT, script, *base, "--snapshot", cut)
     wait_for_saves(job, cut, 1)
     job.process.send_signal(signal.SIGKILL)
     job.wait()
-    assert load(cut)["place"] == (0, 20)
+    assert load(cut)["progress"]["row_step"] == 0 and load(cut)["step"] == 20
     run(script, *base, "--snapshot", cut, "--log", log)
-    assert steps_of(rows(log)[0]) == 0 and rows(log)[0]["eval"] > 0
-    assert load(cut)["place"] == (1, 0)
+    assert rows(log)[0]["steps"] == 0 and rows(log)[0]["eval"] > 0
 
 
 @pytest.mark.parametrize("what", ["read", "save"])
@@ -126,7 +117,7 @@ def test_a_slow_rank_0_times_nobody_out(run, data, tmp_path, what):
     """Rank 0 may take longer than --timeout to prepare data or to save; a save is not `comm`."""
     log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 10)
     files = ("--snapshot", tmp_path / "s.pt", "--log", log)
-    words = (*arguments_of("mlp", data), "--epochs", 1, "--timeout", 6, *files)
+    words = (*arguments_of("mlp", data), "--max_steps", 20, "--timeout", 6, *files)
     run("multinode/images.py", *words, processes=3, before=before)
     for row in rows(log):
         assert row["comm"] < 10 and (row["save"] > 9) == (what == "save"), row
@@ -136,7 +127,7 @@ def test_a_late_process_is_named(run, data, tmp_path):
     """It is named with its host, and the link is not blamed."""
     log, verdicts = tmp_path / "log.jsonl", []
     for seconds in (0, 0.1):
-        more = ("--epochs", 2, "--max_steps", 10, "--log", log)
+        more = ("--max_steps", 20, "--log", log)
         before = (*SLOWLY, "backward", 2, seconds)
         words = (*arguments_of("mlp", data), *more)
         out = run("multinode/images.py", *words, processes=3, before=before)
@@ -169,7 +160,7 @@ def test_ctrl_c_before_the_first_step(start, tmp_path, folder, processes):
     wait_for(press, pause=0.5)
     status, out, err = job.wait()
     os.close(writer)
-    assert status and "starting" not in out, (status, out, err)
+    assert status and "steps 0 to" not in out, (status, out, err)
 
 
 class Bomb:
@@ -184,10 +175,10 @@ class Bomb:
 
 def test_snapshots_that_do_not_fit_are_refused(attempt, run, data, tmp_path):
     """Truncated, foreign or hostile: a line of error, and the file stays as it is."""
-    base, script = [*arguments_of("mlp", data), "--epochs", 1], "singlegpu/images.py"
+    base, script = [*arguments_of("mlp", data), "--max_steps", 20], "singlegpu/images.py"
     good, bomb = tmp_path / "good.pt", tmp_path / "exploded"
     run(script, *base, "--snapshot", good)
-    other = ("--epochs", 1, "--snapshot", tmp_path / "other.pt")
+    other = ("--max_steps", 20, "--snapshot", tmp_path / "other.pt")
     run("singlegpu/autoencoder.py", *arguments_of("autoencoder", data), *other)
     content = good.read_bytes()
     (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
@@ -229,16 +220,13 @@ def test_bad_arguments_are_named(attempt, data, tmp_path):
         words = (*arguments_of("mlp", data), *more)
         status, _, err = attempt(f"{folder}/images.py", *words, processes=2)
         assert status and "--batch_size must be" in err, err
-    for flag in ("--learning_rate", "--num_workers"):
-        status, _, err = attempt("singlegpu/gpt.py", flag, -1)
-        assert status == 2 and f"{flag} must not be negative" in err, err
     status, _, err = attempt("multigpu/allreduce.py", processes=1)
     assert status == 2 and "one process has nobody to send to" in err, err
     for flag in ("--snapshot", "--log", "--reconstructions"):
         status, _, err = attempt("singlegpu/autoencoder.py", flag, "none/file")
-        assert status == 2 and "none/file" in err, err
+        assert status in (1, 2) and "none/file" in err, err
     status, _, err = attempt("singlegpu/images.py", "--log", f"{__file__}/log.jsonl")
-    assert status == 2 and "cannot write" in err, err
+    assert status == 1 and "cannot write" in err, err
 
 
 def test_missing_data_is_named(attempt, tmp_path):
@@ -267,8 +255,8 @@ def test_a_full_disk_is_named_and_spoils_nothing(run, data, tmp_path):
     """The snapshot of before stays, no part of the new one does, and one line says why."""
     small, words = tmp_path / "small", arguments_of("mlp", data)
     command = [sys.executable, ROOT / "multigpu/images.py", "--num_gpus", 2, *words]
-    more = ("--epochs", 2, "--snapshot", small / "run.pt")
-    run("singlegpu/images.py", *words, "--epochs", 1, "--snapshot", tmp_path / "run.pt")
+    more = ("--snapshot", small / "run.pt")
+    run("singlegpu/images.py", *words, "--max_steps", 20, "--snapshot", tmp_path / "run.pt")
     size = (tmp_path / "run.pt").stat().st_size
     mount = f"mount -t tmpfs -o size={size * 3 // 2} tmpfs {small} && cp {tmp_path}/run.pt {small}"
     check = f"ls {small}; cmp {small}/run.pt {tmp_path}/run.pt && echo same"
@@ -284,7 +272,7 @@ def test_a_full_disk_is_named_and_spoils_nothing(run, data, tmp_path):
 
 def test_two_runs_with_one_snapshot(start, tmp_path):
     """The one that saves later ends, and says why; the other one goes on."""
-    words = (*BASE, "--epochs", 3, "--snapshot", tmp_path / "run.pt")
+    words = (*BASE, "--max_steps", 3 * STEPS, "--snapshot", tmp_path / "run.pt")
     ended = [job.wait() for job in [start("singlegpu/images.py", *words) for _ in range(2)]]
     assert sorted(status for status, _, _ in ended) == [0, 1], ended
     [err] = [err for status, _, err in ended if status]
@@ -297,9 +285,9 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
     text = (ROOT / folder / "images.py").read_text()
-    hang = "        open('hung', 'w'), time.sleep(1000)\n        labels = self.labels[indices]"
-    assert text.count("        labels = self.labels[indices]") == 1
-    script.write_text(text.replace("        labels = self.labels[indices]", hang))
+    line = "        images, labels = (tensor"
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, f"        open('hung', 'w'), time.sleep(1000)\n{line}"))
     job = start(script, *BASE, processes=2)
     wait_for((tmp_path / "hung").exists)
     time.sleep(0.5)
@@ -313,7 +301,7 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
 
 def test_a_folder_as_log_is_refused_at_the_start(attempt, tmp_path):
     status, out, err = attempt("multigpu/images.py", "--log", tmp_path, processes=2)
-    assert status == 2 and f"cannot write {tmp_path}" in err and not out, err
+    assert status == 1 and err.count(f"cannot write {tmp_path}") == 1 and not out, err
 
 
 @pytest.mark.parametrize(("folder", "where"), (("multigpu", "worker"), ("multinode", "loss")))
@@ -322,11 +310,9 @@ def test_a_hung_process_ends_the_run_and_says_where(start, tmp_path, folder, whe
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
     text = (ROOT / folder / "images.py").read_text()
-    line = (
-        "    images, labels = batch\n"
-        if where == "loss"
-        else "        labels = self.labels[indices]"
-    )
+    line = "    images, labels = batch\n"
+    if where == "worker":
+        line = "        images, labels = (tensor"
     hang = "hang_here()\n" if where == "loss" else "time.sleep(1000)\n"
     assert text.count(line) == 1
     text = text.replace(line, f"{line[: len(line) - len(line.lstrip())]}{hang}{line}")

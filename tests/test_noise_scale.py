@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from test_bands import paste
+from prediction import with_band
 from test_models import module
 from test_training import arguments_of
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
 DIM, SIGMA, SIZE = 10, 2.0, 4  # of the linear model, its noise, and a micro-batch
 
@@ -26,10 +26,9 @@ def linear_script(divisor):
 
     return SimpleNamespace(
         batch_loss=batch_loss,
-        training_order=lambda data, args, epoch: np.arange(len(data)),
+        set_seeds=lambda *numbers: np.random.seed(numbers[:2]),
         to_device=lambda batch, device: batch,
-        collate=default_collate,
-        DTYPES={"fp32": torch.float32},
+        DTYPES={"fp32": None},
     )
 
 
@@ -50,8 +49,8 @@ def test_a_known_noise_scale(divisor):
         x = torch.randn(20_000, DIM, generator=generator)
         y = x[:, 0] + SIGMA * torch.randn(20_000, generator=generator)
         data, args = TensorDataset(x, y), SimpleNamespace(seed=seed, precision="fp32")
-        indices = tool.random_indices(script, data, args, SIZE)
-        batches = (default_collate([data[i] for i in each]) for each in indices)
+        requests = tool.random_requests(script, data, args, SIZE)
+        batches = (data[indices] for _, indices in requests)
         norms = tool.gradient_norms(script, model, batches, args, 200)
         estimate, width = tool.noise_scale(*norms, SIZE)
         hits += abs(estimate - expected) < width
@@ -61,7 +60,7 @@ def test_a_known_noise_scale(divisor):
 
 
 def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, tmp_path):
-    """It takes a script's flags, a snapshot's settings and weights, and a user's own band."""
+    """It takes a script's flags, a snapshot's settings and weights, and a user's own section."""
     snapshot, out, words = tmp_path / "s.pt", tmp_path / "noise.json", arguments_of("mlp", data)
     tool, few = "singlegpu/noise_scale.py", ("--steps", 20)
     first = run(tool, ROOT / "singlegpu/images.py", *words, *few)
@@ -70,9 +69,10 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, tmp_pat
     later = run(tool, ROOT / "singlegpu/images.py", *more)
     assert "20 batches of 8 x 3 samples" in first and "20 batches of 8 x 3 samples" in later
     assert first != later and json.loads(out.read_text())["noise_scale"]
-    split = "return random_split(data, [0.8, 0.2])"
+    split = "parts = random_split(table, [0.8, 0.2])"
     band = table_band.replace(split, f"print('seeds', torch.initial_seed())\n    {split}")
-    mine = paste(band, "singlegpu", tmp_path / "singlegpu/mine.py")
+    mine = tmp_path / "mine.py"
+    mine.write_text(with_band(band, "singlegpu/images.py"))
     words = (mine, "--batch_size", 64, "--epochs", 1, "--seed", 7, "--snapshot", tmp_path / "7.pt")
     trained, told = run(*words), run(tool, mine, *words[1:3], *words[-2:])
     seeds = [re.findall(r"^seeds \d+", out, re.M) for out in (trained, told)]

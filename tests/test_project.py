@@ -4,24 +4,27 @@ import ast
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port
+from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port, rows
 from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
 
 TINY = {
-    "images.py": "--model mlp --max_steps 2 --epochs 1 --log one.jsonl",
+    "multigpu/mnist.py": "--synthetic --epochs 1",
+    "images.py": "--model mlp --max_steps 6 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
     "quantize/gpt.py": "--rounds 1 --eager --num_samples 8",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
 README = (ROOT / "README.md").read_text()
-LIBRARIES = set("numpy PIL torch torchao torchvision datasets tokenizers sacrebleu tqdm".split())
+LIBRARIES = set(
+    "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm".split()
+)
 
 
 def test_copies_agree():
@@ -43,7 +46,7 @@ def test_each_script_has_its_job_file():
     """The two have the same name, and Bash can read the job file."""
     files = sorted((ROOT / "slurm").glob("*.slurm"))
     names = [script.removesuffix(".py").replace("/", "_") for script in SCRIPTS]
-    assert [path.stem for path in files] == names
+    assert [path.stem for path in files] == sorted([*names, "report"])
     for path in [*files, ROOT / "slurm/sweep.sh"]:
         assert subprocess.run(["bash", "-n", path]).returncode == 0, path
 
@@ -51,15 +54,15 @@ def test_each_script_has_its_job_file():
 def test_readme_names_what_exists():
     names = re.findall(r"\]\(([\w./]+)\)|(?:python|sbatch|bash) ([\w/]+\.\w+)", README)
     missing = [name for pair in names for name in pair if not (ROOT / name).exists()]
-    assert missing == ["multigpu/mine.py"], "the copy that it tells to make"
+    assert not missing
 
 
 def test_readme_commands(tmp_path):
     """Each line with python or torchrun runs as it stands, but at a tiny size."""
     for name in (*FOLDERS, "report.py"):
         (tmp_path / name).symlink_to(ROOT / name)
-    text = README.replace(" \\\n       ", "")
-    lines = re.findall(r"^    (?:\$ )?((?:python|torchrun) [^#\n]*)", text, re.M)
+    blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
+    lines = re.findall(r"^((?:python|torchrun) [^#\n]*)", "".join(blocks), re.M)
     assert len(lines) == 6
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
     for line in lines:
@@ -95,47 +98,75 @@ def test_gpu_dry_run(tmp_path):
     assert not (tmp_path / "gpu.md").exists()
 
 
-def test_readme_example(run, tmp_path):
-    """The example of "Make it yours" trains in place of some names of each folder, and predicts."""
-    blocks = [
-        re.search(rf"^    {first}.*?^(?=\S)", README, re.M | re.S)[0]
-        for first in ("from torchvision.transforms", "import mine")
-    ]
-    example, prediction = (textwrap.dedent(block).strip() for block in blocks)
+def python_blocks():
+    return re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+
+
+def test_readme_table(run, tmp_path):
+    """The functions of "Your own data and model" train in place of those of each folder."""
+    [example] = [block for block in python_blocks() if "table.csv" in block]
+    np.savetxt(tmp_path / "table.csv", np.random.default_rng(0).random((300, 4)), delimiter=",")
+    example = example.replace("table.csv", str(tmp_path / "table.csv"))
+    functions = re.split(r"^(?=def )", example, flags=re.M)[1:]
+    for processes, folder in enumerate(("singlegpu", "multinode", "multigpu"), start=1):
+        script = (ROOT / folder / "images.py").read_text()
+        for function in functions:
+            name = function.partition("(")[0]
+            script, count = re.subn(
+                rf"^{name}\(.*?\n\n\n",
+                lambda _, text=function: f"{text}\n\n",
+                script,
+                flags=re.M | re.S,
+            )
+            assert count == 1, name
+        (copy := tmp_path / folder / "mine.py").parent.mkdir()
+        copy.write_text(script)
+        log = tmp_path / f"{folder}.jsonl"
+        run(copy, "--batch_size", 12, "--log", log, processes=processes)
+        assert curve(log)[1, 0] < curve(log)[0, 0]
+
+
+def test_readme_photos(run, tmp_path):
+    """A pretrained network trains on a folder of photographs, and predicts as README says."""
     for number in range(24):
-        path = tmp_path / ("val", "train")[number % 2] / f"{number % 4 // 2}/{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30), (number, 0, 0)).save(path)
+        path = tmp_path / ("photos/val", "photos/train")[number % 2] / f"{number % 4 // 2}"
+        path.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(path / f"{number}.png")
+    (tmp_path / "photos/val/.ipynb_checkpoints").mkdir()
     weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]  # where torch.hub keeps its downloads
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
-    snapshot = tmp_path / "photos.pt"
-    words = ("--batch_size", 6, "--num_workers", 2, "--snapshot", snapshot, "--epochs")
-    for epochs, folder in enumerate(("singlegpu", "multinode", "multigpu"), start=1):
-        script = (ROOT / folder / "images.py").read_text()
-        for function in re.findall(r"^def \w+", example, re.M):
-            script, count = re.subn(rf"^{function}\(.*?\n\n\n", "", script, flags=re.M | re.S)
-            assert count == 1, function
-        for name in re.findall(r"^(\w+) = ", example, re.M):
-            script, count = re.subn(rf"^{name} = .*\n", "", script, flags=re.M)
-            assert count == 1, name
-        (copy := tmp_path / folder / "mine.py").parent.mkdir()
-        mine = example.replace('"photos/', f'"{tmp_path}/')
-        copy.write_text(script.replace("\nclass Images", f"\n{mine}\n\nclass Images", 1))
-        run(copy, *words, epochs, processes=epochs, TORCH_HOME=str(tmp_path))
-    predict = tmp_path / "predict.py"
-    predict.write_text(prediction.replace('"photos.pt"', f'"{snapshot}"'))
-    env = ENVIRONMENT | {"TORCH_HOME": str(tmp_path), "PYTHONPATH": "multigpu"}
-    out = subprocess.check_output([sys.executable, predict], cwd=tmp_path, env=env, text=True)
+    words = ("--dataset", "photos", "--model", "resnet18", "--image_size", 32, "--batch_size", 6)
+    more = ("--pretrained", "--snapshot", "photos.pt", "--log", tmp_path / "log.jsonl")
+    run("multigpu/images.py", *words, *more, processes=2, cwd=tmp_path, TORCH_HOME=str(tmp_path))
+    assert rows(tmp_path / "log.jsonl")[0]["num_workers"] > 0, "processes decode them"
+    [predict] = [block for block in python_blocks() if "photos.pt" in block]
+    (tmp_path / "multigpu").symlink_to(ROOT / "multigpu")
+    out = subprocess.check_output(
+        [sys.executable, "-c", predict], cwd=tmp_path, env=ENVIRONMENT, text=True
+    )
     assert out in ("0\n", "1\n"), "a class, by the name of its folder"
+
+
+def test_photos_that_do_not_fit_are_refused(attempt, tmp_path):
+    """A class that one split lacks, and pictures of 16 bits, end in a line before the training."""
+    for name in ("train/cat", "train/dog", "val/dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / "photos" / name / "0.png")
+    words = ("--dataset", tmp_path / "photos", "--image_size", 32, "--batch_size", 2)
+    status, _, err = attempt("singlegpu/images.py", *words)
+    assert status == 1 and "the classes ['cat']" in err and "Traceback" not in err, err
+    (tmp_path / "photos/val/cat").mkdir()
+    Image.fromarray(np.full((40, 40), 40_000, np.uint16)).save(tmp_path / "photos/val/cat/1.png")
+    status, _, err = attempt("singlegpu/images.py", *words)
+    assert status == 1 and "more than 8 bits" in err and "Traceback" not in err, err
 
 
 def test_readme_token_files(run, tmp_path):
     """The lines on token files, and then the command that trains on them."""
     (tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 5)
-    example = re.search(r"^    tokenizer = .*?^(?=\S)", README, re.M | re.S)[0]
-    script = "import numpy as np, tokenizers\n" + textwrap.dedent(example)
-    assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path).returncode == 0
+    [example] = [block for block in python_blocks() if "tokenizers" in block]
+    assert subprocess.run([sys.executable, "-c", example], cwd=tmp_path).returncode == 0
     command = re.search(r"`gpt.py (--dataset .*?)`", README)[1]
     command = command.replace(" . ", f" {tmp_path} ")
     run("singlegpu/gpt.py", *command.split(), "--batch_size", 4, "--max_steps", 2)
@@ -147,7 +178,7 @@ BARE = ["multigpu/images.py", "singlegpu/gpt.py", *HYBRIDS]
 
 @pytest.mark.parametrize("script", BARE)
 def test_a_copy_without_its_stopwatch(run, tmp_path, script):
-    """Without the last band and the lines with watch, among them the summary, the rest trains."""
+    """Without the last section and each line with watch, the rest trains."""
     copy, log = tmp_path / script, tmp_path / "log.jsonl"
     copy.parent.mkdir()
     lines = (ROOT / script).read_text().splitlines(keepends=True)
@@ -158,9 +189,9 @@ def test_a_copy_without_its_stopwatch(run, tmp_path, script):
     copy.write_text(kept)
     words = ("--dataset", ROOT / "report.py", "--seq_len", 32)
     words = words if "gpt" in script else ("--model", "mlp")
-    words = (*words, "--batch_size", 24, "--max_steps", 20, "--epochs", 2, "--log", log)
+    words = (*words, "--batch_size", 24, "--max_steps", 40, "--eval_every", 20, "--log", log)
     out = run(copy, *words, processes=2)
-    assert curve(log)[1, 0] < curve(log)[0, 0] and "where" not in out, out
+    assert curve(log)[1, 0] < curve(log)[0, 0] and "time by phase" not in out, out
     if "multigpu" in script:  # what is left still sends gradients as --comm_hook says
         run(copy, *words, "--comm_hook", "bf16", processes=2)
         assert curve(log)[2, 0] != curve(log)[0, 0]

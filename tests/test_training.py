@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from conftest import ROOT, curve, rows
 
-PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
-METRICS = ("val_acc", "val_bpb", "val_ppl", "val_loss")
-MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --max_steps 20 --learning_rate 3e-4"
+PHASES = ("warmup", "data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
+MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --learning_rate 3e-4"
+MNIST += " --max_steps 40 --eval_every 20"
 TEXT = "--seq_len 32 --batch_size 24 --learning_rate 1e-3"
-PAIRS = "--seq_len 8 --batch_size 24 --max_steps 10 --learning_rate 3e-4"
+PAIRS = "--seq_len 8 --batch_size 24 --max_steps 20 --eval_every 10 --learning_rate 3e-4"
 GPT = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --learning_rate 3e-4"
 TASKS = {  # a short run of each model
     "mlp": ("images.py", f"{MNIST} --model mlp"),
     "cnn": ("images.py", f"{MNIST} --model cnn"),
     "autoencoder": ("autoencoder.py", MNIST),
-    "nbow": ("text.py", f"{TEXT} --model nbow --max_steps 60"),
-    "text": ("text.py", f"{TEXT} --model transformer --max_steps 20"),
+    "nbow": ("text.py", f"{TEXT} --model nbow --max_steps 120 --eval_every 60"),
+    "text": ("text.py", f"{TEXT} --model transformer --max_steps 40 --eval_every 20"),
     "lstm": ("translation.py", f"{PAIRS} --model lstm"),
     "translation": ("translation.py", f"{PAIRS} --model transformer"),
-    "gpt": ("gpt.py", f"{GPT} --dataset {{data}}/words.txt --max_steps 12"),
+    "gpt": ("gpt.py", f"{GPT} --dataset {{data}}/words.txt --max_steps 24 --eval_every 12"),
 }
 # Launches that give one loss curve: processes, micro-batches. None has micro-batches of 3 images:
 # their kernel rounds otherwise, and 40 steps of Adam make 4e-5 of it for the mlp.
@@ -42,20 +42,23 @@ def test_one_loss_curve(run, data, tmp_path, task):
     for folder in FOLDERS.get(task, LAUNCHES):
         processes, parts = LAUNCHES[folder]
         script, log = f"{folder}/{TASKS[task][0]}", tmp_path / f"{folder}.jsonl"
-        more = ("--epochs", 2, "--grad_accum_steps", parts, "--log", log)
+        more = ("--grad_accum_steps", parts, "--log", log)
         out = run(script, *arguments_of(task, data), *more, processes=processes)
         assert [line for line in out.splitlines() if line[:1] == "|"][-1].split()[1] == script
         assert all(len(line) <= 100 for line in out.splitlines() if line[:1] != "|"), out
         logged, count = rows(log), int(np.prod(processes))
-        places = sorted((row["epoch"], row["rank"]) for row in logged)
-        assert places == [(epoch, rank) for epoch in (0, 1) for rank in range(count)]
+        end = logged[-1]["max_steps"]
+        places = sorted((row["step"], row["rank"]) for row in logged)
+        assert places == [(step, rank) for step in (end // 2, end) for rank in range(count)]
         for row in logged:
             assert (row["script"], row["processes"], row["batch_size"]) == (script, count, 24)
             assert row["nodes"] == 1 + (folder == "multinode")
             assert row["host"] == os.uname().nodename and 50 < row["peak_MB"] < 5000
             assert all(row[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
+            is_first = row["step"] < end
+            assert (row["warmup"] > 0) == is_first and row["steps"] == end // 2 - 3 * is_first
             assert (row.get("comm", 0) > 0) == (row.get("comm_total", 0) > 0) == (count > 1)
-        curves.append(curve(log, next(name for name in METRICS if name in logged[0])))
+        curves.append(curve(log, *(["val_acc"] if "val_acc" in logged[0] else [])))
     assert curves[0][1, 0] < curves[0][0, 0]
     for each in curves[1:]:
         np.testing.assert_allclose(each, curves[0], rtol=1e-5)
@@ -80,10 +83,10 @@ def watched(run, data, tmp_path_factory):
 
 
 def test_phases_add_up_to_wall_time(watched):
-    """The phases of the later epochs add up to the seconds between the rows of the log."""
-    logged, seen = watched("cnn", "--epochs", 5, "--max_steps", 50)
+    """The phases of the later rows add up to the seconds between the rows of the log."""
+    logged, seen = watched("cnn", "--max_steps", 250, "--eval_every", 50)
     between = np.diff(seen[0]["written"])
-    later = [row for row in logged if row["rank"] == 0 and row["epoch"] > 0]
+    later = [row for row in logged if row["rank"] == 0][1:]
     phases = [sum(row.get(phase, 0) for phase in PHASES) for row in later]
     assert len(between) == 4 and np.median(phases / between) == pytest.approx(1, abs=0.02)
 
@@ -91,16 +94,16 @@ def test_phases_add_up_to_wall_time(watched):
 def test_comm_agrees_with_ddp(watched):
     """Exposed communication is that of DDP's own logger, whose total also has gaps in it.
 
-    An epoch is a step. In most of them nothing else comes between the two clocks.
+    A row is a step. In most of them nothing else comes between the two clocks.
     """
-    more = ("--model", "vgg11", "--epochs", 4, "--max_steps", 1, "--batch_size", 8)
+    more = ("--model", "vgg11", "--max_steps", 6, "--eval_every", 1, "--batch_size", 8)
     ours, ddps = [], []  # (comm, comm_total) of each process and step
     logged, seen = watched("cnn", *more)
     for rank, ddp in enumerate(seen):
         steps = [row for row in logged if row["rank"] == rank]
-        for row, news in zip(steps, ddp["all_reduces"], strict=True):
+        for row, news in list(zip(steps, ddp["all_reduces"], strict=True))[3:]:  # after warmup
             ours.append((row["comm"] - news, row["comm_total"] - news))
-        ddps += zip(ddp["comm"], ddp["comm_total"], strict=True)
+        ddps += list(zip(ddp["comm"], ddp["comm_total"], strict=True))[3:]
     comm, comm_total = np.median(np.divide(ours, ddps), axis=0)
     assert comm == pytest.approx(1, abs=0.1) and comm_total < 1.1
     comm, comm_total = np.median(ours, axis=0)
@@ -110,7 +113,8 @@ def test_comm_agrees_with_ddp(watched):
 def test_real_data_is_learned(run, real_data, tmp_path):
     """A few steps lower the validation loss, and nothing is written beside the data."""
     log, before = tmp_path / "log.jsonl", sorted(real_data.iterdir())
-    words = ("--dataset", "ag_news", "--data_dir", real_data, "--seq_len", 64, "--max_steps", 100)
-    run("multigpu/text.py", *words, "--epochs", 2, "--log", log, processes=2)
+    words = ("--dataset", "ag_news", "--data_dir", real_data, "--seq_len", 64)
+    more = ("--max_steps", 200, "--eval_every", 100, "--log", log)
+    run("multigpu/text.py", *words, *more, processes=2)
     assert curve(log)[1, 1] < curve(log)[0, 1] and math.isfinite(curve(log)[1, 1])
     assert sorted(real_data.iterdir()) == before

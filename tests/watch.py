@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node=2 -- tests/watch.py FOLDER multinode/images.py ...
 
-Each process writes FOLDER/<rank>.json: `written`, the moment (s) at which it wrote each epoch's
+Each process writes FOLDER/<rank>.json: `written`, the moment (s) at which it wrote each of its
 rows; `all_reduces`, the seconds of each all-reduce of the script's own that counts as `comm`, that
-of its news about once a second; and what DDP's own runtime logger found, the seconds of each step:
+of its look about once a second; and what DDP's own runtime logger found, the seconds of each step:
 `comm_total`, all communication of gradients, and `comm`, what was not hidden behind the backward
 pass.
 """
@@ -48,7 +48,7 @@ def watched_open(file, *args, **kwargs):
 def watched_all_reduce(tensor, op=dist.ReduceOp.SUM, **kwargs):
     start = time.perf_counter()
     work = plain_all_reduce(tensor, op, **kwargs)
-    if op == dist.ReduceOp.MAX:  # the news; sums count as save and eval
+    if sys._getframe(2).f_code.co_name == "look":  # other sums count as eval
         all_reduces.append(time.perf_counter() - start)
     return work
 

@@ -3,11 +3,6 @@
 from datasets import load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-COLUMNS = "epoch train_loss train_acc val_loss val_acc seconds samples/s".split()
-METRIC = "val_acc"
-SAME_ON_RESUME = ("network", "texts", "seq_len", "batch_size", "learning_rate", "precision", "seed")
-MAX_GRAD_NORM = 1.0
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -15,28 +10,49 @@ def parse_args():
     add("--network", default="distilbert/distilbert-base-uncased", help="on the Hub, or a folder")
     add("--texts", default="stanfordnlp/imdb", help="on the Hub, or a folder: text and label")
     add("--seq_len", type=int, default=256, help="longest text in tokens; the rest is cut off")
-    return parse_run_args(parser, epochs=2, batch_size=32, learning_rate=5e-5)
+    return parse_run_args(parser, epochs=2, batch_size=32, learning_rate=5e-5, max_grad_norm=1.0)
+
+
+def has_label(label):
+    """None, NaN, blanks, and -1, the Hub's own mark, are no labels."""
+    return label.strip() != "" if isinstance(label, str) else label is not None and label >= 0
 
 
 def read_data(args):
     """Returns two datasets whose samples are dictionaries. `map` caches what it has made."""
+    splits = load_dataset(args.texts)
+    parts = {}
+    for name in ("train", "test", "validation"):
+        if name in splits:
+            part = splits[name].filter(has_label, input_columns="label")
+            if len(part) < len(splits[name]):
+                missing = len(splits[name]) - len(part)
+                print(f"{missing} of {len(splits[name])} rows of {name} have no label: left out")
+            if len(part) > 0:
+                parts[name] = part
+    if "train" not in parts or len(parts) == 1:
+        sys.exit(f"{args.texts}: {'test' if 'train' in parts else 'train'} has no labels")
+    train_data, val_data = [*parts.values()][:2]
+    labels = sorted(train_data.unique("label"))  # words, or numbers from anywhere on
+    unknown = set(val_data.unique("label")) - set(labels)
+    if unknown:
+        sys.exit(f"{args.texts}: {[*parts][1]} has labels that train has not: {sorted(unknown)}")
     tokenizer = AutoTokenizer.from_pretrained(args.network)
     options = {"padding": "max_length", "max_length": args.seq_len, "truncation": True}
 
     def encode(rows):
-        return tokenizer(rows["text"], **options)
+        texts = ["" if text is None else str(text) for text in rows["text"]]
+        encoded = tokenizer(texts, **options)
+        encoded["labels"] = [labels.index(label) for label in rows["label"]]
+        return encoded
 
-    splits = load_dataset(args.texts).map(encode, batched=True)
-    splits = splits.with_format("torch", ["input_ids", "attention_mask", "label"])
-    return splits["train"], splits["test"]
-
-
-def training_order(data, args, epoch):
-    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
+    columns = ["input_ids", "attention_mask", "labels"]
+    parts = [part.map(encode, batched=True) for part in (train_data, val_data)]
+    return [part.with_format("torch", columns) for part in parts]
 
 
 def create_model(args, data):
-    num_labels = len(data.unique("label"))
+    num_labels = len(data.unique("labels"))
     return AutoModelForSequenceClassification.from_pretrained(args.network, num_labels=num_labels)
 
 
@@ -44,21 +60,13 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
 
 
-def learning_rate(args, done):
-    return args.learning_rate * (1 - done)
+def learning_rate_factor(args, done):
+    return 1 - done
 
 
 def batch_loss(model, batch, args):
-    labels = batch["label"]
+    labels = batch["labels"]
     output = model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels)
     correct = (output.logits.argmax(1) == labels).sum()
     sums = {"loss": output.loss * len(labels), "acc": correct, "count": len(labels)}
     return output.loss, sums
-
-
-def more_columns(row):
-    return {}
-
-
-def finish(model, data, args, device):
-    pass

@@ -2,11 +2,6 @@
 
 from torch.utils.data import TensorDataset
 
-COLUMNS = "epoch train_loss val_loss seconds samples/s".split()
-METRIC = "samples/s"
-SAME_ON_RESUME = ("batch_size",)
-MAX_GRAD_NORM = None
-
 
 def parse_args():
     parser = argparse.ArgumentParser()
@@ -53,10 +48,6 @@ def read_data(args):
     return data, TensorDataset(torch.zeros(64, 1))
 
 
-def training_order(data, args, epoch):
-    return np.arange(len(data))
-
-
 def create_model(args, data):
     return Sleeper(args)
 
@@ -67,18 +58,6 @@ def create_optimizer(model, args):
     return optimizer
 
 
-def learning_rate(args, done):
-    return 0.0
-
-
 def batch_loss(model, batch, args):
     loss = model(batch[0]).sum()
     return loss, {"loss": loss, "count": len(batch[0])}
-
-
-def more_columns(row):
-    return {}
-
-
-def finish(model, data, args, device):
-    pass

@@ -1,11 +1,7 @@
 """Regression from a CSV file. Its last column is the target, its first line has the names."""
 
-from torch.utils.data import TensorDataset, random_split
-
-COLUMNS = "epoch train_loss val_loss val_mae seconds samples/s".split()
-METRIC = "val_mae"
-SAME_ON_RESUME = ("table", "batch_size", "learning_rate", "precision", "seed")
-MAX_GRAD_NORM = None
+import pandas as pd
+from torch.utils.data import Subset, TensorDataset, random_split
 
 
 def parse_args():
@@ -16,14 +12,26 @@ def parse_args():
 
 def read_data(args):
     """Returns two parts of the table, drawn at random: the same parts in all processes."""
-    table = torch.from_numpy(np.loadtxt(args.table, np.float32, delimiter=",", skiprows=1))
-    table = (table - table.mean(0)) / table.std(0)  # errors are in standard deviations
+    try:
+        table = pd.read_csv(args.table, index_col=False)
+    except (OSError, ValueError) as error:
+        sys.exit(f"cannot read {args.table}: {error}")
+    target = table.columns[-1]
+    has_target = table[target].notna()
+    if not has_target.all():
+        print(f"{(~has_target).sum()} of {len(table)} rows have no {target}: they are left out")
+    table = table[has_target].apply(pd.to_numeric, errors="coerce")  # a word becomes NaN
+    unusable = table.columns[~np.isfinite(table).all()]
+    if len(unusable) > 0:
+        sys.exit(f"{args.table}: cells that are blank or no number in {', '.join(unusable)}")
+    table = torch.tensor(table.to_numpy(np.float64))
+    parts = random_split(table, [0.8, 0.2])
+    rows = table[parts[0].indices]
+    deviations = rows.std(0)
+    deviations[rows.amin(0) == rows.amax(0)] = 1.0  # a constant column becomes 0
+    table = ((table - rows.mean(0)) / deviations).float()  # errors are in standard deviations
     data = TensorDataset(table[:, :-1], table[:, -1:])
-    return random_split(data, [0.8, 0.2])
-
-
-def training_order(data, args, epoch):
-    return np.random.default_rng((args.seed, epoch)).permutation(len(data))
+    return [Subset(data, part.indices) for part in parts]
 
 
 def create_model(args, data):
@@ -35,8 +43,8 @@ def create_optimizer(model, args):
     return torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)
 
 
-def learning_rate(args, done):
-    return args.learning_rate * (1 + math.cos(math.pi * done)) / 2
+def learning_rate_factor(args, done):
+    return (1 + math.cos(math.pi * done)) / 2
 
 
 def batch_loss(model, batch, args):
@@ -45,11 +53,3 @@ def batch_loss(model, batch, args):
     loss = nn.functional.mse_loss(predictions, targets)
     errors = (predictions - targets).abs().sum()
     return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}
-
-
-def more_columns(row):
-    return {}
-
-
-def finish(model, data, args, device):
-    pass

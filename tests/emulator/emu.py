@@ -112,6 +112,10 @@ def set_rng_state(state, device=None):
     generator(device).set_state(state)
 
 
+def manual_seed(seed):
+    generator(None).manual_seed(seed)
+
+
 def manual_seed_all(seed):
     for index in range(device_count()):
         generator(index).manual_seed(seed)

@@ -15,15 +15,15 @@ from conftest import rows, wait_for, wait_for_saves
 
 KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
 IMAGES = "--dataset mnist --batch_size 24 --epochs 4 --dropout 0.5"
-GPT = "--d_model 64 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 16 --max_steps 60"
+GPT = "--d_model 64 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 16 --max_steps 180"
 SHAPES = {  # of jobs: script, processes (of each agent), arguments
     "singlegpu": ("singlegpu/images.py", 1, IMAGES),
     "multigpu": ("multigpu/images.py", 2, IMAGES),
     "multinode": ("multinode/images.py", 2, IMAGES),
     "two nodes": ("multinode/images.py", (2, 1), IMAGES),
     "stages": ("hybrid/images.py", 2, f"{IMAGES} --num_stages 2"),
-    "pipeline": ("hybrid/gpt_pipeline.py", 2, f"{GPT} --epochs 3 --num_stages 2"),
-    "shards": ("hybrid/gpt_fsdp.py", 2, f"{GPT} --epochs 3"),
+    "pipeline": ("hybrid/gpt_pipeline.py", 2, f"{GPT} --num_stages 2"),
+    "shards": ("hybrid/gpt_fsdp.py", 2, GPT),
 }
 
 
@@ -33,7 +33,7 @@ def shape(request, data, tmp_path):
     script, processes, words = SHAPES[request.param]
     source = ("--dataset", data / "words.txt") if "gpt" in script else ("--data_dir", data)
     log = tmp_path / "a.jsonl"
-    files = ("--snapshot", tmp_path / "job.pt", "--snapshot_every", 5, "--log", log)
+    files = ("--snapshot", tmp_path / "job.pt", "--eval_every", 5, "--log", log)
     more = ("--timeout", 30) if processes != 1 else ()
     return script, processes, [*words.split(), *source, *files, *more]
 
@@ -108,7 +108,7 @@ def test_a_hung_process_ends_the_job(start, run, tmp_path, chance, shape):
 @pytest.mark.parametrize("script", ["multigpu/images.py", "multinode/images.py"])
 def test_jobs_at_once(script, data, tmp_path):
     """Of 24 short jobs, eight at the same moment, none meets another: each ends well and alike."""
-    words = "--max_steps 2 --epochs 1 --batch_size 24 --data_dir {data} --dataset mnist --model mlp"
+    words = "--max_steps 2 --batch_size 24 --data_dir {data} --dataset mnist --model mlp"
     log = tmp_path / "log.jsonl"
     for _ in range(3):
         more = [*words.format(data=data).split(), "--log", log]
@@ -135,12 +135,12 @@ def small_disk(folder, megabytes):
 @pytest.mark.parametrize("folder", ["singlegpu", "multigpu"])
 def test_full_disk(attempt, run, data, tmp_path, folder):
     """With room for one snapshot and a half the first one stays whole; with more, the job ends."""
-    script, words = f"{folder}/images.py", [*IMAGES.split(), "--data_dir", data, "--max_steps", 20]
+    script, words = f"{folder}/images.py", [*IMAGES.split(), "--data_dir", data, "--max_steps", 40]
     with small_disk(tmp_path / "disk", 22) as disk:
-        words += ["--snapshot", disk / "s.pt", "--snapshot_every", 10]
+        words += ["--snapshot", disk / "s.pt", "--eval_every", 10]
         status, _, err = attempt(script, *words, processes=2)
         print("status", status, err.strip().splitlines()[-1:])
-        assert load(disk / "s.pt")["place"] == (0, 10)
+        assert load(disk / "s.pt")["step"] == 10
         subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
         run(script, *words, processes=2)
         shutil.copy(disk / "s.pt", tmp_path / "s.pt")

@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,23 +108,23 @@ def test_damaged_logs_and_links_are_read_or_refused(outcome, tmp_path, monkeypat
 def test_damaged_snapshots_are_read_or_refused(outcome, tmp_path, chance):
     """Damaged, with other values in it, or hostile."""
     images, path = module("singlegpu/images.py"), tmp_path / "s.pt"
-    args = argparse.Namespace(snapshot=str(path))
+    args = argparse.Namespace(snapshot=str(path), model="cnn", batch_size=8)
 
     def load(content):
         path.write_bytes(content)
-        run = SimpleNamespace(run_id="1a", epoch=1, step=2, sums={"loss": 0.5, "count": 8.0})
-        run.fixed_settings = {"model": "cnn", "batch_size": 8, "learning_rate": 1e-3}
-        run.model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(3, 2))
-        run.optimizer = torch.optim.AdamW(run.model.parameters(), 1e-3)
-        run.scaler = torch.amp.GradScaler("cpu", enabled=False)
-        run.watch = images.Stopwatch(torch.device("cpu"))
-        return outcome(images.load_snapshot, run, args), run
+        return outcome(images.read_snapshot, args)
 
-    images.save_snapshot(load(b"")[1], args)
-    valid, document = path.read_bytes(), torch.load(path, weights_only=True)
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    document = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
+    document["settings"] = images.settings_of(args)
+    totals = {"loss": 0.5, "count": 8.0}
+    document["progress"] = {"id": "1a", "step": 2, "row_step": 1, "totals": totals}
+    torch.save(document, path)
+    valid = path.read_bytes()
     bomb = Bomb(tmp_path / "exploded")
     values = [*VALUES, bomb, torch.zeros(()), torch.ones(3), torch.zeros(2, 3)]
-    assert load(valid)[0] and not load(pickle.dumps(bomb))[0]
+    assert load(valid) and not load(pickle.dumps(bomb))
     for _ in range(EXAMPLES):
         load(damaged(valid, chance))
         file = io.BytesIO()

@@ -1,0 +1,330 @@
+"""Data as it comes: what is wrong with it is said, and what is right is not spoiled."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import ROOT, wait_for
+from PIL import Image
+from prediction import with_band
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DistilBertConfig, DistilBertForSequenceClassification
+from transformers import PreTrainedTokenizerFast
+
+SCRIPT = "singlegpu/make_images.py"
+CLASSES = datasets.ClassLabel(names=["cat", "dog"])
+
+
+def picture(level, size=8):
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), (level, level, level)).save(file, "PNG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def level(label):
+    """The brightness of an image tells its label."""
+    return {"cat": 50, "dog": 200, 0: 50, 1: 200}.get(label, 120)
+
+
+def write_split(folder, split, labels, kind=CLASSES):
+    """Write a .parquet file of images with these labels."""
+    folder.mkdir(exist_ok=True)
+    features = datasets.Features({"image": datasets.Image(), "label": kind})
+    columns = {"image": [picture(level(label)) for label in labels], "label": labels}
+    table = datasets.Dataset.from_dict(columns, features=features)
+    table.to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def arrays(out, split):
+    return [np.load(out / f"{split}_{name}.npy") for name in ("images", "labels")]
+
+
+def make(run, source, out, *more):
+    """What the script prints, with its errors: only warnings of libraries go to stderr."""
+    return run(SCRIPT, source, "--size", 8, "--out", out, *more)
+
+
+def refuse(attempt, source, out, *more):
+    """The one line with which the script ends, before it has written an image."""
+    status, _, err = attempt(SCRIPT, source, "--size", 8, "--out", out, *more)
+    assert status == 1 and "Traceback" not in err and not out.exists(), err
+    return err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("missing", [-1, None])
+def test_images_without_label_are_left_out(run, tmp_path, missing):
+    """Each label fits its image; what is left out is counted."""
+    labels = np.random.default_rng(0).integers(0, 2, 300).tolist()
+    labels[::30] = [missing] * 10
+    source = write_split(tmp_path / "some", "train", labels)
+    write_split(source, "test", [0, 1] * 20)
+    out = tmp_path / "out"
+    assert "10 of 300 rows of train have no label" in make(run, source, out)
+    images, labels = arrays(out, "train")
+    assert len(images) == len(labels) == 290
+    assert (images[:, 0, 0, 0] == np.where(labels == 1, 200, 50)).all()
+
+
+def test_which_labels_are_missing(run, tmp_path):
+    """A class may be named NA. Numbers may begin anywhere, and have gaps."""
+    words, out = ["cat", "NA", "null", " ", "", None] * 5, tmp_path / "out"
+    source = write_split(tmp_path / "words", "train", words, datasets.Value("string"))
+    assert "15 of 30 rows of train have no label" in make(run, source, out)
+    assert (out / "classes.txt").read_text() == "NA\ncat\nnull\n"
+    numbers, out = [1.0, 10.0, 2.0, float("nan"), None, -1.0] * 5, tmp_path / "out2"
+    source = write_split(tmp_path / "numbers", "train", numbers, datasets.Value("float32"))
+    assert "15 of 30 rows of train have no label" in make(run, source, out)
+    assert (out / "classes.txt").read_text() == "1.0\n2.0\n10.0\n"
+
+
+def test_splits_that_do_not_serve(run, attempt, tmp_path):
+    """The split is named, before an image is decoded. Validation takes the place of test."""
+    source = write_split(tmp_path / "secret", "train", [0, 1] * 30)
+    write_split(source, "test", [-1] * 10)
+    out = tmp_path / "out"
+    assert "test has no labels" in refuse(attempt, source, out)
+    write_split(source, "validation", [0, 1] * 5)
+    assert "10 of 10 rows of test have no label" in make(run, source, out)
+    assert arrays(out, "test")[0].shape == (10, 3, 8, 8)
+    others = datasets.ClassLabel(names=["bird", "cat", "dog"])
+    cases = {
+        "train has no labels": {"train": [None] * 9, "validation": [0, 1]},
+        "test has classes that train has not: ['cat']": {"train": [0, 2, 0], "test": [0, 1]},
+        "all labels of train are the same, bird": {"train": [0] * 9},
+        "no split train": {"test": [0, 1] * 9},
+    }
+    for number, (message, splits) in enumerate(cases.items()):
+        for split, labels in splits.items():
+            source = write_split(tmp_path / f"case{number}", split, labels, others)
+        assert message in refuse(attempt, source, tmp_path / "no")
+    source = write_split(tmp_path / "apart", "train", [0, 1] * 9)
+    write_split(source, "test", [1, 2], others)
+    assert "differ in classes: ['bird']" in refuse(attempt, source, tmp_path / "no")
+
+
+def write_folders(folder, levels=(50, 200), count=20, dtype=np.uint8, suffix="png"):
+    """Write folders of images, one for each level, as an array of this type."""
+    for number, value in enumerate(levels):
+        path = folder / f"class{number}"
+        path.mkdir(parents=True)
+        for index in range(count):
+            pixels = np.full((8, 8), value, dtype)
+            Image.fromarray(pixels).save(path / f"{index}.{suffix}")
+    return folder
+
+
+@pytest.mark.parametrize("suffix,dtype", [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2")])
+def test_pictures_of_16_bits_are_scaled(run, tmp_path, suffix, dtype):
+    source = write_folders(tmp_path / "xray", (9000, 40000), dtype=dtype, suffix=suffix)
+    for more in ((), ("--grey",)):
+        out = tmp_path / f"out{len(more)}"
+        make(run, source, out, *more)
+        images, labels = arrays(out, "train")
+        assert (images[:, 0, 0, 0] == np.where(labels == 1, 40000 // 256, 9000 // 256)).all()
+
+
+def test_pictures_that_have_no_range_are_refused(attempt, run, tmp_path):
+    """32 bits, floats, and whatever becomes (nearly) one level of 256."""
+    cases = {
+        "int": ("i4", (9000, 40000)),
+        "float": ("f4", (0.1, 0.9)),
+        "12 bits": ("<u2", (900, 4000)),
+    }
+    for name, (dtype, levels) in cases.items():
+        source = write_folders(tmp_path / name, levels, dtype=dtype, suffix="tif")
+        line = refuse(attempt, source, tmp_path / "no")
+        assert ("between 3 and 15" if name == "12 bits" else "none of the first 4 images") in line
+    source = write_folders(tmp_path / "some")
+    Image.fromarray(np.full((8, 8), 0.5, "f4")).save(source / "class1/0.tif")
+    assert "1 broken ones left out" in make(run, source, tmp_path / "out")
+
+
+def test_classes_of_folders(run, attempt, tmp_path):
+    """Hidden folders are none. Train numbers the classes, and those that differ are named."""
+    photos = tmp_path / "photos"
+    write_folders(photos / "train", (50, 120, 200))
+    write_folders(photos / "val")
+    for place in ("train", "train/class0", "val"):
+        write_folders(photos / place / ".ipynb_checkpoints", (0, 255), 3)
+    (photos / "val/class1").rename(photos / "val/class2")
+    out = tmp_path / "out"
+    assert "val has no image of ['class1']" in make(run, photos, out)
+    images, labels = arrays(out, "test")
+    assert (images[:, 0, 0, 0] == np.where(labels == 2, 200, 50)).all() and len(labels) == 40
+    assert len(arrays(out, "train")[1]) == 60
+    (photos / "val/class2").rename(photos / "val/kiwi")
+    assert "val has classes that train has not: ['kiwi']" in refuse(
+        attempt, photos, tmp_path / "no"
+    )
+
+
+def test_files_that_do_not_fit_the_source(attempt, run, tmp_path):
+    """An earlier run's files are gone on with only if its labels are those of the source."""
+    source = write_folders(tmp_path / "photos")
+    whole, out, unfinished = (tmp_path / name for name in ("whole", "out", "out.8rgb.tmp"))
+    make(run, source, whole)
+    images, labels = arrays(whole, "train")
+    wrong = {"address": labels.copy(), "class": labels.copy(), "many": np.tile(labels, 2)}
+    wrong["address"][3], wrong["class"][3] = 140174227258336, 1 - labels[3]
+    for array in wrong.values():
+        unfinished.mkdir(exist_ok=True)
+        (unfinished / "train_images.npy").write_bytes((whole / "train_images.npy").read_bytes())
+        array.tofile(unfinished / "train_labels.tmp")
+        assert "remove their folder" in refuse(attempt, source, out)
+    labels.tofile(unfinished / "train_labels.tmp")
+    os.truncate(unfinished / "train_images.npy", 1000)  # fewer images than labels
+    assert "remove their folder" in refuse(attempt, source, out)
+    (unfinished / "train_images.npy").write_bytes((whole / "train_images.npy").read_bytes())
+    (unfinished / "train_labels.tmp").write_bytes(labels[:9].tobytes() + b"torn")
+    make(run, source, out)
+    for found, expected in zip(arrays(out, "train"), (images, labels)):
+        assert np.array_equal(found, expected)
+
+
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["make_images", "make_bigmnist"])
+def test_a_full_disk(attempt, run, tmp_path, script):
+    """It ends in one line, and the same command goes on. A limit on files stands for the disk."""
+    limited, out = tmp_path / "limited.py", tmp_path / "out"
+    limited.write_text(LIMITED)
+    words = "--dataset synthetic --versions 2 --copies 2 --num_images 5000".split()
+    size = 10_000_000
+    if script == "make_images":
+        words, size = [write_folders(tmp_path / "photos", count=40), "--size", 64], 200_000
+    words = (f"singlegpu/{script}.py", *words, "--out", out)
+    status, _, err = attempt(*words, before=(limited, size))
+    assert status == 1 and "File too large" in err and "Traceback" not in err, err
+    assert "cannot write to" in err and "the same command goes on" in err
+    run(*words)
+    images, labels = arrays(out, "train")
+    assert len(images) == len(labels) and images[-1].any()
+
+
+def test_stopped_at_a_time_limit(start, run, tmp_path):
+    """Status 75 says that it has written, and can go on."""
+    source, out, fifo = tmp_path / "source", tmp_path / "out", tmp_path / "late.png"
+    source.mkdir()
+    for split, count in (("train", 600), ("test", 2)):
+        images = [picture(level(row % 2)) for row in range(count)]
+        if split == "train":  # in the second block, an image that does not come
+            row = int(np.random.default_rng(0).permutation(600)[300])
+            images[row] = {"bytes": None, "path": str(fifo)}
+        table = pd.DataFrame({"image": images, "label": np.arange(count) % 2})
+        table.to_parquet(source / f"{split}.parquet")
+    os.mkfifo(fifo)
+    job = start(SCRIPT, source, "--size", 8, "--out", out)
+    labels = tmp_path / "out.8rgb.tmp/train_labels.tmp"
+    wait_for(lambda: (labels.exists() and labels.stat().st_size) or job.process.poll() is not None)
+    job.process.send_signal(signal.SIGUSR2)
+    wait_for(lambda: write_nothing(fifo) or job.process.poll() is not None)
+    status, _, err = job.wait()
+    assert status == os.EX_TEMPFAIL and labels.stat().st_size == 256 * 8, err
+    fifo.unlink()
+    Image.new("RGB", (8, 8), (level(row % 2),) * 3).save(fifo)
+    make(run, source, out)
+    images, labels = arrays(out, "train")
+    assert len(labels) == 600 and (images[:, 0, 0, 0] == np.where(labels == 1, 200, 50)).all()
+
+
+def write_nothing(fifo):
+    """Whether somebody waits for a first byte there, who now gets none."""
+    try:
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+def paste(name, folder):
+    """Write singlegpu/images.py with this section in place of its own."""
+    script = folder / "mine.py"
+    script.write_text(
+        with_band((ROOT / f"tests/bands/{name}.py").read_text(), "singlegpu/images.py")
+    )
+    return script
+
+
+def test_table(run, attempt, tmp_path):
+    """A constant column, and targets that are not there; then cells that are not numbers."""
+    numbers = np.random.default_rng(0).standard_normal((300, 3))
+    seconds = 1.7e9 + numbers[:, 0]  # more digits than float32 has
+    lines = [f"{t:.6f},0.1,{b},{b + c}" for t, (_, b, c) in zip(seconds, numbers)]
+    lines[::30] = [
+        line.rsplit(",", 1)[0] + "," + blank for line, blank in zip(lines[::30], ["", "NA"] * 5)
+    ]
+    path = tmp_path / "table.csv"
+    path.write_text("\n".join(["time,constant,b,target", *lines]))
+    script = paste("table", tmp_path)
+    out = run(script, "--table", path, "--epochs", 3)
+    assert "10 of 300 rows have no target" in out
+    losses = [float(loss) for loss in re.findall(r"val_loss ([\d.]+)  val_mae", out)]
+    assert len(losses) == 3 and losses[-1] < 0.9, out
+    for cell, message in (("", "in time"), ("word", "in time"), ("inf", "in time")):
+        path.write_text("\n".join(["time,constant,b,target", *lines, f"{cell},0.1,1,1"]))
+        status, _, err = attempt(script, "--table", path)
+        assert status == 1 and message in err and "Traceback" not in err, err
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    """A folder with a tiny network and its tokenizer, as the Hub has them."""
+    folder = tmp_path_factory.mktemp("network")
+    vocab = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *"abcdef123"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    sizes = {"vocab_size": len(vocab), "max_position_embeddings": 16, "dim": 16, "hidden_dim": 32}
+    torch.manual_seed(0)  # the weights do not depend on what other tests have drawn
+    config = DistilBertConfig(**sizes, n_layers=1, n_heads=2, num_labels=3)
+    DistilBertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+HEADERS = {"numbers": "1 2 3", "words": "bird sand wood"}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_labels_of_texts(run, attempt, network, tmp_path, kind):
+    """Labels from 1, or words; some are not there. A text may be empty, or a number."""
+    names = HEADERS[kind].split()
+    rows = [f"{letters},{name}" for letters, name in zip(("a b", "c d", "1"), names)] * 20
+    rows += [f",{names[0]}"] * 3 + ["a b,"] * 4
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
+    script = paste("huggingface", tmp_path)
+    words = ("--network", network, "--texts", tmp_path, "--seq_len", 4, "--learning_rate", 0.02)
+    out = run(script, *words, "--batch_size", 9, "--epochs", 3)
+    assert "4 of 67 rows of train have no label" in out
+    assert float(re.findall(r"val_acc ([\d.]+)", out)[-1]) > 0.9, out
+    if kind == "words":
+        (tmp_path / "test.csv").write_text("text,label\na b,bird\nc,stone")
+        status, _, err = attempt(script, *words)
+        assert status == 1 and "test has labels that train has not: ['stone']" in err, err
+        (tmp_path / "test.csv").write_text("text,label\na b,\nc d,")
+        status, _, err = attempt(script, *words)
+        assert status == 1 and "test has no labels" in err and "Traceback" not in err, err
+
+
+def test_report_of_a_sweep_has_a_job_file():
+    """There, its Python is activated as in the others."""
+    command = ["bash", ROOT / "slurm/sweep.sh", "--dry_run", "--sbatch", "--account=me", "images"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    *_, report, _ = done.stdout.splitlines()
+    assert re.search("--account=me .*slurm/report.slurm runs/", report), report
+    assert "# EDIT: activate your Python" in (ROOT / "slurm/report.slurm").read_text()
