@@ -64,7 +64,7 @@ def assert_as_good(rows, quality, smaller=True):
     return before
 
 
-@pytest.mark.parametrize("model", QUALITIES)
+@pytest.mark.parametrize("model", ("gpt", "text", "lstm"))  # all four: tests/soak
 def test_int8_is_smaller_and_as_good(run, attempt, trained, tmp_path, model):
     """fp32 has the quality that the training reported; int8 keeps it in less memory.
 
@@ -74,37 +74,52 @@ def test_int8_is_smaller_and_as_good(run, attempt, trained, tmp_path, model):
     saved = tmp_path / "int8.pt"
     words = ("--snapshot", snapshot, "--rounds", 1, "--eager", "--row", "int8-torch.ao")
     if model == "lstm":  # loading it would run code
-        status, _, err = attempt(script, *words, "--out", saved)
-        assert status == 1 and "cannot save int8-torch.ao" in err and not saved.exists()
+        status, out, err = attempt(script, *words, "--out", saved)
+        assert status == 1 and not saved.exists(), err
+        assert re.search(r"int8-torch.ao \| eager \| left out: Weights only load failed", out), out
     words = words if model == "lstm" else (*words, "--out", saved)
     rows = table(run(script, *words))
     assert [row["row"] for row in rows] == ["fp32", "int8-torch.ao"]
     before = assert_as_good(rows, QUALITIES[model])
     if model == "gpt":
         assert before == pytest.approx(math.exp(curve(log)[-1, 1]), rel=0.01) and before < 12
-        assert 95 < float(rows[1]["same %"]) < 100
+        assert float(rows[1]["same %"]) > 95
     elif model == "text":
         assert before == pytest.approx(curve(log, "val_acc")[-1, 2], abs=1e-4) and before > 0.6
     else:
         bleu = float(re.search(r"BLEU ([\d.]+)", printed)[1])
         assert before == pytest.approx(bleu, abs=0.1) and before > 2
     if model == "lstm":
-        return
+        run(
+            script,
+            *words[:4],
+            "--row",
+            "int8-weights",
+            "--num_samples",
+            8,
+            "--out",
+            saved,
+            "--eager",
+        )
     lines = re.search(r"^    import .*?^$", (ROOT / script).read_text(), re.M | re.S)[0]
     lines = textwrap.dedent(lines).strip().replace("int8.pt", str(saved))
     assert len(lines.splitlines()) <= 5
     env = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "quantize")}
     found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, env=env)
     assert found.returncode == 0, found.stderr
-    expected = {"gpt": r"b[\'\"].+", "text": r"tensor.* tensor.*", "transformer": r"\[.*\]"}[model]
+    expected = {"gpt": r"b[\'\"].+", "text": r"tensor.* tensor.*", "lstm": r"\[.*\]"}[model]
     assert re.fullmatch(expected, found.stdout.strip()), found.stdout
 
 
 def tiny_snapshot(path, **settings):
-    """Writes an untrained GPT of one layer; the settings that it lacks have their defaults."""
+    """Writes an untrained GPT of four layers."""
     args = namespace(d_model=64, n_heads=4, num_layers=4, seq_len=16, vocab_size=256)
     torch.manual_seed(0)
-    torch.save({"model": gpt.GPT(args).state_dict(), "settings": settings}, path)
+    settings |= {"n_heads": 4, "num_layers": 4}
+    weights = gpt.GPT(args).state_dict()
+    # Large ones in the blocks: else the likeliest next token is the token itself in all rows.
+    weights |= {name: 8 * weights[name] for name in weights if name.startswith("blocks")}
+    torch.save({"model": weights, "settings": settings}, path)
     return path
 
 
@@ -112,7 +127,7 @@ ROWS = ["fp32", "int8-torch.ao", "int8-dynamic", "int8-weights", "int4-weights-g
 
 
 def test_all_rows(run, tmp_path, data):
-    """What this machine can have is there; what it cannot has a line with the reason.
+    """What this machine can have is measured; what it cannot has a row with the reason.
 
     On CPUs any number of texts is measured, also with int8-dynamic.
     """
@@ -120,14 +135,15 @@ def test_all_rows(run, tmp_path, data):
     words = ("--snapshot", snapshot, "--batch_size", 1, "--num_samples", 8, "--rounds", 1)
     out = run("quantize/gpt.py", *words, "--eager")
     rows = table(out)
-    left_out = re.findall(r"^(\S+), eager, is left out: \w+", out, re.M)
+    left_out = {row["row"]: row["MB"] for row in rows if "left out" in row["MB"]}
+    rows = [row for row in rows if row["row"] not in left_out]
     assert [row["row"] for row in rows if row["row"] != "bf16"] == ROWS
-    assert {row["row"] for row in rows} | {*left_out} == {*ROWS, "bf16", "float8-dynamic"}
-    assert "float8-dynamic" in left_out
+    assert {*left_out, "bf16"} == {"float8-dynamic", "bf16"}
+    assert "GPUs" in left_out["float8-dynamic"] and "CPU" in left_out.get("bf16", "CPU")
     for row in rows:
         assert all(float(row[name].split()[0]) > 0 for name in ("one text", "1 texts"))
-    status_rows = [row["same %"] for row in rows]
-    assert status_rows[0] == "100.0"
+    same = [float(row["same %"]) for row in rows]
+    assert same[0] == 100 and 30 < min(same) < 100
 
 
 def test_a_saved_model_is_the_same(tmp_path, data):
@@ -138,13 +154,12 @@ def test_a_saved_model_is_the_same(tmp_path, data):
     del args.n_heads, args.num_layers, args.seq_len, args.vocab_size, args.d_model, args.dataset
     model, _ = quantize.load_trained(args)
     tokens = torch.randint(256, (2, 16))
-    args.out = str(tmp_path / "saved.pt")
     args.snapshot = str(snapshot)
     for row in ROWS:
-        args.row = row.removesuffix("-g32")
-        before = quantize.quantize(model, args.row)
-        quantize.save_quantized(before, args)
-        after, _ = quantize.load_quantized(args.out)
+        before = quantize.quantize(model, row)
+        settings = vars(args) | {"row": row}
+        torch.save({"settings": settings, "model": before.state_dict()}, tmp_path / "saved.pt")
+        after, _ = quantize.load_quantized(tmp_path / "saved.pt")
         with torch.no_grad():
             logits = [each(tokens, each.new_cache(2, 16), 0, 16) for each in (before, after)]
         assert torch.equal(*logits) and logits[0].float().std() > 0, row
@@ -164,7 +179,7 @@ def test_int8_does_not_overflow():
 
 
 def test_peak_memory_is_what_is_allocated():
-    allocated = module("quantize/gpt.py").allocated_megabytes
+    allocated = module("quantize/gpt.py").peak_megabytes
     for megabytes in (80, 40):  # freed memory of the first does not hide the second
         found = allocated(torch.device("cpu"), lambda size=megabytes: torch.ones(250_000 * size))
         assert found == pytest.approx(megabytes, abs=8)
@@ -175,7 +190,8 @@ def test_compiled_rows(attempt, tmp_path):
     """They come after the eager ones, beside the fp32 of their own, with the same quality."""
     text, args = module("singlegpu/text.py"), namespace(model="nbow", seq_len=32)
     weights = text.create_model(args, namespace(num_classes=4)).state_dict()
-    settings = {"model": "nbow", "seq_len": 32}
+    settings = {"model": "nbow", "size": "small", "dataset": "synthetic", "seq_len": 32}
+    settings["dropout"] = 0.0
     torch.save({"model": weights, "settings": settings}, tmp_path / "text.pt")
     words = ("--snapshot", tmp_path / "text.pt", "--row", "int8-weights", "--rounds", 1)
     status, out, err = attempt("quantize/text.py", *words, "--num_samples", 200)
@@ -240,5 +256,5 @@ def test_what_cannot_be_saved_is_told(attempt, tmp_path, data):
     assert status == 2 and err.strip().endswith("--out needs --row")
     more = ("--eager", "--row", "float8-dynamic", "--rounds", 1, "--num_samples", 4)
     status, out, err = attempt("quantize/gpt.py", *words, *more)
-    assert status == 1 and "float8-dynamic, eager, is left out: it is for GPUs" in out, err
+    assert status == 1 and "| float8-dynamic | eager | left out: it is for GPUs" in out, err
     assert not (tmp_path / "out.pt").exists()
