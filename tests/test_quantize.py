@@ -52,6 +52,7 @@ def table(out):
 
 def assert_as_good(rows, quality, smaller=True):
     """The other precisions have the quality of fp32, in less memory; all have speeds."""
+    rows = [row for row in rows if "left out" not in row["MB"]]
     before = float(rows[0][quality].split()[0])
     tolerance = {"val_ppl": 0.01 * before, "val_acc": 0.005, "BLEU": 0.5}[quality]
     for row in rows:
