@@ -2,7 +2,7 @@
 
     python multigpu/allreduce.py                            # from 4 KiB to 1 GiB
     python multigpu/allreduce.py --num_gpus 4 --min_bytes 1048576 --out link.json
-    python report.py one.jsonl --predict link.json          # what that link would do to a training
+    python predict.py one.jsonl link.json                   # what that link would do to a training
     sbatch slurm/multigpu_allreduce.slurm
 
 The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md). Each of N

@@ -2,7 +2,7 @@ r"""Measure the time of an all-reduce on GPUs of many machines or, if they have 
 
     torchrun --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
         multinode/allreduce.py --min_bytes 1048576 --out link.json        # on each of two nodes
-    python report.py one.jsonl --predict link.json          # what that link would do to a training
+    python predict.py one.jsonl link.json                   # what that link would do to a training
     sbatch slurm/multinode_allreduce.slurm                  # on a cluster
     sbatch --nodes=8 slurm/multinode_allreduce.slurm --pairs    # which link is slow
 

@@ -1,26 +1,40 @@
-"""Compare a trained text classifier in fp32, bf16 and int8: size, accuracy and speed.
+"""Compare a trained text classifier in fp32, bf16, int8, int4, float8: size, accuracy, speed.
 
     python singlegpu/text.py --model transformer --snapshot text.pt
     python quantize/text.py --snapshot text.pt           # a snapshot of any text.py
-    sbatch slurm/quantize_text.slurm --snapshot text.pt  # trains a little without --snapshot
+    python quantize/text.py --snapshot text.pt --row int8-torch.ao --out int8.pt
 
-The weights of linear layers become int8 once, with a scale for each row. Their inputs become int8
-in each call (dynamic), or never (weight-only). Embeddings and attention do not change.
-torch.ao has the fastest kernels for CPUs and is deprecated. torchao, which follows it, needs
-torch.compile. Its dynamic kernels need more than 16 tokens at once.
+What --out saved is loaded and used like this, with PYTHONPATH=quantize:
+
+    import text
+    model, args = text.load_quantized("int8.pt")
+    _, data = text.read_data(args)
+    tokens, classes = data.__getitems__([0, 1, 2])
+    print(model(tokens).argmax(1), classes)
+
+Rows: *-dynamic has int8 or float8 weights and inputs, whose scale each call finds; *-weights has
+weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by the older library.
+The others are by torchao. Each is measured eager and compiled, beside fp32 of the same mode.
+Columns: MB is the file; peak MB adds what running allocates; same % is the share of texts
+whose class is that of fp32. Embeddings do not change.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 
 import argparse
+import contextlib
 import copy
+import ctypes
 import io
 import math
 import os
+import re
 import statistics
 import sys
 import textwrap
 import time
 import warnings
+from functools import partial
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -35,14 +49,9 @@ VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
 # Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
 SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
 CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
-try:
-    from torch.ao import quantization as torch_ao
-except ImportError:  # it is deprecated: a later PyTorch may lack it
-    torch_ao = None
-
-KERNELS = {"torchao": ["torchao dynamic", "torchao weight-only"]}
-if torch_ao:
-    KERNELS["torch.ao"] = ["torch.ao"]
+ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
+QUALITY = "val_acc"
+COMPILED = ["forward"]
 
 
 def parse_args():
@@ -50,17 +59,15 @@ def parse_args():
     add = parser.add_argument
     add("--snapshot", metavar="FILE", required=True, help="what a text.py saved")
     add("--data_dir", default="data", help="folder in which the dataset is looked for first")
-    add(
-        "--backend",
-        choices=KERNELS,
-        help="library for int8; torch.ao is for CPUs",
-        default="torch.ao" if torch_ao and not torch.cuda.is_available() else "torchao",
-    )
-    add("--batch_size", type=int, default=64, help="texts at once; torchao needs more than 16")
+    add("--row", choices=ROWS, help="measure only this row, beside fp32")
+    add("--out", metavar="FILE", help="save the model of --row")
+    add("--eager", action="store_true", help="leave out the compiled rows: compiling takes minutes")
+    add("--batch_size", type=int, default=64, help="texts at once; int8 on GPUs needs 17")
+    add("--num_samples", type=int, default=0, help="texts to test the quality on; 0: all")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
-    if args.rounds < 1 or args.batch_size < (17 if args.backend == "torchao" else 1):
-        parser.error("--rounds or --batch_size is too small")
+    if args.out and not args.row:
+        parser.error("--out needs --row")
     return args
 
 
@@ -243,145 +250,227 @@ def create_model(args, data):
     return model
 
 
-def batch_loss(model, batch, args):
-    """Returns the mean loss of a batch, and sums over its texts. Rows show sums / count."""
-    tokens, classes = batch
-    logits = model(tokens)  # (B, K)
-    loss = nn.functional.cross_entropy(logits, classes)
-    correct = (logits.argmax(1) == classes).sum()
-    return loss, {"loss": loss * len(classes), "acc": correct, "count": len(classes)}
+def create_empty(args):
+    """Returns the model of these settings, untrained."""
+    return create_model(args, args)  # of the data it needs num_classes alone
 
 
 def create_trained(args, weights):
     """Returns the model with these weights, and the texts to test it on."""
-    train_data, val_data = read_data(args)
-    model = create_model(args, train_data)
+    _, val_data = read_data(args)
+    args.num_classes = val_data.num_classes
+    model = create_empty(args)
     model.load_state_dict(weights)
     return model.eval(), val_data
 
 
-def load_model(args):
+def test(model, data, indices, batches, args):
+    """Returns the share of right answers, and the answers (N,)."""
+    found = torch.cat([model(tokens).argmax(1) for tokens, _ in batches])
+    right = torch.cat([classes for _, classes in batches])
+    return (found == right).float().mean().item(), found.cpu().numpy()
+
+
+def measure(model, row, data, batches, args):
+    """Returns texts/s over up to 16 batches, which stand for all lengths."""
+    batches = batches[:: len(batches) // 16 + 1]
+    start = time.perf_counter()
+    for tokens, _ in batches:
+        model(tokens)
+    if tokens.device.type != "cpu":
+        torch.accelerator.synchronize()
+    seconds = time.perf_counter() - start
+    return {"texts/s": sum(len(tokens) for tokens, _ in batches) / seconds}
+
+
+def load_trained(args):
     """Returns the trained model and data to test it on. Adds the training's settings to args."""
     try:
         snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
-        for name, value in snapshot["settings"].items():
-            if not hasattr(args, name):  # else it is a flag of this script
-                setattr(args, name, value)
+        vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
         return create_trained(args, snapshot["model"])
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot load {args.snapshot}: {error!r}")
+        sys.exit(f"cannot load {args.snapshot}: {error!r:.200}")
 
 
-def quantize(model, kernels):
-    """Returns a copy of the model in which linear layers, and torch.ao's LSTMs, are int8."""
-    if kernels == "torch.ao":
-        warnings.filterwarnings("ignore", ".*deprecated")
-        layers = {
-            nn.Linear: torch_ao.per_channel_dynamic_qconfig,
-            nn.LSTM: torch_ao.default_dynamic_qconfig,
-        }
-        return torch_ao.quantize_dynamic(model, layers)
-    import torchao.quantization as ao  # a slow import
-
+def quantize(model, row):
+    """Returns a copy of the model for a row of the table. An error says why there is none."""
+    device = next(model.parameters()).device
+    on_cpu = device.type == "cpu"
     model = copy.deepcopy(model)
-    for layer in model.modules():
-        if type(layer) is nn.Linear:
-            config = ao.Int8WeightOnlyConfig()
-            fits = layer.in_features % 8 == layer.out_features % 8 == 0  # GPUs' kernels need that
-            if kernels == "torchao dynamic" and fits:
-                config = ao.Int8DynamicActivationInt8WeightConfig()
-            ao.quantize_(layer, config)
+    if row == "fp32":
+        return model
+    if row == "bf16":
+        cpu = torch.cpu.get_capabilities()
+        if on_cpu and not (cpu.get("avx512_bf16") or cpu.get("bf16")):  # x86, Arm
+            raise NotImplementedError("this CPU has no instructions for it")
+        return model.bfloat16()
+    if row == "int8-torch.ao":
+        if not on_cpu:
+            raise NotImplementedError("torch.ao is for CPUs")
+        from torch.ao import quantization  # deprecated: a later PyTorch may lack it
+
+        warnings.filterwarnings("ignore", ".*deprecated")
+        per_channel = quantization.per_channel_dynamic_qconfig
+        layers = {nn.Linear: per_channel, nn.LSTM: quantization.default_dynamic_qconfig}
+        return quantization.quantize_dynamic(model, layers)
+    if device.type not in ("cpu", "cuda", "xpu"):
+        raise NotImplementedError(f"torchao has no kernels for {device.type}")
+
+    import torchao.quantization as ao  # a slow import
+    from torchao.prototype.quantization.int4 import inference_workflow as prototype
+    from torchao.utils import should_reduce_range
+
+    multiple = 1 if on_cpu else 16  # of a layer's sizes, which kernels need
+    if row == "int8-dynamic":
+        # A CPU without VNNI adds two products in 16 bits, which 8-bit factors overflow.
+        config = ao.Int8DynamicActivationInt8WeightConfig(reduce_range=should_reduce_range(device))
+    elif row == "int8-weights":
+        config = ao.Int8WeightOnlyConfig()
+    elif row == "float8-dynamic":
+        if on_cpu:
+            raise NotImplementedError("it is for GPUs of compute capability 8.9 and more")
+        config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
+    else:
+        multiple = int(row.partition("-g")[2])  # weights that share a scale
+        if on_cpu:
+            config = prototype.PrototypeInt4WeightOnlyConfig(group_size=multiple)
+        else:
+            packing = "tile_packed_to_4d" if device.type == "cuda" else "plain_int32"
+            config = ao.Int4WeightOnlyConfig(group_size=multiple, int4_packing_format=packing)
+
+    def fits(layer, name):
+        if type(layer) is not nn.Linear:
+            return False
+        return layer.in_features % multiple == layer.out_features % multiple == 0
+
+    if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
+        model.bfloat16()
+    ao.quantize_(model, config, fits)
     return model
 
 
-def create_variants(model, backend):
-    """Returns [(precision, kernels, model)]. On a GPU the rest of an int8 model is bf16."""
-    on_gpu = next(model.parameters()).is_cuda
-    cpu = torch.cpu.get_capabilities()
-    kernels = "eager" if backend == "torch.ao" else "compiled"
-    variants = [("fp32", kernels, model)]
-    if on_gpu or cpu.get("avx512_bf16") or cpu.get("bf16"):  # x86, Arm
-        variants.append(("bf16", kernels, copy.deepcopy(model).bfloat16()))
-    else:
-        print("bf16 is left out: this CPU has no instructions for it")
-    base = variants[-1][2] if on_gpu else model
-    for kernels in KERNELS[backend]:
-        variants.append(("int8", kernels, quantize(base, kernels)))
-    return variants
+def load_quantized(file, device="cpu"):
+    """Returns a model that --out saved on such a device, and the settings of its training."""
+    import torchao.prototype.quantization.int4
+    import torchao.quantization  # noqa: F401  # torch.load allows the types of imported modules
+
+    saved = torch.load(file, map_location=device, weights_only=True)
+    args = argparse.Namespace(**saved["settings"])
+    model = create_empty(args).eval()
+    if args.row == "int8-torch.ao":
+        model = quantize(model, args.row)
+    model.load_state_dict(saved["model"], assign=True)
+    return model, args
 
 
-def megabytes(model):
-    """Returns the size of the model's file."""
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    return f"{file.tell() / 1e6:.1f}"
+def create_batches(data, args, device):
+    """Returns the indices of --num_samples samples, evenly spaced, and their batches."""
+    num_samples = min(args.num_samples or len(data), len(data))
+    indices = np.linspace(0, len(data) - 1, num_samples).astype(int)
+    batches = []
+    for part in np.array_split(indices, max(1, num_samples // args.batch_size)):
+        batch = data.__getitems__(part)
+        batches.append([each.to(device) if hasattr(each, "to") else each for each in batch])
+    return indices, batches
+
+
+def peak_megabytes(device, run):
+    """Returns what run() allocates at its peak, or nan where the system does not tell."""
+    clear_refs = Path("/proc/self/clear_refs")
+    if hasattr(torch.get_device_module(device), "max_memory_allocated"):
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        run()
+        return (torch.accelerator.max_memory_allocated() - before) / 1e6
+    if device.type != "cpu" or not clear_refs.exists():
+        run()
+        return math.nan
+
+    def kilobytes(name):
+        return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)  # what has been freed goes back to the system
+    clear_refs.write_text("5")  # the peak, VmHWM, starts again (man 5 proc)
+    before = kilobytes("VmRSS")
+    run()
+    return (kilobytes("VmHWM") - before) / 1e3
 
 
 def print_table(rows):
-    """Prints dicts as Markdown: a list of speeds as its median and its ratio to the first row's."""
+    """Prints dicts as Markdown: a list of speeds as its median and its ratio to that of fp32."""
     print("|", " | ".join(rows[0]), "|")
     print("|", " | ".join(["---"] * len(rows[0])), "|")
     for row in rows:
+        fp32 = next(each for each in rows if each["mode"] == row["mode"])
         cells = []
         for name, value in row.items():
             if isinstance(value, list):
                 speed = statistics.median(value)
-                ratio = speed / statistics.median(rows[0][name])
-                value = "-" if math.isnan(speed) else f"{speed:.0f} {ratio:.2f}x"
-            cells.append(value)
+                value = f"{speed:.4g} {speed / statistics.median(fp32[name]):.2f}x"
+            cells.append("-" if value.startswith("nan") else value)
         print("|", " | ".join(cells), "|")
 
 
 @torch.no_grad()
-def accuracy(model, batches, args):
-    """Returns the share of right answers."""
-    sums = [batch_loss(model, batch, args)[1] for batch in batches]
-    return sum(float(each["acc"]) for each in sums) / sum(each["count"] for each in sums)
-
-
-@torch.no_grad()
-def texts_per_second(model, batches):
-    start = time.perf_counter()
-    for tokens, _ in batches:
-        logits = model(tokens)
-    if logits.is_cuda:
-        torch.cuda.synchronize()
-    return sum(len(tokens) for tokens, _ in batches) / (time.perf_counter() - start)
-
-
 def main(args):
-    has_kernels = torch.cuda.is_available() and args.backend == "torchao"  # torch.ao: for CPUs
-    device = torch.device("cuda" if has_kernels else "cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs
-    torch.compiler.config.recompile_limit = 64  # all variants count together
-    model, data = load_model(args)
-    model = model.to(device)
-    batches = []
-    num_batches = max(1, len(data) // args.batch_size)
-    for indices in np.array_split(np.arange(len(data)), num_batches):  # shortest texts first
-        tokens, classes = data.__getitems__(indices)
-        batches.append((tokens.to(device), classes.to(device)))
-    timed = batches[:: len(batches) // 16 + 1]  # stand for all lengths
-    settings = vars(args) | {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    print(textwrap.fill(", ".join(f"{name} {value}" for name, value in settings.items()), 100))
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new shape
+    torch.compiler.config.recompile_limit = 1000  # all rows and layers count together
+    torch.compiler.config.accumulated_recompile_limit = 1000
+    if device.type == "cpu" and not args.eager:
+        # Without these two, torch.compile leaves int8 products to a loop that is 20 times as slow.
+        from torchao.quantization.pt2e.inductor_passes import x86
 
-    variants = create_variants(model, args.backend)
+        torch._inductor.config.freezing = True
+        x86._register_quantization_weight_pack_pass()
+    model, data = load_trained(args)
+    model = model.to(device)
+    indices, batches = create_batches(data, args, device)
+    get_name = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)
+    more = {"device": get_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    settings = (vars(args) | more).items()
+    print(textwrap.fill(", ".join(f"{name} {value}" for name, value in settings), 100))
+
     rows = []
-    for precision, kernels, model in variants:
-        row = {"precision": precision, "kernels": kernels, "MB": megabytes(model)}
-        if args.backend == "torchao":
-            model.compile()
-        row["val_acc"] = f"{accuracy(model, batches, args):.4f}"
-        row["texts/s"] = []
-        rows.append(row)
+    runs = {}
+    for mode in ["eager"] if args.eager else ["eager", "compiled"]:
+        for name in dict.fromkeys(["fp32", args.row]) if args.row else ROWS:
+            print(f"{name}, {mode} ...", file=sys.stderr)
+            rows.append(row := {"row": name, "mode": mode})
+            try:
+                variant = quantize(model, name)
+                file = io.BytesIO()
+                torch.save({"settings": vars(args), "model": variant.state_dict()}, file)
+                for part in COMPILED if mode == "compiled" else ():
+                    setattr(variant, part, torch.compile(getattr(variant, part)))
+                score, found = test(variant, data, indices, batches, args)
+                run = partial(measure, variant, name, data, batches, args)
+                peak = peak_megabytes(device, run)  # warms up, too
+                if args.out and (name, mode) == (args.row, "eager"):
+                    load_quantized(io.BytesIO(file.getvalue()), device)  # a file that cannot fails
+                    Path(args.out).write_bytes(file.getvalue())
+            except Exception as error:
+                row["MB"] = f"left out: {' '.join(str(error).split()):.200}"
+                if name == "fp32":
+                    break
+                continue
+            if name == "fp32":
+                fp32_score, fp32_found = score, found
+            megabytes = file.tell() / 1e6
+            row |= {"MB": f"{megabytes:.1f}", "peak MB": f"{megabytes + peak:.1f}"}
+            row |= {QUALITY: f"{score:.5g} {score - fp32_score:+.2g}"}
+            row |= {"same %": f"{100 * np.mean(found == fp32_found):.1f}"}
+            runs[name, mode] = row, run
     for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
-        for row, (_, _, model) in zip(rows, variants):
-            row["texts/s"].append(texts_per_second(model, timed))
+        for row, run in runs.values():
+            for name, speed in run().items():
+                row.setdefault(name, []).append(speed)
     print_table(rows)
+    if (args.row or "fp32", "eager") not in runs:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

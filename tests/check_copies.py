@@ -28,7 +28,7 @@ OF_SINGLEGPU = """check_args look train_step evaluate training_requests read_sna
 OF_HYBRID = """check_args connect create_loader evaluate join_launcher load_snapshot log_row look
     print_summary save_snapshot seed_torch train_step training_requests write_snapshot
     STEP_PHASES DTYPES""".split()  # differ in hybrid and from multinode
-OF_QUANTIZE = ["create_trained"]
+OF_QUANTIZE = "QUALITY COMPILED create_empty create_trained test measure".split()
 # The five mnist.py are copies of each other alone. These are the names that differ between them.
 OF_MNIST = {"head": None, "main": None, "print_marks": ("singlegpu", "hybrid")}
 

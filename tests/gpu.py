@@ -551,16 +551,11 @@ def check_quantize():
     if options.device == "cuda" and not importlib.util.find_spec("torchao"):
         tell("- left out: int8 on GPUs, which needs the package torchao")
         raise DryRun
-    eager = (
-        ("            model.compile()\n", "            pass\n"),
-        ('else "compiled"', 'else "eager"'),
-    )
-    with tempfile.TemporaryDirectory() as folder, copy_of("quantize/gpt.py", *eager) as copy:
+    with tempfile.TemporaryDirectory() as folder:
         words = f"--snapshot {folder}/gpt.pt"
         run("singlegpu/gpt.py", f"{options.sizes['gpt.py']} {in_rows(1, 24)} {words}")
-        for script in ("quantize/gpt.py", copy):
-            out = run(script, f"{words} --batch_size 32 --rounds 2", log=False)[1]
-            tell("", *[line for line in out.splitlines() if line.startswith("|")])
+        out = run("quantize/gpt.py", f"{words} --batch_size 32 --rounds 2", log=False)[1]
+        tell("", *[line for line in out.splitlines() if line.startswith("|")])
 
 
 def attempt(name, check, *arguments):

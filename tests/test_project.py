@@ -18,7 +18,7 @@ TINY = {
     "multigpu/mnist.py": "--synthetic --epochs 1",
     "images.py": "--model mlp --max_steps 6 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
-    "quantize/gpt.py": "--rounds 1",
+    "quantize/gpt.py": "--rounds 1 --eager --num_samples 8",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
 README = (ROOT / "README.md").read_text()

@@ -137,10 +137,10 @@ def test_hybrid_job(site):
 def test_quantize_job(site, run, tmp_path):
     snapshot, sizes = tmp_path / "text.pt", ("--seq_len", 32, "--max_steps", 20)
     run("singlegpu/text.py", "--model", "transformer", *sizes, "--snapshot", snapshot)
-    more = ("--snapshot", snapshot, "--rounds", 1)
+    more = ("--snapshot", snapshot, "--rounds", 1, "--row", "int8-torch.ao", "--eager")
     job = site.submit("quantize_text", *more, options=["--cpus-per-task=1"])
     assert site.wait(job) == "COMPLETED", site.output(job)
-    assert len(re.findall(r"^\| +(?:fp32|int8) +\|", site.output(job), re.M)) == 2
+    assert len(re.findall(r"^\| (?:fp32|int8-torch.ao) \|", site.output(job), re.M)) == 2
 
 
 def signal_of_the_limit(site, job):
