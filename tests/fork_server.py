@@ -1,12 +1,14 @@
 """Run commands in forks of one process that has imported torch: that takes four seconds.
 
 Processes that a command starts by torch.multiprocessing are forks, too. A command whose environment
-has NETWORK runs in the network namespace of this name (ip netns).
+has NETWORK runs in the network namespace of this name (ip netns). One that has EMU_DEVICES runs on
+the emulated accelerator, as with PYTHONPATH=tests/emulator.
 """
 
 import contextlib
 import ctypes
 import functools
+import importlib
 import multiprocessing.connection
 import os
 import runpy
@@ -50,6 +52,9 @@ def run(command, cwd, env, files):
     os.environ.update(env)
     if "NETWORK" in env:
         enter(env["NETWORK"])
+    if "EMU_DEVICES" in env:
+        sys.path.insert(0, str(Path(__file__).with_name("emulator")))
+        importlib.import_module("emu").register()
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
 
