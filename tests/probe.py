@@ -1,0 +1,69 @@
+"""Run a training script as it is, and write down what its log cannot tell:
+
+    python tests/probe.py FOLDER multigpu/images.py ...
+
+Each process writes FOLDER/<rank>.json, a list with an object for each step: `dtypes` and `calls`
+of linear layers and convolutions; `shape` of their first input; `dropped`, the share of zeros that
+dropout made; `norm` of the gradients that the optimizer gets, `rate`, the learning rate; `workers`,
+the processes that load data; `sent`, (operation, dtype, bytes) of each collective between steps;
+`waits`, how often the host waited for an emulated device.
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import optimizer
+
+folder, script = sys.argv[1:3]
+steps = []
+seen = {"dtypes": set(), "calls": 0, "shape": None, "dropped": [], "sent": []}
+
+
+def note_layer(module, inputs, output):
+    if not module.training:
+        return
+    if isinstance(module, nn.Dropout) and module.p > 0 and inputs[0].device.type == "cpu":
+        zeros = (output == 0)[inputs[0] != 0]
+        seen["dropped"].append(zeros.float().mean().item())
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        seen["dtypes"].add(str(output.dtype).removeprefix("torch."))
+        seen["calls"] += 1
+        seen["shape"] = seen["shape"] or list(inputs[0].shape)
+
+
+def note_step(optimizer, args, kwargs):
+    waits = torch.emu.host_waits() if hasattr(torch, "emu") else 0
+    [group, *_] = optimizer.param_groups
+    news = {"rate": group["lr"], "workers": len(multiprocessing.active_children()), "waits": waits}
+    if waits == 0:  # to read a norm is to wait
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in group["params"]])
+        news["norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
+    steps.append(seen | news | {"dtypes": sorted(seen["dtypes"])})
+    seen.update(dtypes=set(), calls=0, shape=None, dropped=[], sent=[])
+    Path(folder, f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(steps))
+
+
+def note_sent(name):
+    send = getattr(dist, name)
+
+    def sends(*args, **kwargs):
+        tensor = kwargs.get("input", args[0] if args else kwargs.get("tensor"))
+        seen["sent"].append((name, str(tensor.dtype).removeprefix("torch."), tensor.nbytes))
+        return send(*args, **kwargs)
+
+    setattr(dist, name, sends)
+
+
+nn.modules.module.register_module_forward_hook(note_layer)
+optimizer.register_optimizer_step_pre_hook(note_step)
+for name in ("all_reduce", "reduce_scatter_tensor"):
+    note_sent(name)
+sys.argv = sys.argv[2:]
+runpy.run_path(script, run_name="__main__")
