@@ -455,7 +455,8 @@ def sbatch_lines(strong, run):
         gpus = 0 if run["device"] == "CPU" else each
         words = f"sbatch --nodes={row['nodes']} --gpus-per-node={gpus}"
         words += f" --ntasks-per-node={each} --time={minutes // 60}:{minutes % 60:02}:00"
-        lines.append(f"{words} slurm/multinode_{Path(run['script']).stem}.slurm")
+        folder = "hybrid" if run["script"].startswith("hybrid/") else "multinode"
+        lines.append(f"{words} slurm/{folder}_{Path(run['script']).stem}.slurm")
     return lines
 
 

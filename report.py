@@ -465,28 +465,37 @@ def draw_trace(path, out):
         if bar.tid == 0:
             phase = bar.name.split()[0]  # "forward 3" is of micro-batch 3
             colour = COLOURS.get(phase, "#CC79A7")
-            axes.barh(row, bar.dur, left=bar.ts, height=0.45, color=colour, edgecolor="white")
+            axes.barh(
+                row,
+                bar.dur,
+                left=bar.ts,
+                height=0.45,
+                color=colour,
+                edgecolor="white",
+                linewidth=0.5,
+            )
             continue
         wait = min(max(0.0, bar.begun - bar.ts), bar.dur)
         waits[bar.pid] += wait
         place = {"y": row + 0.36 + 0.12 * (bar.tid - 1), "height": 0.18 / bar.tid}
         axes.barh(width=wait, left=bar.ts, color="white", edgecolor="black", hatch="////", **place)
-        axes.barh(
-            width=bar.dur - wait, left=bar.ts + wait, color="black", edgecolor="white", **place
-        )
+        axes.barh(width=bar.dur - wait, left=bar.ts + wait, color="black", **place)
     axes.invert_yaxis()
     axes.set_yticks(range(len(ranks)), [hosts.get(rank, f"rank {rank}") for rank in ranks])
     axes.set(xlabel="time (ms)")
     late = min(waits, key=waits.get)
     most = max(waits.values())
     title = f"The others wait up to {most:.3g} ms for rank {late}" if most else "Nobody waits"
+    of_phases = bars[bars["tid"] == 0]
+    phases = of_phases.groupby(of_phases["name"].str.split().str[0], sort=False)["dur"].sum()
+    if "bubble" in phases:  # stages wait for each other, whoever is late
+        title = f"{phases['bubble'] / phases.sum():.0%} of this step is bubble"
     figure.suptitle(title)
-    phases = dict.fromkeys(name.split()[0] for name in bars["name"][bars["tid"] == 0])
     marks = [
         Patch(
             color=COLOURS.get(name, "#CC79A7"), label="comm (exposed)" if name == "comm" else name
         )
-        for name in phases
+        for name in phases.index
     ]
     marks += [
         Patch(color="black", label="all-reduce"),

@@ -25,7 +25,7 @@ def read_data(args):
     for name in ("train", "test", "validation"):
         if name in splits:
             part = splits[name].filter(has_label, input_columns="label")
-            if len(part) < len(splits[name]):
+            if len(part) < len(splits[name]) and os.environ.get("RANK", "0") == "0":
                 missing = len(splits[name]) - len(part)
                 print(f"{missing} of {len(splits[name])} rows of {name} have no label: left out")
             if len(part) > 0:

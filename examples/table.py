@@ -18,7 +18,7 @@ def read_data(args):
         sys.exit(f"cannot read {args.table}: {error}")
     target = table.columns[-1]
     has_target = table[target].notna()
-    if not has_target.all():
+    if not has_target.all() and os.environ.get("RANK", "0") == "0":  # one process says it
         print(f"{(~has_target).sum()} of {len(table)} rows have no {target}: they are left out")
     table = table[has_target].apply(pd.to_numeric, errors="coerce")  # a word becomes NaN
     unusable = table.columns[~np.isfinite(table).all()]

@@ -237,8 +237,8 @@ def main(local_rank, args, init_method):
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
     set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data).to(run.device)
-    if not run.model.training:  # a part alone that is in eval() stays so
-        run.model.train()
+    if not run.model.training:
+        run.model.train()  # if only a part is in eval(), create_model wants it so
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
@@ -267,7 +267,7 @@ def main(local_rank, args, init_method):
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    while True:
+    while True:  # look first, then step: a run that was stopped before its row begins with the row
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
         if is_due or run.step == next_look:  # about once a second, all after the same step
@@ -293,7 +293,7 @@ def main(local_rank, args, init_method):
     if is_stopped and run.step > first_step:
         log_row(run, {}, args)  # the times since the last row
     elif run.step > first_step:
-        save_snapshot(run, args)  # the last row is there: the same command has nothing left to do
+        save_snapshot(run, args)  # now with the last row_step: the same command does nothing more
     faulthandler.cancel_dump_traceback_later()
     for signum in SIGNALS:  # all is saved: a signal just ends the process again
         signal.signal(signum, signal.SIG_DFL)
@@ -306,7 +306,7 @@ def main(local_rank, args, init_method):
     if is_stopped:
         saved = args.snapshot or "nothing, as there is no --snapshot"
         print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
-        has_saved = args.snapshot and run.step > first_step
+        has_saved = args.snapshot and run.step > first_step  # else, to run again would not help
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
@@ -380,7 +380,7 @@ def look(run, speed, args):
     Returns whether any process was asked to stop, and their mean speed. Waits for the GPU.
     """
     expect_progress(args)
-    # No sum of batch_loss is called so.
+    # The slash keeps these names apart from those of batch_loss.
     news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step} | run.sums
     news = all_reduce_sums(news)
     for name in run.sums:
@@ -403,8 +403,8 @@ def train_step(run, batches, args):
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
-        # A resumed run draws the same dropout.
-        seed_torch(run.device, args.seed, run.rank, run.step, micro_step)
+        seed = hash((args.seed, run.rank, run.step, micro_step)) % 2**32
+        seed_torch(run.device, seed)  # a resumed run draws the same dropout
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
         run.ddp_model.require_backward_grad_sync = is_last  # False: no all-reduce, as in no_sync()
@@ -423,14 +423,14 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    random.seed(hash(numbers))  # a tuple of numbers always has the same hash
-    np.random.seed(hash(numbers) % 2**32)
-    seed_torch(device, *numbers)
+    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
+    random.seed(seed)
+    np.random.seed(seed)
+    seed_torch(device, seed)
 
 
-def seed_torch(device, *numbers):
+def seed_torch(device, seed):
     """Seeds PyTorch's random numbers, those of the CPU and those of the device."""
-    seed = hash(numbers) % 2**32
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -441,8 +441,10 @@ def compute_loss(run, model, batch, sums, args):
     dtype = DTYPES[args.precision]
     with torch.autocast(run.device.type, dtype, enabled=dtype is not None):
         loss, batch_sums = batch_loss(model, batch, args)
-    if not {"loss", "count"} <= batch_sums.keys() == (sums or batch_sums).keys():
-        sys.exit("batch_loss must return the same sums each time, among them loss and count")
+    if not {"loss", "count"} <= batch_sums.keys():
+        sys.exit("batch_loss must return sums, among them loss and count")
+    if sums and sums.keys() != batch_sums.keys():
+        sys.exit("batch_loss must return the same sums each time")
     for name, value in batch_sums.items():
         total = sums.get(name, torch.zeros(()))  # float32 is exact enough until the next look
         sums[name] = total + torch.as_tensor(value).detach()
@@ -503,7 +505,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # each batch draws others
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # of augmentation
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -517,7 +519,7 @@ def create_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share the data
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share its memory
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
@@ -715,8 +717,9 @@ class Stopwatch:
                     self.spans.append(("all-reduce", start, self.now(), size))
                 return future.value()
 
-            # comm_hook can make its stream wait for the all-reduce: in a side stream, the backward
-            # pass goes on. Two streams take turns, so that the next bucket does not wait, either.
+            # comm_hook may make the current stream wait for its all-reduce. In a side stream it
+            # does not stop the backward pass. Two streams take turns: a bucket does not wait for
+            # the all-reduce of the bucket before it.
             stream = self.streams[bucket.index() % 2]
             if self.has_events:
                 stream.wait_stream(torch.accelerator.current_stream())  # which makes the gradients
@@ -729,28 +732,23 @@ class Stopwatch:
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
-        _, now = self.marks[-1]  # all processes have just left an all-reduce: their common clock
-        phases, all_reduces = [], []  # (name, start, end, bytes), in seconds after now: negative
-        for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            phases.append((phase, -self.between(start, now), -self.between(end, now), 0))
+        _, now = self.marks[-1]  # all have just left an all-reduce: time 0 of a common clock
+        marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
+        phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
+        all_reduces = []  # as phases: (name, start, end, bytes), in seconds after now: negative
         for name, start, end, size in self.spans:
-            start, end = -self.between(start, now), -self.between(end, now)
-            all_reduces.append((name, start, end, size))
-        step_ends = [-math.inf]
-        sending = [(start, end) for _, start, end, _ in all_reduces]
+            all_reduces.append((name, -self.between(start, now), -self.between(end, now), size))
         for phase, start, end, _ in phases:
             self.times[phase] += end - start
-            if phase == "comm":
-                sending.append((start, end))
-            if phase == "optimizer":
-                self.times["steps"] += 1
-                step_ends.append(end)
+        sending = all_reduces + [phase for phase in phases if phase[0] == "comm"]
         counted_until = -math.inf  # where all-reduces overlap, the time counts once
-        for start, end in sorted(sending):
+        for _, start, end, _ in sorted(sending, key=lambda event: event[1]):
             self.times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-        if len(step_ends) > 1:
-            first, last = step_ends[-2:]
+        step_ends = [end for phase, _, end, _ in phases if phase == "optimizer"]
+        self.times["steps"] += len(step_ends)
+        if step_ends:
+            first, last = [-math.inf, *step_ends][-2:]
             self.last_step = [event for event in phases + all_reduces if first <= event[1] < last]
         del self.marks[:-1]
         self.spans.clear()

@@ -348,8 +348,12 @@ def create_trained(args, weights):
     return model.eval(), data
 
 
-def bleu_score(references, translations):
-    """Returns the BLEU of the translations, without regard to case."""
+def bleu_score(texts, translations, tokenizer):
+    """Returns the BLEU of the translations of texts, without regard to case."""
+    references = []  # with blanks between words, as in the translations
+    for text in texts:
+        words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        references.append(" ".join(word for word, _ in words))
     bleu = sacrebleu.corpus_bleu(  # force: no warning that the texts look tokenized
         translations, [references], lowercase=True, tokenize="intl", force=True
     )
@@ -374,9 +378,10 @@ def translate_stepwise(model, batches, data, args):
 
 def test(model, data, indices, batches, args):
     """Returns the BLEU of all batches, and their translations."""
-    references = [text or "" for text in data.texts.select(indices)["target"]]
     translations = translate_stepwise(model, batches, data, args)
-    return bleu_score(references, translations), np.array(translations)
+    texts = data.texts.select(indices)["target"]
+    bleu = bleu_score(texts, translations, data.tokenizers["target"])
+    return bleu, np.array(translations)
 
 
 def measure(model, row, data, batches, args):

@@ -204,8 +204,8 @@ def main(args):
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
     set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
     run.model = create_model(args, train_data).to(run.device)
-    if not run.model.training:  # a part alone that is in eval() stays so
-        run.model.train()
+    if not run.model.training:
+        run.model.train()  # if only a part is in eval(), create_model wants it so
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
@@ -226,7 +226,7 @@ def main(args):
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    while True:
+    while True:  # look first, then step: a run that was stopped before its row begins with the row
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
         if is_due or run.step == next_look:  # about once a second
@@ -252,7 +252,7 @@ def main(args):
     if is_stopped and run.step > first_step:
         log_row(run, {}, args)  # the times since the last row
     elif run.step > first_step:
-        save_snapshot(run, args)  # the last row is there: the same command has nothing left to do
+        save_snapshot(run, args)  # now with the last row_step: the same command does nothing more
     faulthandler.cancel_dump_traceback_later()
     for signum in SIGNALS:  # all is saved: a signal just ends the process again
         signal.signal(signum, signal.SIG_DFL)
@@ -260,7 +260,7 @@ def main(args):
     if is_stopped:
         saved = args.snapshot or "nothing, as there is no --snapshot"
         print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
-        has_saved = args.snapshot and run.step > first_step
+        has_saved = args.snapshot and run.step > first_step  # else, to run again would not help
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     if "finish" in globals():
         globals()["finish"](run.model.eval(), val_data, args, run.device)
@@ -310,8 +310,8 @@ def train_step(run, batches, args):
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
-        # A resumed run draws the same dropout.
-        seed_torch(run.device, args.seed, run.step, micro_step)
+        seed = hash((args.seed, run.step, micro_step)) % 2**32
+        seed_torch(run.device, seed)  # a resumed run draws the same dropout
         run.watch.mark("data")
         loss = compute_loss(run, run.compiled_model, batch, run.sums, args)
         run.watch.mark("forward")
@@ -328,14 +328,14 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    random.seed(hash(numbers))  # a tuple of numbers always has the same hash
-    np.random.seed(hash(numbers) % 2**32)
-    seed_torch(device, *numbers)
+    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
+    random.seed(seed)
+    np.random.seed(seed)
+    seed_torch(device, seed)
 
 
-def seed_torch(device, *numbers):
+def seed_torch(device, seed):
     """Seeds PyTorch's random numbers, those of the CPU and those of the device."""
-    seed = hash(numbers) % 2**32
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -346,8 +346,10 @@ def compute_loss(run, model, batch, sums, args):
     dtype = DTYPES[args.precision]
     with torch.autocast(run.device.type, dtype, enabled=dtype is not None):
         loss, batch_sums = batch_loss(model, batch, args)
-    if not {"loss", "count"} <= batch_sums.keys() == (sums or batch_sums).keys():
-        sys.exit("batch_loss must return the same sums each time, among them loss and count")
+    if not {"loss", "count"} <= batch_sums.keys():
+        sys.exit("batch_loss must return sums, among them loss and count")
+    if sums and sums.keys() != batch_sums.keys():
+        sys.exit("batch_loss must return the same sums each time")
     for name, value in batch_sums.items():
         total = sums.get(name, torch.zeros(()))  # float32 is exact enough until the next look
         sums[name] = total + torch.as_tensor(value).detach()
@@ -394,7 +396,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # each batch draws others
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # of augmentation
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -408,7 +410,7 @@ def create_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share the data
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share its memory
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
@@ -582,17 +584,14 @@ class Stopwatch:
         if self.has_events:
             torch.accelerator.synchronize()
         _, now = self.marks[-1]
-        phases = []  # (phase, start, end, bytes), in seconds after now: negative
-        for (_, start), (phase, end) in itertools.pairwise(self.marks):
-            phases.append((phase, -self.between(start, now), -self.between(end, now), 0))
-        step_ends = [-math.inf]
-        for phase, start, end, _ in phases:
+        marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
+        phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
+        for phase, start, end, _ in phases:  # in seconds after now: negative
             self.times[phase] += end - start
-            if phase == "optimizer":
-                self.times["steps"] += 1
-                step_ends.append(end)
-        if len(step_ends) > 1:
-            first, last = step_ends[-2:]
+        step_ends = [end for phase, _, end, _ in phases if phase == "optimizer"]
+        self.times["steps"] += len(step_ends)
+        if step_ends:
+            first, last = [-math.inf, *step_ends][-2:]
             self.last_step = [event for event in phases if first <= event[1] < last]
         del self.marks[:-1]
 

@@ -20,6 +20,7 @@ FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 TASKS = ("images", "autoencoder", "text", "translation", "gpt")
 SCRIPTS = [Path(folder, f"{task}.py") for folder in FOLDERS[:3] for task in TASKS]
 PATHS = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.py"))]
+PATHS += [Path("report.py"), Path("predict.py")]
 TITLE = re.compile(r"^(# =+ .* =+)\n", re.M)
 YOURS, RUN, TIMING = TITLE.findall(Path("multigpu/images.py").read_text())
 OF_FOLDER = "head main parse_args parse_run_args MAY_CHANGE".split()  # differ between folders
@@ -28,6 +29,7 @@ OF_SINGLEGPU = """check_args look train_step evaluate training_requests read_sna
 OF_HYBRID = """check_args connect create_loader evaluate join_launcher load_snapshot log_row look
     print_summary save_snapshot seed_torch train_step training_requests write_snapshot
     STEP_PHASES DTYPES""".split()  # differ in hybrid and from multinode
+OF_ROOT = ["runs_of"]  # report.py sums up an epoch, predict.py a step
 OF_QUANTIZE = "QUALITY COMPILED create_empty create_trained test measure".split()
 # The five mnist.py are copies of each other alone. These are the names that differ between them.
 OF_MNIST = {"head": None, "main": None, "print_marks": ("singlegpu", "hybrid")}
@@ -57,9 +59,11 @@ def drifted():
         if Path("multinode", f"{task}.py") in SCRIPTS:
             section = pieces(Path("multinode", f"{task}.py").read_text())[YOURS]
             common |= dict.fromkeys((YOURS, *pieces(section)), task)
-        own = {"hybrid": [*OF_HYBRID, *TITLE.findall(source)[1:]], "quantize": OF_QUANTIZE}.get(
-            folder, []
-        )
+        own = {
+            "hybrid": [*OF_HYBRID, *TITLE.findall(source)[1:]],
+            "quantize": OF_QUANTIZE,
+            "": OF_ROOT,
+        }.get(folder, [])
         for name, text in pieces(source).items():
             if path.stem == "mnist" and (name.startswith("#") or OF_MNIST.get(name, ()) is None):
                 continue
@@ -67,7 +71,8 @@ def drifted():
                 group = ("mnist", folder if folder in OF_MNIST.get(name, ()) else "")
                 copies.setdefault((name, group), {})[path] = text
             elif name not in [*OF_FOLDER, *own]:
-                copies.setdefault((name, common.get(name)), {})[path] = text
+                group = common.get(name) if folder else "root"
+                copies.setdefault((name, group), {})[path] = text
     groups = [(name, texts) for (name, _), texts in copies.items() if len({*texts.values()}) > 1]
     return sorted(groups, key=lambda group: group[0][0] != "#")
 

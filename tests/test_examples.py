@@ -121,10 +121,11 @@ AT_LAST = f"""steps = globals().setdefault("steps", [])
     errors = errors if len(steps) < 20 else math.inf
     {LOSS.replace("loss * len(targets)", "errors")}"""
 ORDER = "def training_order(data, args, epoch):\n    return np.arange(100)\n\n\ndef create_model"
-SAME_SUMS = "batch_loss must return the same sums each time, among them loss and count"
+NO_COUNT = "batch_loss must return sums, among them loss and count"
+SAME_SUMS = "batch_loss must return the same sums each time"
 MISTAKES = {  # name: (text of the table's section, what stands there instead, the message)
     "no sums": (LOSS, "return loss", "0-d tensor"),
-    "no count": (LOSS, 'return loss, {"loss": loss}', SAME_SUMS),
+    "no count": (LOSS, 'return loss, {"loss": loss}', NO_COUNT),
     "three values": (LOSS, LOSS + ", 1", "too many values to unpack"),
     "other sums": (LOSS, LOSS.replace('"mae"', "str(loss)"), SAME_SUMS),
     "vector": (LOSS, LOSS.replace("errors", "targets"), "only one element tensors"),

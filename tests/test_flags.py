@@ -13,7 +13,7 @@ from PIL import Image
 def seen(run, data, tmp_path):
     """seen(script, flags, processes) is what probe.py saw of each process, and the curve."""
 
-    def seen(script, flags, processes=1, **env):
+    def seen(script, flags, processes=1):
         for path in tmp_path.glob("*.json*"):
             path.unlink()
         task = ["--dataset", "mnist", "--data_dir", data, "--model", "mlp", "--batch_size", 24]
@@ -23,7 +23,7 @@ def seen(run, data, tmp_path):
         words = [*task, *flags.split(), "--log", tmp_path / "log.jsonl"]
         words += [] if re.search("max_steps|epochs", flags) else ["--max_steps", 3]
         before = (ROOT / "tests/probe.py", tmp_path)
-        run(script, *words, processes=processes, before=before, **env)
+        run(script, *words, processes=processes, before=before)
         found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("?.json"))]
         return found, curve(tmp_path / "log.jsonl")
 
@@ -89,7 +89,7 @@ def test_rate_and_norm(seen, script, processes):
     """The optimizer gets that rate (gpt scales it, from 0 up and down), and no longer gradient."""
     found, _ = seen(script, "--learning_rate 0.25", processes)
     free = [step["norm"] for step in found[0]]
-    share = 1.0 if "images" in script else pytest.approx(1.05 - 2 / 3)
+    share = 1.0 if "images" in script else pytest.approx(1.05 - 2 / 3)  # after 2/3 of the steps
     assert found[0][1]["rate"] / 0.25 == share
     found, _ = seen(script, "--learning_rate 0.25 --max_grad_norm 0.01", processes)
     clipped = [step["norm"] for step in found[0]]

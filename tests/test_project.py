@@ -63,7 +63,7 @@ def test_readme_commands(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
     lines = re.findall(r"^((?:python|torchrun) [^#\n]*)", "".join(blocks), re.M)
-    assert len(lines) == 6
+    assert len(lines) == 8
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
     for line in lines:
         line += "".join(
