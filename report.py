@@ -437,8 +437,8 @@ def draw_models(groups, path):
     figure.savefig(path)
 
 
-def draw_trace(path, out):
-    """Draws a file of --trace: for each rank its phases and, below them, its all-reduces.
+def draw_trace(path):
+    """Returns the figure of a --trace: for each rank its phases and, below them, its all-reduces.
 
     An all-reduce waits until it has begun in all processes: that part of it is pale.
     """
@@ -502,8 +502,7 @@ def draw_trace(path, out):
         Patch(facecolor="white", edgecolor="black", hatch="////", label="waiting"),
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=11)
-    figure.savefig(out / f"{path.stem}.png")
-    plt.close("all")
+    return figure
 
 
 def write_all(groups, rows, lines, out):
@@ -540,7 +539,8 @@ def main():
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     for path in traces:
-        draw_trace(path, args.out)
+        draw_trace(path).savefig(args.out / f"{path.stem}.png")
+        plt.close("all")
     if not logs:
         return
     rows, notes = read_logs(logs)

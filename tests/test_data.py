@@ -251,10 +251,11 @@ def write_nothing(fifo):
     return True
 
 
-def paste(name, folder):
-    """Write singlegpu/images.py with this section in place of its own."""
-    script = folder / "mine.py"
-    script.write_text(with_band((ROOT / f"examples/{name}.py").read_text(), "singlegpu/images.py"))
+def paste(name, place, folder="singlegpu"):
+    """Write images.py of a folder, with this section in place of its own."""
+    script = place / folder / "mine.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(with_band((ROOT / f"examples/{name}.py").read_text(), f"{folder}/images.py"))
     return script
 
 
@@ -268,6 +269,9 @@ def test_table(run, attempt, tmp_path):
     ]
     path = tmp_path / "table.csv"
     path.write_text("\n".join(["time,constant,b,target", *lines]))
+    two = paste("table", tmp_path, "multigpu")
+    out = run(two, "--table", path, "--max_steps", 1, processes=2)
+    assert out.count("10 of 300 rows have no target") == 1  # not by each process
     script = paste("table", tmp_path)
     out = run(script, "--table", path, "--epochs", 3)
     assert "10 of 300 rows have no target" in out

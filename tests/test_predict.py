@@ -5,7 +5,9 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
+from conftest import ROOT
 from test_report import rows_of, run_report, tables, write  # it puts the root on sys.path
 from test_training import arguments_of
 import predict
@@ -184,3 +186,12 @@ def test_what_helps(tmp_path):
         "run_b_phases.png",
         "predicted.csv",
     }
+
+
+@pytest.mark.parametrize("script", ("singlegpu/gpt.py", "multigpu/gpt.py", "hybrid/gpt_fsdp.py"))
+def test_the_job_file_exists(script):
+    """Whatever script wrote the log of one process."""
+    strong = pd.DataFrame([{"processes": 6, "nodes": 2, "hours": 1.0}])
+    [line] = predict.sbatch_lines(strong, {"script": script, "device": "CPU"})
+    assert "--nodes=2" in line and "--ntasks-per-node=3 --time=1:12:00" in line
+    assert (ROOT / line.split()[-1]).exists()

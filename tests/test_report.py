@@ -277,6 +277,11 @@ def test_a_trace_is_drawn(tmp_path):
         )
     trace = tmp_path / "step.json"
     trace.write_text(json.dumps({"traceEvents": events}))
+    figure = report.draw_trace(trace)
+    assert figure.get_suptitle() == "The others wait up to 60 ms for rank 1"
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    phases = ["data", "forward", "backward", "comm (exposed)", "optimizer"]
+    assert words == [*phases, "all-reduce", "waiting"]
     assert run_report(trace, "--out", tmp_path / "out").returncode == 0
     picture = (tmp_path / "out/step.png").read_bytes()
     assert picture[1:4] == b"PNG" and int.from_bytes(picture[16:20]) == 800 and len(picture) < 60e3
