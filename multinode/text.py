@@ -807,7 +807,6 @@ class Stopwatch:
         self.totals = []  # and the sums of the times of all their rows
         self.spans = []  # (name, start, end, bytes) of all-reduces since the last flush
         self.last_step = []  # (name, start, end, bytes) of phases and all-reduces, for --trace
-        self.buckets = []  # (bytes, moment at which it was ready) of this step's gradients
         self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
         if self.has_events:
             self.streams = [torch.Stream(device, priority=-1) for _ in range(2)]
@@ -833,11 +832,8 @@ class Stopwatch:
         def timed_hook(process_group, bucket):
             if bucket.is_last():
                 self.mark("backward")
-            if bucket.index() == 0:
-                self.buckets = []
             start = self.now()
             size = 0 if bucket.buffer().is_sparse else bucket.buffer().nbytes
-            self.buckets.append((size, start))
 
             def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
                 if self.num_steps >= WARMUP_STEPS:
@@ -890,9 +886,10 @@ class Stopwatch:
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         row["last_step"] = self.last_step
-        row["buckets"] = []  # of the last step: bytes, and seconds before the last one was ready
-        for size, moment in self.buckets:
-            row["buckets"].append((size, self.between(moment, self.buckets[-1][1])))
+        sent = sorted(
+            (start, size) for name, start, _, size in self.last_step if name == "all-reduce"
+        )
+        row["buckets"] = [(size, sent[-1][0] - start) for start, size in sent]
         return row
 
     def add_rows(self, rows):

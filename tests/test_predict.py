@@ -61,7 +61,7 @@ def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
     # The first is ready after 0.05 s and takes 0.075 s, in which 0.0375 s of 0.15 s are computed.
     step = 0.05 + 0.15 + (0.05 + 0.075 + 0.1125) + 0.025 + 0.1
     assert float(strong[0]["speedup"]) == pytest.approx(0.9 / step, rel=0.004)
-    words = (*arguments_of("mlp", data), "--max_steps", 3, "--log", tmp_path / "b")
+    words = (*arguments_of("mlp", data), "--max_steps", 5, "--log", tmp_path / "b")
     run("multigpu/images.py", *words, processes=1)
     row = json.loads((tmp_path / "b").read_text())
     sizes, leads = zip(*row["buckets"])
