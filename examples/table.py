@@ -1,5 +1,7 @@
 """Regression from a CSV file. Its last column is the target, its first line has the names."""
 
+import warnings
+
 import pandas as pd
 from torch.utils.data import Subset, TensorDataset, random_split
 
@@ -13,11 +15,17 @@ def parse_args():
 def read_data(args):
     """Returns two parts of the table, drawn at random: the same parts in all processes."""
     try:
-        table = pd.read_csv(args.table, index_col=False)
-    except (OSError, ValueError) as error:
+        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+            table = pd.read_csv(args.table, index_col=False)
+        if pd.to_numeric(table.columns, errors="coerce").notna().all():
+            raise ValueError("its first line has numbers, not names")
+    except (OSError, ValueError, pd.errors.ParserWarning) as error:
         sys.exit(f"cannot read {args.table}: {error}")
+    table = table.loc[:, ~table.columns.str.startswith("Unnamed: ")]  # row numbers of to_csv()
     target = table.columns[-1]
     has_target = table[target].notna()
+    if not has_target.any() or len(table.columns) < 2:
+        sys.exit(f"{args.table} has no feature, or no row with a {target}")
     if not has_target.all() and os.environ.get("RANK", "0") == "0":  # one process says it
         print(f"{(~has_target).sum()} of {len(table)} rows have no {target}: they are left out")
     table = table[has_target].apply(pd.to_numeric, errors="coerce")  # a word becomes NaN

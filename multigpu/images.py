@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.rendezvous import rendezvous
@@ -76,7 +76,7 @@ class Images(TensorDataset):
 
     def __init__(self, images, labels):
         super().__init__(images, labels)
-        self.classes = list(range(int(labels.max()) + 1))
+        self.classes = range(int(labels.max()) + 1)
 
     def __getitems__(self, indices):
         """Returns a whole batch: images (B, C, H, W) uint8 and labels (B,)."""
@@ -88,7 +88,8 @@ class Photos(datasets.ImageFolder):
     """Files FOLDER/CLASS/*.jpg: each an image (3, H, W) uint8 and the number of its class."""
 
     def __init__(self, folder, *crop):
-        super().__init__(folder, v2.Compose([*crop, v2.PILToTensor()]), loader=read_photo)
+        transform = v2.Compose([*crop, v2.PILToTensor()])
+        super().__init__(folder, transform, loader=read_photo, is_valid_file=is_photo)
 
     def find_classes(self, folder):
         classes, _ = super().find_classes(folder)
@@ -96,11 +97,19 @@ class Photos(datasets.ImageFolder):
         return classes, {name: number for number, name in enumerate(classes)}
 
 
+def is_photo(path):
+    name = os.path.basename(path).lower()
+    return name.endswith(datasets.folder.IMG_EXTENSIONS) and not name.startswith(".")
+
+
 def read_photo(path):
-    photo = Image.open(path)
-    if photo.mode.startswith(("I", "F")):  # convert() would clip them to 8 bits
-        raise ValueError(f"{path} has more than 8 bits a pixel; make_images.py scales such files")
-    return photo.convert("RGB")
+    try:
+        photo = ImageOps.exif_transpose(Image.open(path))  # upright
+        if photo.mode.startswith(("I", "F")):  # convert() would clip them to 8 bits
+            raise ValueError("more than 8 bits a pixel; make_images.py scales 16 bits")
+        return photo.convert("RGB")
+    except Exception as error:  # a damaged file can fail anywhere
+        raise OSError(f"cannot read {path}: {error}") from error
 
 
 def read_data(args):
@@ -108,8 +117,10 @@ def read_data(args):
     try:
         train_data, val_data = read_images(args, "train"), read_images(args, "test")
         shapes = train_data[0][0].shape, val_data[0][0].shape
-    except (AssertionError, OSError, RuntimeError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {error}")
+    except Exception as error:  # a damaged file can fail anywhere
+        sys.exit(f"cannot read {args.dataset} in {args.data_dir}: {str(error) or repr(error)}")
+    if not 2 <= len(train_data.classes) <= len(train_data):
+        sys.exit(f"{args.dataset}: {len(train_data.classes)} classes of {len(train_data)} images")
     if val_data.classes != train_data.classes[: len(val_data.classes)]:
         differ = sorted({*train_data.classes} ^ {*val_data.classes})
         sys.exit(f"{args.dataset}: only one of its two splits has the classes {differ}")
@@ -135,17 +146,25 @@ def read_images(args, split):
         if split == "train":
             return Photos(f"{folder}/train", v2.RandomResizedCrop(size), v2.RandomHorizontalFlip())
         return Photos(f"{folder}/val", v2.Resize(size * 8 // 7), v2.CenterCrop(size))
+    if not os.path.exists(f"{folder}/{split}_images.npy"):
+        raise ValueError(f"{folder} holds neither train/CLASS/*.jpg nor {split}_images.npy")
     # Files of make_images.py are mapped: they may be larger than memory.
     images = torch.from_numpy(np.load(f"{folder}/{split}_images.npy", mmap_mode="c"))
     labels = torch.from_numpy(np.load(f"{folder}/{split}_labels.npy"))
     if images.dim() == 3:
         images = images[:, None]  # one channel
     if images.dtype != torch.uint8 or images.dim() != 4 or 0 in images.shape:
-        raise ValueError(f"{split} images are {images.dtype} {tuple(images.shape)}")
+        shape = f"{images.dtype} {tuple(images.shape)}"
+        raise ValueError(f"{split} images are {shape}, not uint8 (N, C, H, W) from 0 to 255")
+    if images[:256].max() < 2:
+        raise ValueError(f"{split} images are all 0 or 1, of 0 to 255")
     if images.shape[3] in (1, 3, 4) and images.shape[1] not in (1, 3, 4):
         raise ValueError(f"{split} images are (N, H, W, C). Use images.transpose(0, 3, 1, 2)")
     if labels.dim() != 1 or labels.is_floating_point() or labels.min() < 0:
-        raise ValueError(f"{split} labels are {labels.dtype} {tuple(labels.shape)}, or negative")
+        shape = f"{labels.dtype} {tuple(labels.shape)}"
+        raise ValueError(f"{split} labels are {shape}, not whole numbers (N,) from 0")
+    if len(labels) != len(images):
+        raise ValueError(f"{split} has {len(images)} images and {len(labels)} labels")
     return Images(images, labels)
 
 

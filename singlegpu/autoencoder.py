@@ -68,7 +68,7 @@ class Images(TensorDataset):
 
     def __init__(self, images, labels):
         super().__init__(images, labels)
-        self.classes = list(range(int(labels.max()) + 1))
+        self.classes = range(int(labels.max()) + 1)
 
     def __getitems__(self, indices):
         """Returns a whole batch: images (B, C, H, W) uint8 and labels (B,)."""

@@ -61,8 +61,10 @@ def read_split(args, train):
         return images[:, 0], labels.astype(np.uint8)
     try:
         source = datasets.MNIST(args.data_dir, train, download=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        sys.exit(f"cannot read mnist in {args.data_dir}: {error}")
+        if len(source.data) != len(source.targets):
+            raise ValueError(f"{len(source.data)} images and {len(source.targets)} labels")
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:
+        sys.exit(f"cannot read mnist in {args.data_dir}: {str(error) or repr(error)}")
     return source.data.numpy(), source.targets.numpy().astype(np.uint8)
 
 

@@ -5,12 +5,12 @@
     python singlegpu/make_images.py ylecun/mnist --size 28 --grey      # of the Hugging Face hub
     sbatch slurm/singlegpu_make_images.slurm photos --size 224
 
-A source has a folder of images for each class, or such folders in train and in test (or val). If it
-has no such split, a tenth of the images is for testing. On the hub, or in a folder of .parquet
-files, a source has columns image and label. The script writes {train,test}_images.npy (N, C, H, W)
-uint8, {train,test}_labels.npy (N,) int64, and classes.txt, a name a line. An image is resized until
-it covers a square, and cropped in the middle. The images are in random order. Stop it at any time:
-the same command goes on.
+A source has a folder of images for each class, or such folders in train and in test (or val, valid,
+validation). If it has no such split, a tenth of the images is for testing. On the hub, or in a
+folder of .parquet files, a source has columns image and label. The script writes
+{train,test}_images.npy (N, C, H, W) uint8, {train,test}_labels.npy (N,) int64, and classes.txt, a
+name a line. An image is resized until it covers a square, and cropped in the middle. The images are
+in random order. Stop it at any time: the same command goes on.
 Shapes: N images of a split, C channels (1 or 3), H height, W width.
 """
 
@@ -30,7 +30,7 @@ from PIL import Image, ImageOps
 from pyarrow.parquet import read_schema
 from tqdm import tqdm
 
-SPLITS = ("train", "test", "val", "validation")
+SPLITS = ("train", "test", "val", "valid", "validation")
 HEADER_SIZE = 128  # bytes of the header of such .npy files
 BLOCK_SIZE = 256  # images that are decoded side by side, and then written
 
@@ -58,7 +58,14 @@ def read_folders(source):
         paths = [path for path in paths if os.path.isfile(os.path.join(root, path))]
         if not paths:
             raise ValueError(f"there are no folders of images in {root}")
+        odd = [path for path in paths if path != os.fsencode(path).decode(errors="replace")]
+        if odd:
+            raise ValueError(f"names of files are not UTF-8: {ascii(odd[:3])}")
         labels = [path.split(os.sep)[0] for path in paths]
+        if name == "" and any(label.lower() in SPLITS for label in labels):
+            raise ValueError(
+                f"name the folders of the splits {', '.join(SPLITS)}, in small letters"
+            )
         columns = {"image": [os.path.join(root, path) for path in paths], "label": labels}
         splits[name or "train"] = datasets.Dataset.from_dict(columns)
     return splits

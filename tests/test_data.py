@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, wait_for
 from PIL import Image
 from prediction import with_band
+from test_models import module
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 from transformers import PreTrainedTokenizerFast
@@ -167,6 +168,40 @@ def test_classes_of_folders(run, attempt, tmp_path):
     )
 
 
+def test_folders_of_splits(run, attempt, tmp_path):
+    """A split is no class, however its folder is written; valid is one, too."""
+    write_folders(tmp_path / "photos/train")
+    write_folders(tmp_path / "photos/valid", count=3)
+    make(run, tmp_path / "photos", out := tmp_path / "out")
+    assert len(arrays(out, "train")[1]) == 40 and len(arrays(out, "test")[1]) == 6
+    (tmp_path / "photos/train").rename(tmp_path / "photos/Train")
+    (tmp_path / "photos/valid").rename(tmp_path / "photos/Val")
+    assert "in small letters" in refuse(attempt, tmp_path / "photos", tmp_path / "no")
+    source = write_folders(tmp_path / "names")
+    os.rename(source / "class0/0.png", os.fsencode(source / "class0") + b"/k\xf6ter.png")
+    assert "UTF-8" in refuse(attempt, source, tmp_path / "no")
+
+
+def test_photographs(run, attempt, tmp_path):
+    """They are upright, hidden files are none, and a damaged one is named, also by workers."""
+    photos = tmp_path / "photos"
+    for split in ("train", "val"):
+        write_folders(photos / split, suffix="jpg")
+        (photos / split / "class1/._0.jpg").write_bytes(b"of macOS")
+    turned = photos / "train/class0/0.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    Image.new("RGB", (8, 16)).save(turned, exif=exif)
+    assert module("singlegpu/images.py").read_photo(turned).size == (16, 8)
+    words = ("--dataset", photos, "--image_size", 8, "--model", "mlp", "--batch_size", 40)
+    run("singlegpu/images.py", *words, "--max_steps", 1, "--num_workers", 0)
+    path = photos / "train/class1/3.jpg"
+    os.truncate(path, path.stat().st_size // 2)
+    for workers in (0, 1):
+        status, _, err = attempt("singlegpu/images.py", *words, "--num_workers", workers)
+        assert status == 1 and f"cannot read {path}" in err
+
+
 def test_files_that_do_not_fit_the_source(attempt, run, tmp_path):
     """An earlier run's files are gone on with only if its labels are those of the source."""
     source = write_folders(tmp_path / "photos")
@@ -281,6 +316,22 @@ def test_table(run, attempt, tmp_path):
         path.write_text("\n".join(["time,constant,b,target", *lines, f"{cell},0.1,1,1"]))
         status, _, err = attempt(script, "--table", path)
         assert status == 1 and message in err and "Traceback" not in err, err
+    others = {
+        "a;b;price\n0,12;0,3;1,2\n1,5;2,5;3,5": "Length of header",  # another separator
+        "0.5,1.5\n2.5,3.5": "numbers, not names",
+        "price\n1\n2": "no feature",
+        "a,price\n1,\n2,": "no row with a price",
+    }
+    for text, message in others.items():
+        path.write_text(text)
+        status, _, err = attempt(script, "--table", path)
+        assert status == 1 and message in err and "Traceback" not in err, err
+    curves = []
+    for has_numbers in (True, False):  # of its rows, which are no feature
+        pd.DataFrame(numbers, columns=["a", "b", "c"]).to_csv(path, index=has_numbers)
+        out = run(script, "--table", path, "--max_steps", 3)
+        curves.append(re.findall(r"val_loss ([\d.]+)", out))
+    assert curves[0] == curves[1]
 
 
 def test_series(run, attempt, tmp_path):

@@ -123,7 +123,15 @@ def test_a_folder_that_does_not_fit_is_refused(attempt, tmp_path):
         "class": write(tmp_path / "class", (3, 8, 8), (9, 9)),
         "flat": write(tmp_path / "flat", (8,), (9, 9)),
         "short": write(tmp_path / "short", (3, 8, 8), (9, 9)),
+        "binary": write(tmp_path / "binary", (3, 8, 8), (9, 9)),
+        "words": write(tmp_path / "words", (3, 8, 8), (9, 9)),
+        "many": write(tmp_path / "many", (3, 8, 8), (9, 9)),
+        "one": write(tmp_path / "one", (3, 8, 8), (9, 9), num_classes=1),
+        "empty": tmp_path,
     }
+    np.save(cases["binary"] / FILES[0], np.ones((9, 3, 8, 8), np.uint8))
+    np.save(cases["words"] / FILES[1], np.array(["cat"] * 9))
+    np.save(cases["many"] / FILES[1], np.array([10**12] * 9))
     np.save(cases["float"] / FILES[0], np.zeros((9, 3, 8, 8), np.float32))
     np.save(cases["count"] / FILES[1], np.zeros(8, np.int64))
     np.save(cases["shape"] / FILES[2], np.zeros((9, 3, 9, 8), np.uint8))
