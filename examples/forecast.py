@@ -1,5 +1,7 @@
 """Forecast of time series. A CSV file has a column for each series, and a line for each moment."""
 
+import warnings
+
 import pandas as pd
 from torch.utils.data import TensorDataset
 
@@ -21,10 +23,11 @@ def read_series(args):
         noise = np.random.default_rng(0).standard_normal(hours.shape)
         return np.sin(hours * 2 * np.pi / 24) + np.cos(hours * 2 * np.pi / 168) + 0.1 * noise
     try:
-        table = pd.read_csv(args.series, index_col=False).drop(columns=args.skip)
-    except (OSError, ValueError, KeyError) as error:
+        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+            table = pd.read_csv(args.series, index_col=False).drop(columns=args.skip)
+    except (OSError, ValueError, KeyError, pd.errors.ParserWarning) as error:
         sys.exit(f"cannot read {args.series}: {error}")
-    table = table.apply(pd.to_numeric, errors="coerce")  # a word becomes NaN
+    table = table.apply(pd.to_numeric, errors="coerce").astype(float)  # a word becomes NaN
     unusable = table.columns[~np.isfinite(table).all()]
     if len(unusable) > 0:
         sys.exit(f"{args.series}: cells that are blank or no number in {', '.join(unusable)}")

@@ -1,6 +1,6 @@
 """A Hugging Face model, fine-tuned on a Hugging Face dataset: needs `pip install transformers`."""
 
-from datasets import load_dataset
+from datasets import Value, load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
@@ -20,7 +20,11 @@ def has_label(label):
 
 def read_data(args):
     """Returns two datasets whose samples are dictionaries. `map` caches what it has made."""
-    splits = load_dataset(args.texts)
+    try:
+        splits = load_dataset(args.texts).select_columns(["text", "label"])
+        splits = splits.cast_column("text", Value("string"))  # it may be digits
+    except Exception as error:  # a damaged file can fail anywhere
+        sys.exit(f"cannot read {args.texts}: {error.__cause__ or error}")
     parts = {}
     for name in ("train", "test", "validation"):
         if name in splits:
@@ -41,8 +45,7 @@ def read_data(args):
     options = {"padding": "max_length", "max_length": args.seq_len, "truncation": True}
 
     def encode(rows):
-        texts = ["" if text is None else str(text) for text in rows["text"]]
-        encoded = tokenizer(texts, **options)
+        encoded = tokenizer([text or "" for text in rows["text"]], **options)
         encoded["labels"] = [labels.index(label) for label in rows["label"]]
         return encoded
 
@@ -53,7 +56,8 @@ def read_data(args):
 
 def create_model(args, data):
     num_labels = len(data.unique("labels"))
-    return AutoModelForSequenceClassification.from_pretrained(args.network, num_labels=num_labels)
+    options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}  # a new last layer
+    return AutoModelForSequenceClassification.from_pretrained(args.network, **options)
 
 
 def create_optimizer(model, args):

@@ -28,7 +28,7 @@ def read_data(args):
         sys.exit(f"{args.table} has no feature, or no row with a {target}")
     if not has_target.all() and os.environ.get("RANK", "0") == "0":  # one process says it
         print(f"{(~has_target).sum()} of {len(table)} rows have no {target}: they are left out")
-    table = table[has_target].apply(pd.to_numeric, errors="coerce")  # a word becomes NaN
+    table = table[has_target].apply(pd.to_numeric, errors="coerce").astype(float)  # words: NaN
     unusable = table.columns[~np.isfinite(table).all()]
     if len(unusable) > 0:
         sys.exit(f"{args.table}: cells that are blank or no number in {', '.join(unusable)}")

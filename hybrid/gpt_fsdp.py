@@ -108,12 +108,19 @@ def read_data(args):
                 else:
                     tokens = np.load(f"{path}.npy", mmap_mode="r")
                 if tokens.ndim != 1 or tokens.dtype.kind != "u":
-                    raise ValueError(f"{name} has ids of shape {tokens.shape}, {tokens.dtype}")
+                    shape = f"{tokens.dtype} {tokens.shape}"
+                    raise ValueError(
+                        f"{name} is {shape}, not a row of unsigned ids, as uint16 (N,)"
+                    )
+                if not tokens[1:2001:2].any():
+                    raise ValueError(f"{name}.bin has ids of more than 16 bits: save it as .npy")
                 splits.append(Tokens(tokens, args))
             return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+        if not text.all():
+            raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, 2**18)  # the last tenth, but at most 256 KiB
@@ -739,10 +746,11 @@ def write_snapshot(run, snapshot, args):
     try:
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
+        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
             raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error  # PyTorch's own error does not name a full disk
         sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")
@@ -1034,7 +1042,9 @@ def print_summary(watch):
             hidden = "an unknown part of it hidden, R an upper bound"
         ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
-        verdict = "above 3: more processes pay off" if ratio > 3 else "below 3: more hardly pay off"
+        verdict = "below 3: more processes hardly pay off"
+        if ratio > 3:
+            verdict = "above 3: more processes pay off, if each has a GPU or cores of its own"
         print(f"communication {mean['comm_total']:.3f} s, {hidden}:")
         print(f"sending {sending:.3f} s, {waiting} on {watch.rows[late]['host']}")
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")

@@ -696,7 +696,7 @@ def save_snapshot(run, args):
     if not args.snapshot:
         return
     faulthandler.cancel_dump_traceback_later()
-    if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+    if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
         fail(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     key = f"snapshot {run.step} {run.row_step}"
     if run.rank == 0:
@@ -717,10 +717,11 @@ def write_snapshot(run, args):
     try:
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
+        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
             raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error  # PyTorch's own error does not name a full disk
         sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")
@@ -927,7 +928,9 @@ def print_summary(watch):
         hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
         ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
-        verdict = "above 3: more processes pay off" if ratio > 3 else "below 3: more hardly pay off"
+        verdict = "below 3: more processes hardly pay off"
+        if ratio > 3:
+            verdict = "above 3: more processes pay off, if each has a GPU or cores of its own"
         print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
         print(f"sending {sending:.3f} s, {waiting} on {watch.rows[late]['host']}")
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")

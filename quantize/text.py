@@ -146,12 +146,19 @@ def load_texts(args):
             del labelled[name]
     if "train" not in labelled or len(labelled) == 1:
         missing = "test" if "train" in labelled else "train"
-        sys.exit(f"{path}: {missing} has no labels (in a CSV file, NA and null are none)")
+        cause = "has no labels (in a CSV file, NA and null are none)"
+        sys.exit(f"{path}: {missing} {cause if missing in splits else 'is not there'}")
     train_texts, test_texts = [*labelled.values()][:2]
-    labels = sorted(train_texts.unique("label"))
-    unknown = sorted(set(test_texts.unique("label")) - set(labels))
+    try:
+        labels = sorted(train_texts.unique("label"))
+        unknown = sorted(set(test_texts.unique("label")) - set(labels))
+    except (NotImplementedError, TypeError):
+        sys.exit(f"{path}: some labels are words, and others are numbers")
+    say(f"{len(train_texts)} and {len(test_texts)} texts, labels {str(labels):.70}")
+    if not 2 <= len(labels) < 2**15:
+        sys.exit(f"{path}: {len(labels)} different labels in train")
     if unknown:
-        sys.exit(f"{path}: {[*labelled][1]} has labels that train has not: {unknown}")
+        sys.exit(f"{path}: {[*labelled][1]} has labels that train has not: {unknown[:5]}")
     return train_texts, test_texts, labels
 
 

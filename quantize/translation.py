@@ -120,6 +120,7 @@ def read_splits(args):
             say(f"{missing} lack {args.source} or {args.target}: left out")
         if len(texts) == 0:
             sys.exit(f"{path}: no row of {name} has {args.source} and {args.target}")
+    say(", ".join(f"{len(texts)} pairs of {name}" for name, texts in pairs.items()))
     return [*pairs.values()]
 
 

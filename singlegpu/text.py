@@ -135,12 +135,19 @@ def load_texts(args):
             del labelled[name]
     if "train" not in labelled or len(labelled) == 1:
         missing = "test" if "train" in labelled else "train"
-        sys.exit(f"{path}: {missing} has no labels (in a CSV file, NA and null are none)")
+        cause = "has no labels (in a CSV file, NA and null are none)"
+        sys.exit(f"{path}: {missing} {cause if missing in splits else 'is not there'}")
     train_texts, test_texts = [*labelled.values()][:2]
-    labels = sorted(train_texts.unique("label"))
-    unknown = sorted(set(test_texts.unique("label")) - set(labels))
+    try:
+        labels = sorted(train_texts.unique("label"))
+        unknown = sorted(set(test_texts.unique("label")) - set(labels))
+    except (NotImplementedError, TypeError):
+        sys.exit(f"{path}: some labels are words, and others are numbers")
+    say(f"{len(train_texts)} and {len(test_texts)} texts, labels {str(labels):.70}")
+    if not 2 <= len(labels) < 2**15:
+        sys.exit(f"{path}: {len(labels)} different labels in train")
     if unknown:
-        sys.exit(f"{path}: {[*labelled][1]} has labels that train has not: {unknown}")
+        sys.exit(f"{path}: {[*labelled][1]} has labels that train has not: {unknown[:5]}")
     return train_texts, test_texts, labels
 
 
@@ -605,7 +612,7 @@ def save_snapshot(run, args):
     if not args.snapshot:
         return
     faulthandler.cancel_dump_traceback_later()
-    if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+    if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
         sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     write_snapshot(run, args)
     run.watch.mark("save")
@@ -622,10 +629,11 @@ def write_snapshot(run, args):
     try:
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
+        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
             raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error  # PyTorch's own error does not name a full disk
         sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")

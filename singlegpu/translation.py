@@ -107,6 +107,7 @@ def read_splits(args):
             say(f"{missing} lack {args.source} or {args.target}: left out")
         if len(texts) == 0:
             sys.exit(f"{path}: no row of {name} has {args.source} and {args.target}")
+    say(", ".join(f"{len(texts)} pairs of {name}" for name, texts in pairs.items()))
     return [*pairs.values()]
 
 
@@ -691,7 +692,7 @@ def save_snapshot(run, args):
     if not args.snapshot:
         return
     faulthandler.cancel_dump_traceback_later()
-    if not all(parameter.isfinite().all() for parameter in run.model.parameters()):
+    if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
         sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     write_snapshot(run, args)
     run.watch.mark("save")
@@ -708,10 +709,11 @@ def write_snapshot(run, args):
     try:
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
+        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
             raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         temporary.unlink(missing_ok=True)
         cause = error.__context__ or error  # PyTorch's own error does not name a full disk
         sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")

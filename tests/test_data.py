@@ -346,9 +346,13 @@ def test_series(run, attempt, tmp_path):
     out = run(*words, "--skip", "date", "--epochs", 4)
     mae, naive = re.findall(r"val_mae ([\d.]+)\s+val_naive ([\d.]+)", out)[-1]
     assert float(mae) < float(naive) / 2, out
-    path.write_text("\n".join([*lines, "day 300,20.0,"]))
-    status, _, err = attempt(*words, "--skip", "date")
-    assert status == 1 and "no number in wave" in err and "Traceback" not in err, err
+    for line, message in (
+        ("day 300,20.0,", "no number in wave"),
+        ("day 300,20.0,1,2", "Length of header"),  # as with decimal commas
+    ):
+        path.write_text("\n".join([*lines, line]))
+        status, _, err = attempt(*words, "--skip", "date")
+        assert status == 1 and message in err and "Traceback" not in err, err
 
 
 def test_masks(run, attempt, tmp_path):
@@ -462,9 +466,36 @@ def test_texts_whose_labels_do_not_serve(attempt, tmp_path):
     (folder / "validation.csv").write_text("\n".join(["text,label", *lines[:4]]))
     status, out, err = attempt(*TEXT, "--dataset", folder, "--max_steps", 1)
     assert status == 0 and "2 of 2 rows of test have no label" in out, err
+    assert "20 and 4 texts, labels ['bird', 'stone']" in out
     folder = write_texts(tmp_path / "none", ["a b,-1"] * 9, ["a b,1"] * 9)
-    status, _, err = attempt(*TEXT, "--dataset", folder)
-    assert status == 1 and "train has no labels" in err and "Traceback" not in err, err
+    one = write_texts(tmp_path / "one", ["a b,1"] * 9 + ["a b,-1"] * 9, ["a b,1"] * 9)
+    alone = write_texts(tmp_path / "alone", lines, lines)
+    (alone / "test.csv").unlink()
+    (mixed := tmp_path / "mixed").mkdir()
+    for split in ("train", "test"):
+        texts = [{"text": "a", "label": label} for label in (1, "1", 2, "2")]
+        (mixed / f"{split}.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    for folder, message in (
+        (folder, "train has no labels"),
+        (one, "1 different labels in train"),
+        (alone, "test is not there"),
+        (mixed, "some labels are words, and others are numbers"),
+    ):
+        status, _, err = attempt(*TEXT, "--dataset", folder)
+        assert status == 1 and message in err and "Traceback" not in err, err
+
+
+def test_files_that_are_no_text(attempt, tmp_path):
+    """Text of 16 bits a character, a file of ids in place of its folder, ids of 32 bits."""
+    (tmp_path / "text").write_text("to be or not to be " * 99, encoding="utf-16")
+    ids = np.arange(2000, dtype=np.uint32) % 256
+    (ids + 1).astype(np.uint16).tofile(tmp_path / "ids.bin")
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    cases = {"text": "bytes of 0", "ids.bin": "bytes of 0", "": "more than 16 bits"}
+    for name, message in cases.items():
+        status, _, err = attempt("singlegpu/gpt.py", "--dataset", tmp_path / name)
+        assert status == 1 and message in err and "Traceback" not in err, err
 
 
 def test_pairs_of_the_hub(run, attempt, tmp_path):
