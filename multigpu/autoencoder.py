@@ -279,17 +279,19 @@ def main(local_rank, args, init_method):
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
         if is_due or run.step == next_look:  # about once a second, all after the same step
-            speed = (run.step - look_step) / (time.perf_counter() - look_time)
-            is_stopped, speed = look(run, speed, args)
+            is_stopped, speed = look(run, look_step, look_time, args)
             if run.rank == 0 and bar.disable and time.perf_counter() > next_line:
                 next_line = time.perf_counter() + 60
                 print(f"step {run.step} of {run.num_steps}, {speed:.3g} steps/s", flush=True)
             if is_due or is_stopped:
                 save_snapshot(run, args)
             if is_due and not is_stopped:
-                log_row(run, evaluate(run, val_data, args), args)
-                run.row_step = run.step
-                run.totals = {}
+                val_totals = evaluate(run, val_data, args)
+                is_stopped = val_totals.pop("/stops") > 0  # then a resumed run validates again
+                if not is_stopped:
+                    log_row(run, val_totals, args)
+                    run.row_step = run.step
+                    run.totals = {}
             look_step, look_time = run.step, time.perf_counter()
             next_look = run.step + max(1, int(speed))
         if is_stopped or run.step >= run.num_steps:
@@ -303,8 +305,8 @@ def main(local_rank, args, init_method):
     elif run.step > first_step:
         save_snapshot(run, args)  # now with the last row_step: the same command does nothing more
     faulthandler.cancel_dump_traceback_later()
-    for signum in SIGNALS:  # all is saved: a signal just ends the process again
-        signal.signal(signum, signal.SIG_DFL)
+    for signum in SIGNALS:  # all is saved: another signal must not change the status of a stop
+        signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
     del run.ddp_model  # before torch 2.14, a process can hang if it outlives the group
     dist.barrier()  # a process that leaves early can make the others fail
     dist.destroy_process_group()
@@ -323,11 +325,10 @@ def main(local_rank, args, init_method):
 
 
 def fail(message):
-    """Ends the run with a message, which rank 0 prints while the other processes wait."""
-    if os.environ["RANK"] == "0":
-        sys.exit(message)
-    time.sleep(5)
-    sys.exit(1)
+    """Ends the run with a message. If all fail, one says so, and its launcher ends the others."""
+    rank = int(os.environ["RANK"])
+    time.sleep(5 * min(rank, 12))
+    sys.exit(message if rank == 0 else f"rank {rank} on {os.uname().nodename}: {message}")
 
 
 def check_args(run, args):
@@ -382,15 +383,17 @@ def expect_progress(args):
     faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
 
 
-def look(run, speed, args):
+def look(run, look_step, look_time, args):
     """Adds up the sums of all processes. Ends the run if the loss is not finite.
 
-    Returns whether any process was asked to stop, and their mean speed. Waits for the GPU.
+    Returns whether any process was asked to stop, and the steps a second. Waits for the GPU.
     """
     expect_progress(args)
+    sums = {name: float(value) for name, value in run.sums.items()}  # waits for the GPU
+    speed = (run.step - look_step) / (time.perf_counter() - look_time)
     # The slash keeps these names apart from those of batch_loss.
-    news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step} | run.sums
-    news = all_reduce_sums(news)
+    news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step}
+    news = all_reduce_sums(news | sums)
     for name in run.sums:
         run.totals[name] = run.totals.get(name, 0.0) + news[name]
     run.sums = {}
@@ -411,8 +414,7 @@ def train_step(run, batches, args):
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
-        seed = hash((args.seed, run.rank, run.step, micro_step)) % 2**32
-        seed_torch(run.device, seed)  # a resumed run draws the same dropout
+        set_seeds(run.device, args.seed, run.rank, run.step, micro_step)  # a resume draws the same
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
         run.ddp_model.require_backward_grad_sync = is_last  # False: no all-reduce, as in no_sync()
@@ -434,11 +436,6 @@ def set_seeds(device, *numbers):
     seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
     random.seed(seed)
     np.random.seed(seed)
-    seed_torch(device, seed)
-
-
-def seed_torch(device, seed):
-    """Seeds PyTorch's random numbers, those of the CPU and those of the device."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -461,10 +458,10 @@ def compute_loss(run, model, batch, sums, args):
 
 def all_reduce_sums(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    totals = torch.tensor([float(sums[name]) for name in sorted(sums)], dtype=torch.float64)
+    names = sorted(sums)
+    totals = torch.tensor([float(sums[name]) for name in names], dtype=torch.float64)
     dist.all_reduce(totals)
-    totals = dict(zip(sorted(sums), totals.tolist()))
-    return {name: totals[name] for name in sums}
+    return dict(zip(names, totals.tolist()))
 
 
 @torch.no_grad()
@@ -485,6 +482,9 @@ def evaluate(run, data, args):
     for batch in create_loader(data, requests, run, args):
         expect_progress(args)
         compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
+        if STOP_REQUESTS:
+            break
+    sums["/stops"] = len(STOP_REQUESTS)
     for part in trained:
         part.training = True
     return all_reduce_sums(sums)
@@ -616,6 +616,7 @@ def write_snapshot(run, args):
     try:
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
+            os.fsync(file.fileno())
         load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
             raise OSError("another run writes it")

@@ -50,6 +50,7 @@ from torch.utils.data import Dataset
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
 QUALITY = "val_ppl"
+MAX_VAL = 2**18  # tokens to validate on, at most: to validate often must not take long
 COMPILED = ["forward"]
 
 
@@ -108,6 +109,7 @@ def read_data(args):
                 if not tokens[1:2001:2].any():
                     raise ValueError(f"{name}.bin has ids of more than 16 bits: save it as .npy")
                 splits.append(Tokens(tokens, args))
+            splits[1].tokens = splits[1].tokens[:MAX_VAL]
             return splits
         stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
         paths = stdlib if args.dataset == "stdlib" else [args.dataset]
@@ -116,7 +118,7 @@ def read_data(args):
             raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
     except (OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, 2**18)  # the last tenth, but at most 256 KiB
+    num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
 
 

@@ -110,7 +110,7 @@ def gradient_norms(script, model, batches, args, steps):
         means = [torch.zeros_like(parameter) for parameter in parameters]
         for part in range(NUM_PARTS):
             batch = script.to_device(next(batches), device)
-            script.seed_torch(device, hash((args.seed, step, part)) % 2**32)  # of dropout
+            script.set_seeds(device, args.seed, step, part)  # of dropout
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 loss, _ = script.batch_loss(model, batch, args)
             gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)

@@ -444,17 +444,19 @@ def main(args):
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
         if is_due or run.step == next_look:  # about once a second
-            speed = (run.step - look_step) / (time.perf_counter() - look_time)
-            is_stopped = look(run, args)
+            is_stopped, speed = look(run, look_step, look_time, args)
             if bar.disable and time.perf_counter() > next_line:
                 next_line = time.perf_counter() + 60
                 print(f"step {run.step} of {run.num_steps}, {speed:.3g} steps/s", flush=True)
             if is_due or is_stopped:
                 save_snapshot(run, args)
             if is_due and not is_stopped:
-                log_row(run, evaluate(run, val_data, args), args)
-                run.row_step = run.step
-                run.totals = {}
+                val_totals = evaluate(run, val_data, args)
+                is_stopped = val_totals.pop("/stops") > 0  # then a resumed run validates again
+                if not is_stopped:
+                    log_row(run, val_totals, args)
+                    run.row_step = run.step
+                    run.totals = {}
             look_step, look_time = run.step, time.perf_counter()
             next_look = run.step + max(1, int(speed))
         if is_stopped or run.step >= run.num_steps:
@@ -468,8 +470,8 @@ def main(args):
     elif run.step > first_step:
         save_snapshot(run, args)  # now with the last row_step: the same command does nothing more
     faulthandler.cancel_dump_traceback_later()
-    for signum in SIGNALS:  # all is saved: a signal just ends the process again
-        signal.signal(signum, signal.SIG_DFL)
+    for signum in SIGNALS:  # all is saved: another signal must not change the status of a stop
+        signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
     print_summary(run.watch)
     if is_stopped:
         saved = args.snapshot or "nothing, as there is no --snapshot"
@@ -501,19 +503,20 @@ def expect_progress(args):
     faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
 
 
-def look(run, args):
-    """Adds up the sums, and ends the run if the loss is not finite. Waits for the GPU.
+def look(run, look_step, look_time, args):
+    """Adds up the sums since the last look. Ends the run if the loss is not finite.
 
-    Returns whether a signal has asked the run to stop.
+    Returns whether a signal has asked the run to stop, and the steps a second. Waits for the GPU.
     """
     expect_progress(args)
     for name, value in run.sums.items():
-        run.totals[name] = run.totals.get(name, 0.0) + float(value)
+        run.totals[name] = run.totals.get(name, 0.0) + float(value)  # waits for the GPU
     run.sums = {}
+    speed = (run.step - look_step) / (time.perf_counter() - look_time)
     run.watch.flush()
     if not math.isfinite(run.totals["loss"]):
         sys.exit(f"the loss is not finite at step {run.step}")
-    return len(STOP_REQUESTS) > 0
+    return len(STOP_REQUESTS) > 0, speed
 
 
 def train_step(run, batches, args):
@@ -524,8 +527,7 @@ def train_step(run, batches, args):
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
-        seed = hash((args.seed, run.step, micro_step)) % 2**32
-        seed_torch(run.device, seed)  # a resumed run draws the same dropout
+        set_seeds(run.device, args.seed, run.step, micro_step)  # a resumed run draws the same
         run.watch.mark("data")
         loss = compute_loss(run, run.compiled_model, batch, run.sums, args)
         run.watch.mark("forward")
@@ -545,11 +547,6 @@ def set_seeds(device, *numbers):
     seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
     random.seed(seed)
     np.random.seed(seed)
-    seed_torch(device, seed)
-
-
-def seed_torch(device, seed):
-    """Seeds PyTorch's random numbers, those of the CPU and those of the device."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -583,6 +580,9 @@ def evaluate(run, data, args):
     for batch in create_loader(data, requests, run, args):
         expect_progress(args)
         compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
+        if STOP_REQUESTS:
+            break
+    sums["/stops"] = len(STOP_REQUESTS)
     for part in trained:
         part.training = True
     return {name: float(value) for name, value in sums.items()}
@@ -709,6 +709,7 @@ def write_snapshot(run, args):
     try:
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
+            os.fsync(file.fileno())
         load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
             raise OSError("another run writes it")

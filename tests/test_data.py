@@ -348,7 +348,7 @@ def test_series(run, attempt, tmp_path):
     assert float(mae) < float(naive) / 2, out
     for line, message in (
         ("day 300,20.0,", "no number in wave"),
-        ("day 300,20.0,1,2", "Length of header"),  # as with decimal commas
+        ("day 300,20.0,1,2", "Expected 3 fields"),  # as with decimal commas
     ):
         path.write_text("\n".join([*lines, line]))
         status, _, err = attempt(*words, "--skip", "date")
@@ -475,13 +475,13 @@ def test_texts_whose_labels_do_not_serve(attempt, tmp_path):
     for split in ("train", "test"):
         texts = [{"text": "a", "label": label} for label in (1, "1", 2, "2")]
         (mixed / f"{split}.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    for folder, message in (
+    for case, message in (
         (folder, "train has no labels"),
         (one, "1 different labels in train"),
         (alone, "test is not there"),
         (mixed, "some labels are words, and others are numbers"),
     ):
-        status, _, err = attempt(*TEXT, "--dataset", folder)
+        status, _, err = attempt(*TEXT, "--dataset", case)
         assert status == 1 and message in err and "Traceback" not in err, err
 
 

@@ -27,7 +27,6 @@ def linear_script(divisor):
     return SimpleNamespace(
         batch_loss=batch_loss,
         set_seeds=lambda device, *numbers: np.random.seed(numbers[:2]),
-        seed_torch=lambda device, seed: np.random.seed(seed),
         to_device=lambda batch, device: batch,
         DTYPES={"fp32": None},
     )

@@ -1,0 +1,156 @@
+"""A run that is asked to stop, and what it draws, reads and saves where users seldom look."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import curve, load, rows
+from prediction import with_band
+from test_models import module
+
+DURING_VALIDATION = """
+import os, runpy, signal, sys, time, torch
+count, sleep, loss_of = 0, time.sleep, torch.nn.functional.cross_entropy
+is_last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
+
+def cross_entropy(*args, **kwargs):
+    global count
+    count += not torch.is_grad_enabled()
+    if count == 2 and not torch.is_grad_enabled() and is_last:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if is_last:
+        print(f"batch {count} of validation", flush=True)
+    return loss_of(*args, **kwargs)
+
+def sleep_signalled(seconds):  # 10: all is saved, and rank 0 lets the others end first
+    os.kill(os.getpid(), signal.SIGTERM) if seconds == 10 else sleep(seconds)
+
+torch.nn.functional.cross_entropy, time.sleep = cross_entropy, sleep_signalled
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+IMAGES = "--dataset mnist --data_dir DATA --model mlp --batch_size 24"
+GPT = (
+    "--dataset DATA/words.txt --d_model 32 --n_heads 2 --num_layers 2 --seq_len 16 --batch_size 24"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "processes"),
+    [
+        ("singlegpu/images.py", IMAGES, 1),
+        ("multigpu/images.py", IMAGES, 2),
+        ("hybrid/gpt_fsdp.py", GPT, 2),
+        ("hybrid/gpt_pipeline.py", GPT, 2),
+    ],
+)
+def test_a_signal_during_validation(attempt, run, data, tmp_path, script, words, processes):
+    """One process gets it: all stop at that step. A second signal does not change the status.
+
+    Then the same command begins with that validation, and ends as if nothing had happened.
+    """
+    (before := tmp_path / "signalled.py").write_text(DURING_VALIDATION)
+    words = words.replace("DATA", str(data)).split() + ["--max_steps", 4, "--eval_every", 2]
+    run(script, *words, "--log", tmp_path / "whole", processes=processes)
+    words += ["--log", tmp_path / "log", "--snapshot", tmp_path / "s.pt"]
+    env = {"SLURM_STEP_NUM_TASKS": "2"} if "multigpu" in script else {}
+    status, out, err = attempt(script, *words, processes=processes, before=[before], **env)
+    assert status == 75 and "stopped at step 2 of 4" in out, (out, err)
+    batches = [int(count) for count in re.findall("batch (.*) of validation", out)]
+    assert 2 <= max(batches) <= 4, "the rest of the validation is left out"  # 4 micro-batches
+    assert load(tmp_path / "s.pt")["step"] == 2 and len(curve(tmp_path / "log")) == 0
+    run(script, *words, processes=processes)
+    np.testing.assert_allclose(curve(tmp_path / "log"), curve(tmp_path / "whole"), rtol=1e-6)
+    assert [row["step"] for row in rows(tmp_path / "log") if "val_loss" in row][::processes] == [
+        2,
+        4,
+    ]
+
+
+LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
+QUEUED = """
+class Queued(torch.Tensor):
+    queue, waits = [], []
+    def __float__(self):  # as a GPU: Python is ahead by so many steps, which take 20 ms each
+        time.sleep(0.02 * len(self.queue))
+        self.waits.append(len(self.queue))
+        self.queue.clear()
+        return super().__float__()
+
+
+def finish(model, data, args, device):
+    print("longest", max(Queued.waits))
+
+
+def create_optimizer"""
+
+
+def pasted(band, folder, place):
+    script = place / folder / "mine.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(with_band(band, f"{folder}/images.py"))
+    return script
+
+
+@pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), ("multigpu", 2)])
+def test_looks_follow_a_device_that_is_behind(run, table_band, tmp_path, folder, processes):
+    """About once a second, though Python starts a thousand steps in this time."""
+    band = table_band.replace("def create_optimizer", QUEUED.lstrip())
+    queue = "if model.training:\n        Queued.queue.append(0)\n    "
+    queue += "loss_sum = (loss * len(targets)).as_subclass(Queued)\n    "
+    band = band.replace(LOSS, queue + LOSS.replace("loss * len(targets)", "loss_sum"))
+    words = ("--max_steps", 150, "--eval_every", 150)
+    out = run(pasted(band, folder, tmp_path), *words, processes=processes)
+    assert int(re.search(r"longest (\d+)", out)[1]) <= 75, out
+
+
+def test_what_batch_loss_draws(run, table_band, tmp_path):
+    """With workers, too, NumPy's numbers differ between steps and processes; a resume repeats."""
+    drawn = tmp_path / "drawn"
+    draw = f"""with open("{drawn}", "a") as file:
+        print(os.environ["RANK"], args.max_steps, np.random.random(), file=file)
+    {LOSS}"""
+    script = pasted(table_band.replace(LOSS, draw), "multigpu", tmp_path)
+    words = ("--num_workers", 1, "--eval_every", 3, "--snapshot")
+    run(script, *words, tmp_path / "a.pt", "--max_steps", 6, processes=2)
+    whole = set(drawn.read_text().splitlines())
+    validated = 2 * 5  # 120 samples in batches of 12; both validations draw the same
+    assert len(whole) == len({line.split()[2] for line in whole}) == 2 * 6 + validated
+    drawn.unlink()
+    for steps in (3, 6):
+        run(script, *words, tmp_path / "b.pt", "--max_steps", steps, processes=2)
+    parts = {line.replace(" 3 ", " 6 ") for line in drawn.read_text().splitlines()}
+    assert parts == whole
+
+
+def test_an_error_of_any_process_is_told(monkeypatch, capsys):
+    """A process whose launcher has not ended it by then says what only it has seen."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="^rank 1 on .*: it is damaged"):
+        module("multigpu/images.py").fail("it is damaged")
+
+
+def test_snapshots_hold_what_can_be_read(attempt, run, table_band, tmp_path):
+    """A NumPy number in the optimizer's state fails at the first save. A frozen mask is saved."""
+    words = ("--max_steps", 4, "--snapshot", tmp_path / "s.pt")
+    script = pasted(table_band.replace("0.9", "np.float64(0.9)"), "singlegpu", tmp_path)
+    status, _, err = attempt(script, *words)
+    assert status == 1 and "cannot save" in err and "Traceback" not in err, err
+    assert not [*tmp_path.glob("s.pt*")]
+    mask = "\n    model.mask = nn.Parameter(torch.tensor(-math.inf), requires_grad=False)"
+    band = table_band.replace("return nn.Sequential(", "model = nn.Sequential(")
+    band = band.replace("nn.Linear(16, 1))", "nn.Linear(16, 1))" + mask + "\n    return model")
+    run(pasted(band, "singlegpu", tmp_path), *words)
+    assert load(tmp_path / "s.pt")["model"]["mask"] == -torch.inf
+
+
+def test_a_large_file_of_ids_is_not_validated_whole(run, tmp_path):
+    """2**18 tokens at most, as of a text."""
+    ids = np.random.default_rng(0).integers(0, 99, 600_000, dtype=np.uint16)
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    gpt = module("singlegpu/gpt.py")
+    args = gpt.argparse.Namespace(dataset=str(tmp_path), seq_len=128, vocab_size=99)
+    train_data, val_data = gpt.read_data(args)
+    assert (len(train_data), len(val_data)) == (599_999 // 128, (2**18 - 1) // 128)
