@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-pause = time.sleep
-if device.type != "cpu":
+device, pause = torch.device("cpu"), time.sleep
+if torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator()
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    pause = torch.emu.sleep  # a kernel: the device pauses, and Python goes on
+    pause = torch.emu.sleep  # a kernel: the device pauses, in simulated time; Python goes on
 dist.init_process_group(dist.get_default_backend_for_device(device))
 
 
@@ -66,22 +66,34 @@ dist.destroy_process_group()
 
 
 def paste(difference, script):
-    """Returns the script with the lines that have a + after the lines that they follow."""
-    lines, at, count = script.splitlines(), 0, 0
+    """Returns the script with the lines that have a +, and their number.
+
+    A line stands after the line that it follows. After "..." it stands before the line that follows.
+    """
+    lines, at, waiting, count = script.splitlines(), 0, None, 0
     for sign, text in re.findall(r"^([+ ])(.*)$", difference, re.M):
-        if sign == "+":
+        count += sign == "+"
+        if text == "...":
+            waiting = []
+        elif sign == "+" and waiting is not None:
+            waiting.append(text)
+        elif sign == "+":
             lines.insert(at, text)
-            at, count = at + 1, count + 1
-        elif text.strip() != "...":
-            at = lines.index(text, at) + 1
+            at += 1
+        else:
+            at = lines.index(text, at)
+            lines[at:at] = waiting or []
+            at, waiting = at + len(waiting or []) + 1, None
     return "\n".join(lines), count
 
 
 @pytest.mark.parametrize("place", ["cpu", "emulator"])
 def test_lines_in_a_script_of_ones_own(request, tmp_path, place):
     """They tell each pause by its phase, and phases sum to the total; nothing is read too early."""
+    env = dict(LOOPBACK)
     if place == "emulator":
         request.getfixturevalue("emulator")
+        env |= {"PYTHONPATH": EMULATED["PYTHONPATH"], "EMU_SIM": "kernel=100,launch=5,comm=1000"}
     [difference] = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
     script, count = paste(difference, TRAIN)
     assert count == 8
@@ -89,9 +101,7 @@ def test_lines_in_a_script_of_ones_own(request, tmp_path, place):
     [source, copy] = re.search(r"^cp (\S+) \S*/(\S+)", README, re.M).groups()
     shutil.copy(ROOT / source, tmp_path / copy)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    env = {name: EMULATED[name] for name in ("PYTHONPATH",) if place == "emulator"}
-    job = Job([sys.executable, *torchrun], tmp_path, **LOOPBACK, **env)
-    status, out, err = job.wait()
+    status, out, err = Job([sys.executable, *torchrun], tmp_path, **env).wait()
     assert status == 0, err
     phases = {}
     for name, *seconds in re.findall(r"^(\w+) .* s .*% +([\d.]+) +([\d.]+)$", out, re.M):
