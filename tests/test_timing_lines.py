@@ -68,7 +68,7 @@ dist.destroy_process_group()
 def paste(difference, script):
     """Returns the script with the lines that have a +, and their number.
 
-    A line stands after the line that it follows. After "..." it stands before the line that follows.
+    A line stands after the line that it follows or, where "..." is above it, before the next one.
     """
     lines, at, waiting, count = script.splitlines(), 0, None, 0
     for sign, text in re.findall(r"^([+ ])(.*)$", difference, re.M):
@@ -118,7 +118,9 @@ def test_rows_of_a_log_in_tensorboard(run, data, tmp_path):
     """README's lines write what rank 0 has measured, at its step."""
     log = tmp_path / "run.jsonl"
     words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--batch_size", 24)
-    run("multigpu/images.py", *words, "--max_steps", 6, "--eval_every", 3, "--log", log, processes=2)
+    run(
+        "multigpu/images.py", *words, "--max_steps", 6, "--eval_every", 3, "--log", log, processes=2
+    )
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     [lines] = [block for block in blocks if "SummaryWriter" in block]
     subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, env=ENVIRONMENT, check=True)
