@@ -14,10 +14,12 @@ from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
 
-TINY = {
+TINY = {  # how a command begins: flags that make it small. The first that fits counts.
     "multigpu/mnist.py": "--synthetic --epochs 1",
+    "images.py --dataset photos": "--image_size 32 --batch_size 6 --epochs 1",
     "images.py": "--model mlp --max_steps 6 --log one.jsonl",
-    "multigpu/gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --dataset report.py",
+    "multigpu/gpt.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --snapshot gpt.pt",
+    "hybrid/gpt_fsdp.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --max_steps 2",
     "quantize/gpt.py": "--rounds 1 --eager --num_samples 8",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
@@ -51,26 +53,52 @@ def test_each_script_has_its_job_file():
         assert subprocess.run(["bash", "-n", path]).returncode == 0, path
 
 
-def test_readme_names_what_exists():
-    names = re.findall(r"\]\(([\w./]+)\)|(?:python|sbatch|bash) ([\w/]+\.\w+)", README)
-    missing = [name for pair in names for name in pair if not (ROOT / name).exists()]
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "slurm/README.md", "tests/README.md"]
+)
+def test_a_page_names_what_exists(page):
+    """Links to files and to sections of the page, and the scripts in commands."""
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([\w./]+)\)", text)
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    commands = re.findall(r"(?:python|sbatch|bash|--) ([a-z]+/\w+\.\w+)", text)
+    missing += [name for name in commands if not (ROOT / name).exists()]
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    missing += set(re.findall(r"\]\(#(.*?)\)", text)) - anchors
     assert not missing
 
 
-def test_readme_commands(tmp_path):
-    """Each line with python or torchrun runs as it stands, but at a tiny size."""
+@pytest.fixture
+def photos(tmp_path):
+    """A folder `photos` of two classes, and pretrained weights where torch.hub keeps them."""
+    for number in range(24):
+        path = tmp_path / ("photos/val", "photos/train")[number % 2] / f"{number % 4 // 2}"
+        path.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(path / f"{number}.png")
+    weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
+
+
+def test_readme_commands(photos, tmp_path):
+    """Each command with python or torchrun runs as it stands, but at a tiny size."""
     for name in (*FOLDERS, "report.py", "predict.py"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "my.txt").write_text((ROOT / "report.py").read_text())
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
     lines = re.findall(r"^((?:python|torchrun) [^#\n]*)", "".join(blocks), re.M)
     assert len(lines) == 8
+    typed = re.findall(r"\| `((?:python|torchrun) [^`]*)` \|$", README, re.M)  # of the first table
+    typed.remove("torchrun --nproc_per_node=4 train.py")  # test_timing_lines.py runs it
+    assert len(typed) == 5
     place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
-    for line in lines:
-        line += "".join(
-            f" {more}" for name, more in TINY.items() if re.search(rf"\b{name} ", line + " ")
-        )
+    for line in [*lines, *typed]:
+        small = (more for name, more in TINY.items() if f"{name} " in f"{line} ")
+        line += " " + next(small, "")
         if line.startswith("python"):
-            [(status, _, err)] = run_all([line.split()[1:]], [{}], tmp_path)
+            env = {"TORCH_HOME": str(tmp_path)}
+            [(status, _, err)] = run_all([line.split()[1:]], [env], tmp_path)
             assert status == 0, (line, err)
             continue
         line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
@@ -126,16 +154,9 @@ def test_readme_table(run, tmp_path):
         assert curve(log)[1, 0] < curve(log)[0, 0]
 
 
-def test_readme_photos(run, tmp_path):
+def test_readme_photos(run, photos, tmp_path):
     """A pretrained network trains on a folder of photographs, and predicts as README says."""
-    for number in range(24):
-        path = tmp_path / ("photos/val", "photos/train")[number % 2] / f"{number % 4 // 2}"
-        path.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30), (number, 0, 0)).save(path / f"{number}.png")
     (tmp_path / "photos/val/.ipynb_checkpoints").mkdir()
-    weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]  # where torch.hub keeps its downloads
-    (tmp_path / "hub/checkpoints").mkdir(parents=True)
-    torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
     words = ("--dataset", "photos", "--model", "resnet18", "--image_size", 32, "--batch_size", 6)
     more = ("--pretrained", "--snapshot", "photos.pt", "--log", tmp_path / "log.jsonl")
     run("multigpu/images.py", *words, *more, processes=2, cwd=tmp_path, TORCH_HOME=str(tmp_path))
