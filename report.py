@@ -127,6 +127,15 @@ def read_logs(paths):
 
 def runs_of(rows, notes):
     """Returns a table of the runs: the last values of their rows, and their times of an epoch."""
+    for (run, _, processes, _), steps in rows.groupby(RUN, sort=False)["steps"].sum().items():
+        if steps / processes < FEW_STEPS:
+            what = f"run {run} on {processes} process(es)"
+            notes.append(f"{what} has only {steps / processes:.0f} step(s) after its warmup")
+    sums = rows.groupby(RUN)[["steps", *PHASES]].transform("sum")
+    rows = rows[(sums["steps"] > 0) & (sums[PHASES].sum(axis=1) > 1e-9)]
+    if rows.empty:
+        sys.exit("no runs to report: " + "; ".join(notes))
+
     of_run = rows.groupby(RUN, sort=False)
     of_rank = rows.groupby([*RUN, "rank"], sort=False)
     steps = of_rank["steps"].sum()
@@ -143,7 +152,7 @@ def runs_of(rows, notes):
     sends = (runs.index.get_level_values("processes") > 1) & (totals.min() > 0)
     runs["sending"] = totals.min().where(sends)
     runs["waiting"] = (totals.mean() - totals.min()).where(sends)
-    last = totals.idxmin().dropna()
+    last = totals.idxmin()
     runs["late rank"] = last.str[-1].map("{:.0f}".format).where(sends, "-")
     runs["late host"] = of_rank["host"].last().reindex(last).set_axis(last.index).where(sends, "-")
     columns = [*times, "sending", "waiting"]
@@ -151,13 +160,6 @@ def runs_of(rows, notes):
 
     runs = runs.reset_index()
     runs["seconds"] = runs[PHASES].sum(axis=1)
-    for run in runs[runs["steps"] < FEW_STEPS].itertuples():
-        what = f"run {run.run} on {run.processes} process(es)"
-        notes.append(f"{what} has only {run.steps} step(s) after its warmup")
-    runs = runs[(runs["steps"] > 0) & (runs["seconds"] > 1e-9)].copy()
-    if runs.empty:
-        sys.exit("no runs to report: " + "; ".join(notes))
-
     runs["local batch"] = runs["batch_size"] / runs["processes"]
     runs["samples/s"] = runs["batch_size"] * runs["steps_per_epoch"] / runs["seconds"]
     devices = runs["processes"] * runs["stages"].str.len()
