@@ -5,7 +5,6 @@ import json
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 from conftest import ROOT
 from test_report import rows_of, run_report, tables, write  # it puts the root on sys.path
@@ -42,15 +41,8 @@ def test_prediction_by_hand(tmp_path):
     comm = max(0.4 * (1 << 20) / 4e6 + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup"]) == pytest.approx(4 * 0.9 / (0.9 + comm), rel=0.004)
     assert "It pays up to 2 processes: 4 are 1.32 times as fast as 2, less than 1.50." in text
-    assert "a step gets shorter up to 4 process(es)." in text
-    assert "keep 80% efficiency up to 8." in text
+    assert "efficiency is 80% or more up to 8." in text
     assert "Not to be trusted: CPU processes of one node share its cores and memory" in text
-    assert "TFLOP/s" not in text
-    slow.write_text(json.dumps(json.loads(slow.read_text()) | {"matmul_tflops": {"fp32": 0.5}}))
-    gpt = {"script": "singlegpu/gpt.py", "d_model": 50, "num_layers": 2, "seq_len": 500}
-    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, **gpt))
-    share = "reaches 0.235 TFLOP/s: 47% of a large matmul's 0.5 (fp32)."
-    assert share in run_predict(log, slow).stdout
 
 
 def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
@@ -99,7 +91,7 @@ def test_prediction_of_nccl_and_of_several_links(tmp_path):
     text, strong, _, *_ = predicted(log, more, link(two, 2, 0.02, 1e15, 1, 2))
     assert [row["link"] for row in strong[:3]] == ["measured", "measured", "from 4"]
     assert float(strong[1]["ms a step"]) > 1000 > float(strong[0]["ms a step"])
-    assert "up to 2 process(es)" in text and "Not to be trusted" not in text
+    assert "pays up to 2 processes: " in text and "Not to be trusted" not in text
 
 
 def test_time_to_the_same_loss(tmp_path):
@@ -181,17 +173,14 @@ def test_what_helps(tmp_path):
         slow_data, link(tmp_path / "f", 2, 0, 1e12, nodes=2), "--out", tmp_path / "o"
     )
     assert "The most helps: no time in data, " in told.stdout
-    assert {path.name for path in (tmp_path / "o").iterdir()} == {
-        "run_b_speedup.png",
-        "run_b_phases.png",
-        "predicted.csv",
-    }
+    assert {path.name for path in (tmp_path / "o").iterdir()} == {"predicted.png", "predicted.csv"}
 
 
 @pytest.mark.parametrize("script", ("singlegpu/gpt.py", "multigpu/gpt.py", "hybrid/gpt_fsdp.py"))
 def test_the_job_file_exists(script):
-    """Whatever script wrote the log of one process."""
-    strong = pd.DataFrame([{"processes": 6, "nodes": 2, "hours": 1.0}])
-    [line] = predict.sbatch_lines(strong, {"script": script, "device": "CPU"})
-    assert "--nodes=2" in line and "--ntasks-per-node=3 --time=1:12:00" in line
+    """Whatever script wrote the log of one process. Without GPUs, none are asked for."""
+    row = {"processes": 6, "nodes": 2, "hours": 1.0}
+    line = predict.sbatch_line(row, {"script": script, "device": "CPU", "threads": 4})
+    words = ["sbatch", "--nodes=2", "--cpus-per-task=4", "--ntasks-per-node=3", "--time=1:12:00"]
+    assert line.split()[:-1] == words
     assert (ROOT / line.split()[-1]).exists()
