@@ -443,9 +443,11 @@ def draw(strong, measured, title, path):
     if len(measured):
         x, y = measured["processes"], measured["speedup"]
         axes.plot(x, y, "s", color="#D55E00", label="measured")
-    axes.set(xscale="log", yscale="log", xlabel="processes", ylabel="speedup")
-    axes.set_xticks(strong["processes"], strong["processes"])
-    axes.minorticks_off()
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="processes", ylabel="speedup")
     save(figure, f"{pays_up_to(strong)[1].split(':')[0].rstrip('.')}\n{title}", path)
 
 

@@ -291,10 +291,11 @@ def draw_speedup(group, path):
 def draw_losses(group, rows, path):
     """Draws the loss over steps and over seconds: of training as lines, of validations as dots."""
     figure, both = plt.subplots(1, 2, sharey=True)
-    for colour, (_, run) in zip(itertools.cycle(COLOURS.values()), rows.groupby(RUN)):
+    colours = plt.colormaps["viridis"](np.linspace(0, 0.85, len(group)))
+    for colour, (_, run) in zip(colours, rows.groupby(RUN)):
         curve = run.groupby("step")[["seconds", "train_loss", "val_loss"]].mean()
         for axes, x in zip(both, (curve.index, curve["seconds"].cumsum())):
-            axes.plot(x, curve["train_loss"], color=colour)
+            axes.plot(x, curve["train_loss"], ".-", color=colour)
             axes.plot(x, curve["val_loss"], "o", color=colour)
         axes.plot([], [], color=colour, label=run["processes"].iloc[0])
     both[0].set(xlabel="optimizer steps", ylabel="loss")
@@ -312,7 +313,7 @@ def draw_models(groups, path):
         speedups[name] = group.groupby("processes")["speedup"].max()
     speedups = pd.DataFrame(speedups).T
     figure, axes = plt.subplots(figsize=(max(6.4, 1.7 * len(speedups)), 4))
-    speedups.plot.bar(ax=axes, rot=0, legend=False, color=[*COLOURS.values()], fontsize=9)
+    speedups.plot.bar(ax=axes, rot=0, legend=False, colormap="viridis", fontsize=9)
     axes.set(ylabel="speedup")
     best = speedups.max(axis=1).idxmax().replace("\n", ", ")
     save(figure, f"More processes help {best} most", path, title="processes")
@@ -348,11 +349,12 @@ def draw_trace(trace, path):
     waits = waits.groupby(sent["pid"]).sum()
     sentence = "Nobody waits"
     if waits.max() > 0:
-        sentence = f"The others wait up to {waits.max():.3g} ms for rank {waits.idxmin()}"
+        wait = f"waits {waits.max():.3g} ms in all-reduces"
+        sentence = f"Rank {waits.idxmax()} {wait} for rank {waits.idxmin()}"
     spans = phases["dur"].groupby(names, sort=False).sum()
     if "bubble" in spans:  # stages wait for each other, whoever is late
         sentence = f"{spans['bubble'] / spans.sum():.0%} of this step is bubble"
-    figure.suptitle(sentence)
+    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
     marks = [
         Patch(color=colour, label=name.replace("comm", "comm (exposed)"))
         for name, colour in dict(zip(names, colours)).items()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from test_report import rows_of, run_report, tables, write  # it puts the root on sys.path
+from test_slurm import cluster, site  # noqa: F401
 from test_training import arguments_of
 import predict
 
@@ -184,3 +185,18 @@ def test_the_job_file_exists(script):
     words = ["sbatch", "--nodes=2", "--cpus-per-task=4", "--ntasks-per-node=3", "--time=1:12:00"]
     assert line.split()[:-1] == words
     assert (ROOT / line.split()[-1]).exists()
+
+
+def test_slurm_takes_the_lines(tmp_path, site):
+    """Those of a log of CPU processes, and those of a log of GPUs."""
+    for device, needs in ("CPU", "--cpus-per-task=4"), ("H100", "--gpus-per-node=2"):
+        log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device=device))
+        inside = link(tmp_path / "i", 2, device=device)
+        between = link(tmp_path / "b", 2, nodes=2, device=device)
+        words = ("--gpus_per_node", 2, "--processes", 2, 4)
+        told = run_predict(log, inside, between, *words).stdout
+        lines = [line.split() for line in told.splitlines() if line.startswith("sbatch ")]
+        assert needs in lines[1] and "--gpus-per-node=0" not in told
+        assert [words[1] for words in lines] == ["--nodes=1", "--nodes=1", "--nodes=2"]
+        for words in lines:
+            site.command("sbatch", "--test-only", *words[1:])

@@ -258,7 +258,7 @@ def test_a_trace_is_drawn(tmp_path):
     trace = tmp_path / "step.json"
     trace.write_text(json.dumps({"traceEvents": events}))
     figure = report.draw_trace(trace, tmp_path / "step.png")
-    assert figure.get_suptitle() == "The others wait up to 60 ms for rank 1"
+    assert figure.get_suptitle() == "Rank 0 waits 60 ms in all-reduces for rank 1"
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     phases = ["data", "forward", "backward", "comm (exposed)", "optimizer"]
     assert words == [*phases, "all-reduce", "waiting"]
