@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 from conftest import ROOT
+from PIL import Image
 from test_report import rows_of, run_report, tables, write  # it puts the root on sys.path
-from test_slurm import cluster, site  # noqa: F401
+from test_slurm import cluster, site  # noqa: F401 - fixtures
 from test_training import arguments_of
 import predict
 
@@ -187,8 +188,9 @@ def test_the_job_file_exists(script):
     assert (ROOT / line.split()[-1]).exists()
 
 
-def test_slurm_takes_the_lines(tmp_path, site):
+def test_slurm_takes_the_lines(tmp_path, request):
     """Those of a log of CPU processes, and those of a log of GPUs."""
+    site = request.getfixturevalue("site")
     for device, needs in ("CPU", "--cpus-per-task=4"), ("H100", "--gpus-per-node=2"):
         log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device=device))
         inside = link(tmp_path / "i", 2, device=device)
@@ -200,3 +202,18 @@ def test_slurm_takes_the_lines(tmp_path, site):
         assert [words[1] for words in lines] == ["--nodes=1", "--nodes=1", "--nodes=2"]
         for words in lines:
             site.command("sbatch", "--test-only", *words[1:])
+
+
+def test_pictures_are_made_of_their_files(tmp_path):
+    """The four of README, drawn again. Another version of matplotlib may place a letter apart."""
+    pictures = ROOT / "pictures"
+    drawn = [pictures / name for name in ("step.json", "pipeline.json", "processes.jsonl")]
+    assert run_report(*drawn, "--out", tmp_path).returncode == 0
+    nodes = (pictures / "nodes.jsonl", pictures / "link.json", "--processes", 2, 4, 8)
+    assert run_predict(*nodes, "--out", tmp_path).returncode == 0
+    kept = sorted(pictures.glob("*.png"))
+    assert [path.stem for path in kept] == ["phases", "pipeline", "predicted", "step"]
+    for path in kept:
+        old, new = (np.array(Image.open(p).convert("L"), int) for p in (path, tmp_path / path.name))
+        assert old.shape == new.shape and old.shape[1] == 800 and path.stat().st_size <= 60_000
+        assert abs(old - new).mean() < 3, path
