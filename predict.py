@@ -459,7 +459,7 @@ def parse_args():
     add("--gpus_per_node", type=int, default=0, help="of nodes with several; 0: see above")
     add("--noise", metavar="NOISE.json", help="file of noise_scale.py: time to the same loss")
     add("--steps", type=int, default=0, help="of the whole training; 0: --epochs of the log")
-    add("--out", type=Path, metavar="FOLDER", help="write pictures and predicted.csv there")
+    add("--out", type=Path, metavar="FOLDER", help="draw the predictions there")
     args = parser.parse_args()
     args.links = read_links([path for path in args.files if path.suffix == ".json"])
     args.logs = [path for path in args.files if path.suffix != ".json"]
@@ -477,7 +477,7 @@ def parse_args():
 
 
 def report_on(run, alike, runs, number, args):
-    """Prints the prediction from a run of one process. Returns its tables."""
+    """Prints the prediction from a run of one process, and draws it."""
     step = step_of(run, alike, args.links, args.gpus_per_node)
     counts = args.processes or default_counts(args.gpus_per_node)
     num_steps = args.steps or int(float(run.get("epochs") or 1) * run["steps_per_epoch"])
@@ -504,10 +504,6 @@ def report_on(run, alike, runs, number, args):
         measured = measured.assign(speedup=measured["samples/s"] / run["samples/s"])
         end = ".png" if number == 1 else f"_{number}.png"
         draw(strong, measured, title, args.out / f"predicted{end}")
-    return [
-        strong.assign(run=run["run"], scaling="strong"),
-        weak.assign(run=run["run"], scaling="weak"),
-    ]
 
 
 def main():
@@ -523,12 +519,10 @@ def main():
     singles = singles.drop_duplicates(["same", *LAUNCH, "batch_size"], keep="last")
     if singles.empty:
         sys.exit("there is no log of a run of one process that holds the whole model")
-    found = []
+    number = itertools.count(1)
     for _, alike in singles.groupby(["same", *LAUNCH], sort=False):
         for run in alike.to_dict("records"):
-            found += report_on(run, alike, runs, len(found) // 2 + 1, args)
-    if args.out:
-        pd.concat(found).to_csv(args.out / "predicted.csv", index=False)
+            report_on(run, alike, runs, next(number), args)
 
 
 if __name__ == "__main__":

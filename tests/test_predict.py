@@ -175,7 +175,7 @@ def test_what_helps(tmp_path):
         slow_data, link(tmp_path / "f", 2, 0, 1e12, nodes=2), "--out", tmp_path / "o"
     )
     assert "The most helps: no time in data, " in told.stdout
-    assert {path.name for path in (tmp_path / "o").iterdir()} == {"predicted.png", "predicted.csv"}
+    assert {path.name for path in (tmp_path / "o").iterdir()} == {"predicted.png"}
 
 
 @pytest.mark.parametrize("script", ("singlegpu/gpt.py", "multigpu/gpt.py", "hybrid/gpt_fsdp.py"))
@@ -190,7 +190,7 @@ def test_the_job_file_exists(script):
 
 def test_slurm_takes_the_lines(tmp_path, request):
     """Those of a log of CPU processes, and those of a log of GPUs."""
-    site = request.getfixturevalue("site")
+    slurm = request.getfixturevalue("site")
     for device, needs in ("CPU", "--cpus-per-task=4"), ("H100", "--gpus-per-node=2"):
         log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device=device))
         inside = link(tmp_path / "i", 2, device=device)
@@ -201,7 +201,7 @@ def test_slurm_takes_the_lines(tmp_path, request):
         assert needs in lines[1] and "--gpus-per-node=0" not in told
         assert [words[1] for words in lines] == ["--nodes=1", "--nodes=1", "--nodes=2"]
         for words in lines:
-            site.command("sbatch", "--test-only", *words[1:])
+            slurm.command("sbatch", "--test-only", *words[1:])
 
 
 def test_pictures_are_made_of_their_files(tmp_path):

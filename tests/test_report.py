@@ -236,6 +236,8 @@ def test_damaged_rows_are_left_out(tmp_path):
     older = [{"epoch": 0, "run": "older"}] * 3
     told = run_report(write(tmp_path / "old.jsonl", older, rows_of("a", 1, [9]))).stdout
     assert told.count("note: ") == 1 and "3 damaged or old row(s) left out" in told
+    missing = run_report(tmp_path / "missing.jsonl")
+    assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
 
 
 def test_a_trace_is_drawn(tmp_path):
