@@ -65,12 +65,12 @@ def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
 def test_prediction_over_nodes(tmp_path):
     """Inside a node the fast link counts, over nodes the slow one."""
     log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1))
-    links = link(tmp_path / "i", 4, 3e-6, 200e6), link(tmp_path / "b", 2, 50e-6, 100e6, 0.5, 2)
+    links = link(tmp_path / "i", 4, 3e-3, 200e6), link(tmp_path / "b", 2, 50e-6, 100e6, 0.5, 2)
     _, one, *_ = predicted(log, links[0])
     _, two, *_ = predicted(log, *links, "--gpus_per_node", 4)
     assert one[:2] == two[:2]
-    comm_total = 2 * (1e-6 * 6 + 50e-6) + 4e6 * 2 * 7 / 8 / 100e6
-    beside = 1e-6 * 6 + 50e-6 + (1 << 20) * 2 * 7 / 8 / 100e6  # seconds of half the speed
+    comm_total = 2 * (1e-3 * 6 + 50e-6) + 4e6 * 2 * 7 / 8 / 100e6
+    beside = 1e-3 * 6 + 50e-6 + (1 << 20) * 2 * 7 / 8 / 100e6  # seconds of half the speed
     compute = 0.7 / 8 + 0.1 + 0.5 * beside
     assert float(two[2]["R"]) == pytest.approx(compute / comm_total, rel=0.004)
 
