@@ -253,8 +253,8 @@ def network_of(processes, step):
     network = {"nodes": nodes, "latency": 0.0, "bandwidth": math.inf, "compute_rate": 1.0}
     for members, member_nodes, links in levels:
         if members > 1:
-            link = [link for link in links if link["processes"] <= members][-1:] or links
-            link = link[0]
+            smaller = [link for link in links if link["processes"] <= members]
+            link = smaller[-1] if smaller else links[0]
             hops = hops_of(members, member_nodes, link["device"])
             if member_nodes < nodes and link["device"] == "CPU":
                 hops *= nodes  # the ring of gloo passes through all nodes
@@ -422,12 +422,12 @@ def doubts_of(run, runs, strong, step):
     """Returns why the prediction from this run is not to be trusted, if it is not."""
     short = strong["processes"][strong["ms a step"] < 10]
     uneven = [str(n) for n in strong["processes"] if step["batch"] % n]
-    first = step["links"][0]
-    is_one_node = run["device"] == "CPU" and first["nodes"] == 1
+    others = {link["device"] for link in step["links"]} - {run["device"]}
+    is_one_node = run["device"] == "CPU" and step["links"][0]["nodes"] == 1
     doubts = [
         (run["steps"] < FEW_STEPS, f"only {run['steps']:.0f} step(s) after the warmup were timed"),
         (len(short), f"steps are shorter than 10 ms from {short.min()} process(es) on"),
-        (first["device"] != run["device"], f"{run['device']} is not {first['device']} of the link"),
+        (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
         (is_one_node, "CPU processes of one node share its cores and memory"),
         (runs["waits"].any(), "in the logs processes wait for a late one, which is not predicted"),
         (uneven, f"{step['batch']} is no multiple of {', '.join(uneven)}: that is rounded"),

@@ -121,7 +121,10 @@ class Network:
         return self.links[mbit, slow]
 
     def train(self, model, batch, seconds, spaces, each=1, late=0.0, more=()):
-        """Returns what report.py knows of a training with steps of `seconds`, and its `row`."""
+        """Returns what report.py knows of a training with steps of so many seconds.
+
+        Its `table` is what predict.py knows of it.
+        """
         size, forward, backward, optimizer, sizes, shares = MODELS[model]
         words = ["--forward", forward / size, "--backward", backward / size]
         words += ["--optimizer", optimizer, "--bytes", *sizes, "--shares", *shares]
