@@ -210,9 +210,10 @@ def predict(options):
             batch = processes * row["local batch"]
             run = network.train(case.model, batch, row["ms a step"] / 1000, *where)
             speedup = run["samples/s"] / single["samples/s"]
-            errors.append(row["speedup"] / speedup - 1)
+            error = row["speedup"] / speedup - 1
+            errors += [error] * (not case.is_late)  # of which the prediction cannot know
             late_rank = run["late rank"] if run["waiting"] > 0.1 * run["sending"] else "-"
-            found = (f"{row['speedup']:.2f}", f"{speedup:.2f}", f"{errors[-1]:+.1%}")
+            found = (f"{row['speedup']:.2f}", f"{speedup:.2f}", f"{error:+.1%}")
             print_row(case.name(), case.mbit, case.nodes, *found, f"{run['R']:.2f}", late_rank)
     print_errors(errors)
 
