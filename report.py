@@ -1,8 +1,8 @@
 """Compare training runs by their logs, and draw them.
 
-    python report.py runs/                            # logs in a folder, written with --log
-    python report.py runs/ --out report               # also writes report.md, CSVs and pictures
-    python report.py trace.json --out report          # draws a file of --trace
+    python report.py runs/                       # a folder of logs, which --log has written
+    python report.py runs/ --out report          # also writes report.md, measured.csv and pictures
+    python report.py trace.json --out report     # draws a file of --trace
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
 however they are launched: in stages, in shards, in micro-batches. Strong scaling keeps the global
@@ -23,262 +23,178 @@ a run was, how often it was resumed or validated. - is what is not known.
     waiting       mean seconds of communication over all processes, minus sending
     late rank     the process that comes last, on the node late host
     R             compute / sending, where compute is forward, backward and optimizer
-    skew          seconds of compute in the slowest process, minus those in the fastest
     warmup        seconds of the first three steps after each start of the run, in all
     eval, save    seconds of one validation, and of one snapshot
     peak_MB       memory of the process that has held the most
     val_ppl       perplexity: exp(val_loss)
 
-More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times. Amdahl's
-serial fraction f, 1 / speedup = f + (1 - f) / N, is a least-squares fit (Karp and Flatt 1990).
+More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times.
 """
 
 import argparse
 import itertools
 import json
 import math
-import re
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
 RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
-# Compared runs have these in common, and the settings of their rows but batch size and seed.
-SAME = ["script", "device", "parameters", "compile"]
-TITLE = ["script", "model", "dataset", "precision"]
+TITLE = ["model", "dataset", "precision"]
 # The flags of a launch. They say how a model and a batch are split, and change no loss.
-LAUNCH = (
-    "num_stages shard_size grad_accum_steps num_microbatches schedule checkpoint_activations"
-).split()
-MAY_DIFFER = ["batch_size", "seed", "comm_hook", *LAUNCH]
+LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
+LAUNCH += ["checkpoint_activations"]
 COMPUTE = ["forward", "backward", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
-TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]  # of a row
 FEW_STEPS = 10  # fewer are a doubt
 
-# What a row must hold, what stands for what some scripts lack, and what is taken from the last row.
-WORDS = ["run", "script", "host", "device"]
+# What a row must hold, and what stands for what some scripts lack.
+WORDS = ["run", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_per_epoch"]
-NUMBERS = [*COUNTS, *TIMES, "rank", "step", "peak_MB"]
-DEFAULTS = {"bubble": 0.0, "comm": 0.0, "comm_total": 0.0, "comm_hook": "none"}
-OF_A_RUN = [
-    "settings",
-    "same",
-    "task",
-    *WORDS,
-    *COUNTS,
-    "comm_hook",
-    "compile",
-    *LAUNCH,
-    "stages",
-    "buckets",
-]
-MEASURED = re.compile("train_|val_|(d_model|num_layers|seq_len)$")  # numbers, or missing
+TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]
+NUMBERS = [*TIMES, "rank", "step", "peak_MB"]
+MEASURED = "^(train_|val_|d_model$|num_layers$|seq_len$)"  # numbers, or missing
+DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "buckets": None}
+DEFAULTS |= dict.fromkeys(["compile", *LAUNCH], "-") | {"stages": [1]}  # hybrid/images.py has more
+DEFAULTS |= dict.fromkeys("train_loss val_loss d_model num_layers seq_len".split(), math.nan)
 
-RATIOS = ["speedup", "efficiency"]
-SPEED = ["processes", "nodes", "batch_size", "steps", "seconds", "samples/s", *RATIOS]
+SPEED = "processes nodes batch_size steps seconds samples/s speedup efficiency".split()
 SPEED += ["device-hours", "split"]
 COMMUNICATION = ["processes", "comm %", "hidden %", "R", "sending", "waiting"]
-COMMUNICATION += ["late rank", "late host", "skew"]
-ALONE = [*TITLE, "processes", "batch_size", "steps", "seconds", "samples/s", "device-hours"]
+COMMUNICATION += ["late rank", "late host"]
 BESIDE = ["processes", "warmup", "eval", "save", "peak_MB", "tokens/s", "TFLOP/s"]
-APPLICATION = ["nodes", "processes", "seconds", *RATIOS, "device-hours", "peak_MB", "eval", "save"]
+ALONE = ["task", *SPEED[:6], "device-hours"]
 
 # Colours that colour-blind people can tell apart (Okabe and Ito 2008), the same in all pictures.
 COLOURS = {"data": "#E69F00", "forward": "#56B4E9", "backward": "#0072B2", "bubble": "#BBBBBB"}
 COLOURS |= {"comm": "#D55E00", "optimizer": "#009E73"}
-STYLE = {
-    "figure.figsize": (8, 4.5),
-    "figure.dpi": 100,
-    "figure.constrained_layout.use": True,
-    "font.size": 13,
-    "axes.titlesize": 12,
-    "figure.titlesize": 12,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "lines.linewidth": 2,
-    "lines.markersize": 8,
-}
+STYLE = {"figure.figsize": (6.4, 3.6), "figure.dpi": 125, "figure.constrained_layout.use": True}
+STYLE |= {"font.size": 12, "figure.titlesize": 12, "legend.frameon": False}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.8}
 
 
 def read_row(line):
-    """Returns the row in this line, or None if it is damaged. A torn row may stand before it."""
-    for start in re.finditer('{"', line):
-        try:
-            row, end = json.JSONDecoder().raw_decode(line, start.start())
-        except (ValueError, RecursionError):
-            continue
-        if end == len(line):
-            return valid(DEFAULTS | row)
-
-
-def valid(row):
-    """Returns the row, or None if it lacks what every row must have."""
-    if not all(isinstance(row.get(name), str) for name in WORDS):
+    """Returns the row in this line with what titles and comparisons need, or None if damaged."""
+    try:
+        row = DEFAULTS | json.loads(line)
+        row |= {name: str(row[name]) for name in WORDS}
+        row |= {name: int(row[name]) for name in COUNTS}
+        row |= {name: float(row[name]) for name in NUMBERS}
+        same = {name: str(value) for name, value in row["settings"].items()}
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
-    for name in NUMBERS:
-        lowest = 1 if name in COUNTS else 0
-        if not isinstance(row.get(name), int | float) or not lowest <= row[name] < 1e12:
-            return None
-    return row if isinstance(row.get("settings"), dict) else None
+    if not all(0 <= row[name] < 1e12 for name in [*COUNTS, *NUMBERS]):
+        return None
+    if min(row[name] for name in COUNTS) < 1:
+        return None
+    script = Path(row["script"]).name.replace("_fsdp", "").replace("_pipeline", "")
+    row["task"] = ", ".join([script, *(same[name] for name in TITLE if name in same)])
+    # Compared runs have all this in common.
+    same |= {name: str(row[name]) for name in ("device", "parameters", "compile")}
+    same["script"] = script
+    may_differ = {"batch_size", "seed", "comm_hook", *LAUNCH}
+    row["same"] = tuple(sorted((name, same[name]) for name in same.keys() - may_differ))
+    return row
 
 
 def read_logs(paths):
-    """Returns the complete rows of all logs, and notes on what was left out."""
-    files = []
-    for path in paths:
-        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    """Returns a table of the rows of all logs, and notes on what was left out."""
     rows = []
     notes = []
-    for file in files:
-        try:
-            lines = file.read_text(errors="replace").splitlines()
-        except OSError as error:
-            notes.append(f"{file}: {error}")
-            continue
-        found = list(filter(None, map(read_row, lines)))
-        rows += found
-        if len(found) < len(lines):
-            notes.append(f"{file}: {len(lines) - len(found)} damaged or old row(s) left out")
-        elif not lines:
-            notes.append(f"{file}: no rows")
+    for path in paths:
+        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+            try:
+                lines = file.read_text(errors="replace").splitlines()
+            except OSError as error:
+                sys.exit(f"cannot read {file}: {error}")
+            found = [row for row in map(read_row, lines) if row]
+            rows += found
+            if len(found) < len(lines) or not lines:
+                damaged = len(lines) - len(found)
+                notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
     if not rows:
         sys.exit("no rows to report: " + "; ".join(notes))
-    for row in rows:
-        row |= {"same": identity(row), "task": task_of(row)}
-    rows = pd.DataFrame(rows, dtype=object)  # object: whole numbers stay whole
-    for name in rows:
-        if name in NUMBERS or MEASURED.match(name):
-            rows[name] = pd.to_numeric(rows[name], errors="coerce").astype(float)
+    rows = pd.DataFrame(rows).sort_values("step", kind="stable")
+    for name in rows.filter(regex=MEASURED):
+        rows[name] = pd.to_numeric(rows[name], errors="coerce").astype(float)
     return rows, notes
 
 
-def identity(row):
-    """Returns what compared runs have in common, as sorted pairs of texts."""
-    same = row["settings"] | {name: row.get(name, "-") for name in SAME}
-    same["script"] = script_of(row)
-    return tuple(sorted((name, str(same[name])) for name in {*same} - {*MAY_DIFFER}))
-
-
-def script_of(row):
-    """Returns the name of the task's script: gpt.py for gpt_fsdp.py, too."""
-    return row["script"].split("/")[-1].replace("_fsdp", "").replace("_pipeline", "")
-
-
-def task_of(row):
-    """Returns what titles call a run."""
-    words = [script_of(row), *(str(row["settings"].get(name, "-")) for name in TITLE[1:])]
-    return ", ".join(word for word in words if word != "-")
-
-
 def runs_of(rows, notes):
-    """Returns a summary of each run."""
-    # A run that was stopped and the one that resumes it can both log a row of the same step.
-    repeat = rows.groupby([*RUN, "step", "rank"]).cumcount()
-    rows = rows.assign(repeat=repeat).sort_values(["step", "repeat"], kind="stable")
-    logged = rows.groupby([*RUN, "step", "repeat"])["rank"].transform("count")
-    complete = logged == rows["processes"]
-    if not complete.all():
-        notes.append(f"{(~complete).sum()} row(s) left out: not all processes logged their step")
-    summaries = []
-    for (name, _, processes, _), run in rows[complete].groupby(RUN, sort=False):
-        num_steps = run["steps"].sum() / processes
-        what = f"run {name} on {processes:.0f} process(es)"
-        if min(num_steps, run[PHASES].sum().sum()) < 1e-9:
-            notes.append(f"{what} left out: no step after its warmup")
-            continue
-        if num_steps < FEW_STEPS:
-            notes.append(f"{what}: its times are of only {num_steps:.0f} step(s) after its warmup")
-        summaries.append(summary_of(run))
-    if not summaries:
+    """Returns a table of the runs: the last values of their rows, and their times of an epoch."""
+    for (run, _, processes, _), steps in rows.groupby(RUN, sort=False)["steps"].sum().items():
+        if steps / processes < FEW_STEPS:
+            what = f"run {run} on {processes} process(es)"
+            notes.append(f"{what} has only {steps / processes:.0f} step(s) after its warmup")
+    sums = rows.groupby(RUN)[["steps", *PHASES]].transform("sum")
+    rows = rows[(sums["steps"] > 0) & (sums[PHASES].sum(axis=1) > 1e-9)]
+    if rows.empty:
         sys.exit("no runs to report: " + "; ".join(notes))
-    return summaries
 
+    of_run = rows.groupby(RUN, sort=False)
+    of_rank = rows.groupby([*RUN, "rank"], sort=False)
+    steps = of_rank["steps"].sum()
+    times = of_rank[[*PHASES, "comm_total"]].sum().div(steps, axis=0)
+    totals = times["comm_total"].groupby(RUN, sort=False)
 
-def summary_of(run):
-    """Returns a dict of the run's settings and of its times: those of an epoch."""
-    names = [name for name in run if name in OF_A_RUN or MEASURED.match(name)]
-    known = {name: column.dropna() for name, column in run[names].items()}
-    summary = {name: column.iloc[-1] for name, column in known.items() if len(column)}
-    settings = summary["settings"]
-    summary |= {name: str(settings.get(name, "-")) for name in TITLE[1:]}
-    summary["script"] = script_of(summary)
-    summary |= {name: int(summary[name]) for name in COUNTS}
-    summary |= {name: str(summary.get(name, "-")) for name in ("comm_hook", "compile", *LAUNCH)}
-    summary["local batch"] = summary["batch_size"] / summary["processes"]
-    summary["split"] = "-"  # the whole model is in each process
-    for name, parts in ("num_stages", "stages"), ("shard_size", "shards"):
-        if summary[name] != "-":
-            summary["split"] = f"{summary[name]} {parts}"
+    runs = of_run.last()
+    runs["peak_MB"] = of_run["peak_MB"].max()
+    runs["warmup"] = of_rank["warmup"].sum().groupby(RUN).mean()
+    runs["eval"] = of_run["eval"].sum() / of_run["val_loss"].count()
+    runs["save"] = of_run["save"].mean()  # each row comes after a save
+    runs["steps"] = steps.groupby(RUN).mean().round().astype(int)
+    runs[times.columns] = times.groupby(RUN).mean()
+    sends = (runs.index.get_level_values("processes") > 1) & (totals.min() > 0)
+    runs["sending"] = totals.min().where(sends)
+    runs["waiting"] = (totals.mean() - totals.min()).where(sends)
+    last = totals.idxmin()
+    runs["late rank"] = last.str[-1].map("{:.0f}".format).where(sends, "-")
+    runs["late host"] = of_rank["host"].last().reindex(last).set_axis(last.index).where(sends, "-")
+    columns = [*times, "sending", "waiting"]
+    runs[columns] = runs[columns].mul(runs["steps_per_epoch"], axis=0)
 
-    sums = run.groupby("rank")[TIMES].sum()
-    epochs = sums * summary["steps_per_epoch"] / sums["steps"].mean()
-    summary |= epochs[[*PHASES, "comm_total"]].mean().to_dict()
-    summary["steps"] = round(sums["steps"].mean())
-    summary["seconds"] = epochs[PHASES].sum(axis=1).mean()
-    summary["samples/s"] = summary["batch_size"] * summary["steps_per_epoch"] / summary["seconds"]
-    summary["warmup"] = sums["warmup"].mean()
-    summary["eval"] = math.nan
-    if len(known.get("val_loss", [])):
-        summary["eval"] = sums["eval"].sum() / len(known["val_loss"])
-    summary["save"] = sums["save"].sum() / len(run)  # each row comes after a save
-    # hybrid/images.py has a device for each of its stages.
-    stages = summary.get("stages")
-    devices = summary["processes"] * (len(stages) if isinstance(stages, list) else 1)
-    summary["device-hours"] = devices * summary["seconds"] / 3600
-    summary["comm %"] = 100 * summary["comm"] / summary["seconds"]
-    summary["peak_MB"] = run["peak_MB"].max()
-    totals = epochs["comm_total"]
-    if summary["processes"] > 1 and totals.min() > 0:
-        summary["sending"] = totals.min()
-        summary["waiting"] = totals.mean() - totals.min()
-        summary["late rank"] = f"{totals.idxmin():.0f}"
-        summary["late host"] = run[run["rank"] == totals.idxmin()]["host"].iloc[-1]
-        if summary["device"] == "CPU" or summary["shard_size"] == "-":  # FSDP on GPUs cannot tell
-            summary["hidden %"] = max(0.0, 100 - 100 * summary["comm"] / summary["comm_total"])
-        compute = epochs[COMPUTE].sum(axis=1)
-        summary["R"] = compute.mean() / summary["sending"]
-        summary["skew"] = compute.max() - compute.min()
-
-    if summary["script"] in ("gpt.py", "translation.py") and "val_loss" in summary:
-        summary["val_ppl"] = math.exp(min(summary["val_loss"], 100))
-    if summary["script"] == "gpt.py" and {"d_model", "num_layers", "seq_len"} <= summary.keys():
-        # FLOP of a token: Chowdhery et al. 2022, "PaLM", appendix B.
-        attention = 12 * summary["num_layers"] * summary["d_model"] * summary["seq_len"]
-        summary["tokens/s"] = summary["samples/s"] * summary["seq_len"]
-        flops = (6 * summary["parameters"] + attention) * summary["tokens/s"]
-        summary["TFLOP/s"] = flops / devices / 1e12
-    metrics = [name for name in summary if name.startswith("val_") and name != "val_loss"]
-    summary["metric"] = [*metrics, "val_loss"][0]
-    losses = run.reindex(columns=["step", "repeat", "seconds", "train_loss", "val_loss"])
-    curve = losses.groupby(["step", "repeat"]).mean().reset_index()
-    summary["curve"] = curve.assign(seconds=curve["seconds"].cumsum())
-    return summary
+    runs = runs.reset_index()
+    runs["seconds"] = runs[PHASES].sum(axis=1)
+    runs["local batch"] = runs["batch_size"] / runs["processes"]
+    runs["samples/s"] = runs["batch_size"] * runs["steps_per_epoch"] / runs["seconds"]
+    devices = runs["processes"] * runs["stages"].str.len()
+    runs["device-hours"] = devices * runs["seconds"] / 3600
+    runs["comm %"] = 100 * runs["comm"] / runs["seconds"]
+    hidden = (100 - 100 * runs["comm"] / runs["comm_total"]).clip(lower=0)
+    is_known = (runs["device"] == "CPU") | (runs["shard_size"] == "-")  # FSDP on GPUs cannot tell
+    runs["hidden %"] = hidden.where(runs["sending"].notna() & is_known)
+    runs["R"] = runs[COMPUTE].sum(axis=1) / runs["sending"]
+    runs["split"] = "-"  # the whole model is in each process
+    for name, parts in ("num_stages", " stages"), ("shard_size", " shards"):
+        runs["split"] = runs["split"].where(runs[name] == "-", runs[name] + parts)
+    has_words = runs["task"].str.match(r"(gpt|translation)\.py")
+    runs["val_ppl"] = np.exp(runs["val_loss"].clip(upper=100)).where(has_words)
+    # FLOP of a token: Chowdhery et al. 2022, "PaLM", appendix B.
+    flop = 6 * runs["parameters"] + 12 * runs["num_layers"] * runs["d_model"] * runs["seq_len"]
+    is_gpt = runs["task"].str.startswith("gpt.py")
+    runs["tokens/s"] = (runs["samples/s"] * runs["seq_len"]).where(is_gpt)
+    runs["TFLOP/s"] = flop * runs["tokens/s"] / devices / 1e12
+    return runs
 
 
 def groups_of(runs):
     """Returns tables of the runs that differ in the number of processes alone, with speedups."""
     groups = []
-    titles = []
     kept = {"strong": ("batch_size", "global batch"), "weak": ("local batch", "batch of a process")}
     for scaling, (column, words) in kept.items():
-        for (batch, _), members in pd.DataFrame(runs).groupby([column, "same"]):
+        for (batch, _), members in runs.groupby([column, "same"]):
             title = f"{scaling} scaling, {members['task'].iloc[0]}, {words} {batch:g}"
-            for hook in sorted(members["comm_hook"][members["processes"] > 1].unique()):
-                group = members[(members["processes"] == 1) | (members["comm_hook"] == hook)]
-                if group["processes"].nunique() == 1:
-                    continue
-                group = with_speedups(group.sort_values(["processes", "nodes"], kind="stable"))
-                titles.append(title)
-                repeated = f" ({titles.count(title)})" if titles.count(title) > 1 else ""
-                serial = serial_fraction(group) if scaling == "strong" else math.nan
-                groups.append(group.assign(group=title + repeated, serial=serial))
+            is_one = members["processes"] == 1
+            for hook in sorted(members["comm_hook"][~is_one].unique()):
+                group = members[is_one | (members["comm_hook"] == hook)]
+                if group["processes"].nunique() > 1:
+                    group = with_speedups(group.sort_values(["processes", "nodes"], kind="stable"))
+                    groups.append(group.assign(title=title, group=len(groups) + 1))
     return groups
 
 
@@ -289,23 +205,15 @@ def with_speedups(runs):
     return runs.assign(ratio=ratio, speedup=speedup, efficiency=speedup / ratio)
 
 
-def serial_fraction(group):
-    """Returns the serial fraction of Amdahl's law that fits the speedups best."""
-    x = 1 - 1 / group["ratio"]
-    y = 1 / group["speedup"] - 1 / group["ratio"]  # the law is y = serial * x
-    return (x * y).sum() / (x * x).sum()
-
-
 def pays_up_to(runs):
     """Returns up to how many processes it pays, and a sentence on it."""
     speedups = runs.groupby("processes")["speedup"].max()  # the fastest run with a number counts
     for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
-        gain = fast / slow
         needed = 1.5 ** math.log2(many / few)
-        if gain < needed:
+        if fast / slow < needed:
             limit = "1 process" if few == 1 else f"{few} processes"
-            comparison = f"{many} are {gain:.2f} times as fast as {few}, less than {needed:.2f}"
-            return few, f"It pays up to {limit}: {comparison}."
+            gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
+            return few, f"It pays up to {limit}: {gain}, less than {needed:.2f}."
     most = speedups.index.max()
     return most, f"It pays up to {most} processes, and there are no numbers on more."
 
@@ -320,7 +228,7 @@ def cell(value):
 
 
 def table(columns, rows):
-    """Returns these columns of the rows as a Markdown table. - is what a row lacks."""
+    """Returns these columns of the rows as a Markdown table, without those that are empty."""
     cells = pd.DataFrame(rows).reindex(columns=columns).map(cell)
     cells = cells.loc[:, (cells != "-").any()]
     lines = [list(cells), *cells.to_numpy().tolist()]
@@ -330,197 +238,146 @@ def table(columns, rows):
 
 
 def tables(columns, runs):
-    """Returns the lines of three tables: speed, communication, and what comes beside the steps."""
-    lines = []
-    for names in (columns, COMMUNICATION, [*BESIDE, *pd.unique(runs["metric"])]):
-        lines += [table(names, runs), ""]
-    return lines
+    """Returns three tables: speed, communication, and what comes beside the steps."""
+    beside = [*BESIDE, *(name for name in runs if name.startswith("val_"))]
+    return [text for names in (columns, COMMUNICATION, beside) for text in (table(names, runs), "")]
 
 
 def comparison(group):
     """Returns the lines on a group."""
-    first = group.iloc[0]
-    facts = []
-    for name, value in first["same"]:
-        if name not in TITLE and value not in ("", "0", "0.0", "False"):
-            facts.append(f"{name} {value}")
+    facts = [pair for pair in group["same"].iloc[0] if pair[1] not in ("", "0", "0.0", "False")]
     for name in ("comm_hook", "threads", *LAUNCH):
         if set(group[name]) != {"-"}:
-            facts.append(f"{name} {' / '.join(map(str, group[name].unique()))}")
-    lines = [f"## {first['group']}", "", *textwrap.wrap(", ".join(facts), 100), ""]
-    lines += tables(SPEED, group)
-    if first["serial"] > 0:
-        bound = f"at most {1 / first['serial']:.3g} times as fast for any N"
-        lines += [f"Serial fraction {first['serial']:.3f}: {bound}.", ""]
-    lines += [pays_up_to(group)[1], ""]
+            facts.append((name, " / ".join(map(str, group[name].unique()))))
+    facts = ", ".join(map(" ".join, facts))
+    lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
+    lines += [*tables(SPEED, group), pays_up_to(group)[1], ""]
     if (group["efficiency"] > 1.1).any():
         doubt = "N processes are more than N times as fast: was a run beside other work?"
         lines += [f"Not to be trusted: {doubt}", ""]
     return lines
 
 
-def application(groups):
-    """Returns the lines to paste into an application for computing time."""
-    lines = ["## For an application for computing time", ""]
-    lines += ["The steps of an epoch take these seconds and device-hours. In each validation eval"]
-    lines += ["seconds are added, and in each snapshot save seconds."]
-    lines += ["peak_MB is the memory of the process that has held the most.", ""]
-    for group in groups:
-        lines += [f"**{group['group'].iloc[0]}, device {group['device'].iloc[0]}**", ""]
-        lines += [table(APPLICATION, group), "", pays_up_to(group)[1], ""]
-    return lines
+def save(figure, sentence, path, **legend):
+    """Writes the figure, with a sentence above its axes and a legend beside them."""
+    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
+    figure.legend(loc="outside right center", **legend)
+    figure.savefig(path)
+    plt.close(figure)
 
 
-def draw_phases(runs, title, path):
-    """Draws where the time of a step goes: a bar for each number of processes, the index."""
-    phases = 1000 * runs[PHASES].loc[:, runs[PHASES].any()]
+def draw_phases(group, path):
+    """Draws where the time of a step goes: a bar for each run."""
+    phases = group[PHASES].div(group["steps_per_epoch"] / 1000, axis=0)
+    phases = phases.set_index(group["processes"]).loc[:, phases.any()]
     figure, axes = plt.subplots()
     phases.plot.bar(ax=axes, stacked=True, rot=0, color=COLOURS, legend=False, width=0.7)
-    largest = phases.iloc[-1].idxmax()
-    share = phases[largest].iloc[-1] / phases.iloc[-1].sum()
-    axes.set_title(f"On {phases.index[-1]} processes {share:.0%} of a step is {largest}\n{title}")
     axes.set(xlabel="processes", ylabel="time of a step (ms)")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center")  # in the bars' order
-    figure.savefig(path)
+    shares = phases.iloc[-1] / phases.iloc[-1].sum()
+    most = f"On {phases.index[-1]} processes {shares.max():.0%} of a step is {shares.idxmax()}"
+    save(figure, f"{most}\n{group['title'].iloc[0]}", path, reverse=True)
 
 
 def draw_speedup(group, path):
-    """Draws the speedup beside the ideal, and Amdahl's law."""
-    few, sentence = pays_up_to(group)
-    group = group.set_index("processes")
+    """Draws the speedup beside the ideal."""
     figure, axes = plt.subplots()
-    axes.plot(group.index, group["ratio"], "--", color="grey", label="ideal")
-    if group["serial"].notna().all():
-        serial = max(0.0, group["serial"].iloc[0])
-        amdahl = 1 / (serial + (1 - serial) / group["ratio"])
-        axes.plot(group.index, amdahl, color="#56B4E9", label="Amdahl's law")
-    axes.plot(group.index, group["speedup"], "o", color="#0072B2", label="measured")
-    axes.set(xlabel="processes", ylabel="speedup", ylim=0, xticks=group.index)
-    axes.set_title(f"{re.split('[:,]', sentence)[0].rstrip('.')}\n{group['group'].iloc[0]}")
-    figure.legend(loc="outside right center")
-    figure.savefig(path)
+    axes.plot(group["processes"], group["ratio"], "--", color="grey", label="ideal")
+    axes.plot(group["processes"], group["speedup"], "o", color="#0072B2", label="measured")
+    axes.set(xlabel="processes", ylabel="speedup", ylim=0, xticks=group["processes"].unique())
+    sentence = f"It pays up to {pays_up_to(group)[0]} process(es)"
+    save(figure, f"{sentence}\n{group['title'].iloc[0]}", path)
 
 
-def draw_losses(group, path):
-    """Draws the loss over steps and over seconds."""
-    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(10, 4.5))
-    colours = [*COLOURS.values()]
-    for number, run in enumerate(group.to_dict("records")):
-        colour = colours[(2 + number) % len(colours)]
-        for x, ax in zip(("step", "seconds"), axes):
-            curve = run["curve"]
-            ax.plot(curve[x], curve["train_loss"], "--", color=colour)
-            points = curve[curve["val_loss"].notna()]
-            label = f"{run['processes']} process(es)" if x == "step" else ""
-            ax.plot(points[x], points["val_loss"], "o-", color=colour, label=label)
-            ax.set(xlabel="optimizer steps" if x == "step" else "time since the start (s)")
-    axes[0].set(ylabel="loss (training dashed)")
+def draw_losses(group, rows, path):
+    """Draws the loss over steps and over seconds: of training as lines, of validations as dots."""
+    figure, both = plt.subplots(1, 2, sharey=True)
+    colours = plt.colormaps["viridis"](np.linspace(0, 0.85, len(group)))
+    for colour, (_, run) in zip(colours, rows.groupby(RUN)):
+        curve = run.groupby("step")[["seconds", "train_loss", "val_loss"]].mean()
+        for axes, x in zip(both, (curve.index, curve["seconds"].cumsum())):
+            axes.plot(x, curve["train_loss"], ".-", color=colour)
+            axes.plot(x, curve["val_loss"], "o", color=colour)
+        axes.plot([], [], color=colour, label=run["processes"].iloc[0])
+    both[0].set(xlabel="optimizer steps", ylabel="loss")
+    both[1].set(xlabel="time since the start (s)")
     best = group.loc[group["speedup"].idxmax(), "processes"]
-    figure.suptitle(f"{best} process(es) train fastest\n{group['group'].iloc[0]}")
-    figure.legend(loc="outside right center")
-    figure.savefig(path)
+    sentence = f"{best} process(es) train fastest\n{group['title'].iloc[0]}"
+    save(figure, sentence, path, title="processes")
 
 
 def draw_models(groups, path):
     """Draws the speedups of several models side by side."""
     speedups = {}
     for group in groups:
-        name = f"{group['task'].iloc[0]}\nbatch {group['batch_size'].iloc[0]}"
-        speedups[name.replace(", ", "\n")] = group.groupby("processes")["speedup"].max()
+        name = f"{group['task'].iloc[0]}, {group['batch_size'].iloc[0]}".replace(", ", "\n")
+        speedups[name] = group.groupby("processes")["speedup"].max()
     speedups = pd.DataFrame(speedups).T
+    figure, axes = plt.subplots(figsize=(max(6.4, 1.7 * len(speedups)), 4))
+    speedups.plot.bar(ax=axes, rot=0, legend=False, colormap="viridis", fontsize=9)
+    axes.set(ylabel="speedup")
     best = speedups.max(axis=1).idxmax().replace("\n", ", ")
-    figure, axes = plt.subplots(figsize=(max(8, 2 * len(speedups)), 5))
-    speedups.plot.bar(ax=axes, rot=0, legend=False, color=[*COLOURS.values()], fontsize=10)
-    axes.set(ylabel="speedup", title=f"More processes help {best} most")
-    figure.legend(title="processes", loc="outside right center")
-    figure.savefig(path)
+    save(figure, f"More processes help {best} most", path, title="processes")
 
 
-def draw_trace(path):
-    """Returns the figure of a --trace: for each rank its phases and, below them, its all-reduces.
+def draw_trace(trace, path):
+    """Draws a --trace: for each rank its phases and, below them, its all-reduces.
 
-    An all-reduce waits until it has begun in all processes: that part of it is pale.
+    An all-reduce waits until it has begun in all processes: that part of it is hatched.
     """
     try:
-        events = json.loads(path.read_text())["traceEvents"]
-        hosts = {
-            event["pid"]: event["args"]["name"]
-            for event in events
-            if event["name"] == "process_name"
-        }
-        bars = pd.DataFrame([event for event in events if event["ph"] == "X"])
-        bars = bars.astype({"ts": float, "dur": float, "tid": int, "pid": int})
+        events = pd.DataFrame(json.loads(trace.read_text())["traceEvents"])
+        hosts = events[events["ph"] == "M"].set_index("pid")["args"].str["name"]
+        bars = events[events["ph"] == "X"].sort_values("ts")
         bars["ts"] = (bars["ts"] - bars["ts"].min()) / 1000  # in ms
         bars["dur"] /= 1000
-        bars["number"] = bars.sort_values("ts").groupby(["pid", "tid"]).cumcount()
-    except (LookupError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"cannot read the trace {path}: {error!r}")
-    bars["begun"] = bars.groupby(["tid", "number"])["ts"].transform("max")
-    ranks = sorted(bars["pid"].unique())
-    figure, axes = plt.subplots(figsize=(8, 1.6 + 1.1 * len(ranks)))
-    waits = dict.fromkeys(ranks, 0.0)
-    for bar in bars.itertuples():
-        row = ranks.index(bar.pid)
-        if bar.tid == 0:
-            phase = bar.name.split()[0]  # "forward 3" is of micro-batch 3
-            colour = COLOURS.get(phase, "#CC79A7")
-            axes.barh(
-                row,
-                bar.dur,
-                left=bar.ts,
-                height=0.45,
-                color=colour,
-                edgecolor="white",
-                linewidth=0.5,
-            )
-            continue
-        wait = min(max(0.0, bar.begun - bar.ts), bar.dur)
-        waits[bar.pid] += wait
-        place = {"y": row + 0.36 + 0.12 * (bar.tid - 1), "height": 0.18 / bar.tid}
-        axes.barh(width=wait, left=bar.ts, color="white", edgecolor="black", hatch="////", **place)
-        axes.barh(width=bar.dur - wait, left=bar.ts + wait, color="black", **place)
+        phases, sent = bars[bars["tid"] == 0], bars[bars["tid"] > 0]
+        names = phases["name"].str.split().str[0]  # "forward 3" is of micro-batch 3
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        sys.exit(f"cannot read the trace {trace}: {error!r}")
+    begun = sent.groupby(sent.groupby("pid").cumcount())["ts"].transform("max")
+    waits = (begun - sent["ts"]).clip(0, sent["dur"])
+    figure, axes = plt.subplots(figsize=(6.4, 1.6 + 0.8 * len(hosts)))
+    colours = names.map(COLOURS).fillna("#CC79A7")
+    edges = {"edgecolor": "white", "linewidth": 0.5}
+    hatched = {"facecolor": "white", "edgecolor": "black", "hatch": "////"}
+    axes.barh(phases["pid"], phases["dur"], 0.5, phases["ts"], color=colours, **edges)
+    axes.barh(sent["pid"] + 0.4, waits, 0.2, sent["ts"], **hatched)
+    axes.barh(sent["pid"] + 0.4, sent["dur"] - waits, 0.2, sent["ts"] + waits, color="black")
     axes.invert_yaxis()
-    axes.set_yticks(range(len(ranks)), [hosts.get(rank, f"rank {rank}") for rank in ranks])
+    axes.set_yticks(hosts.index, hosts)
     axes.set(xlabel="time (ms)")
-    late = min(waits, key=waits.get)
-    most = max(waits.values())
-    title = f"The others wait up to {most:.3g} ms for rank {late}" if most else "Nobody waits"
-    of_phases = bars[bars["tid"] == 0]
-    phases = of_phases.groupby(of_phases["name"].str.split().str[0], sort=False)["dur"].sum()
-    if "bubble" in phases:  # stages wait for each other, whoever is late
-        title = f"{phases['bubble'] / phases.sum():.0%} of this step is bubble"
-    figure.suptitle(title)
+    waits = waits.groupby(sent["pid"]).sum()
+    sentence = "Nobody waits"
+    if waits.max() > 0:
+        wait = f"waits {waits.max():.3g} ms in all-reduces"
+        sentence = f"Rank {waits.idxmax()} {wait} for rank {waits.idxmin()}"
+    spans = phases["dur"].groupby(names, sort=False).sum()
+    if "bubble" in spans:  # stages wait for each other, whoever is late
+        sentence = f"{spans['bubble'] / spans.sum():.0%} of this step is bubble"
+    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
     marks = [
-        Patch(
-            color=COLOURS.get(name, "#CC79A7"), label="comm (exposed)" if name == "comm" else name
-        )
-        for name in phases.index
+        Patch(color=colour, label=name.replace("comm", "comm (exposed)"))
+        for name, colour in dict(zip(names, colours)).items()
     ]
-    marks += [
-        Patch(color="black", label="all-reduce"),
-        Patch(facecolor="white", edgecolor="black", hatch="////", label="waiting"),
-    ]
-    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=11)
+    marks += [Patch(color="black", label="all-reduce"), Patch(**hatched, label="waiting")]
+    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=10)
+    figure.savefig(path)
     return figure
 
 
 def write_all(groups, rows, lines, out):
-    """Writes the lines, the tables as CSV, and the pictures."""
+    """Writes the lines, the table of the compared runs, and pictures of each group."""
     (out / "report.md").write_text("\n".join(lines) + "\n")
-    rows.drop(columns=["same", "task"]).to_csv(out / "rows.csv", index=False)
-    columns = ["group", *SPEED, *COMMUNICATION[1:], *BESIDE[1:], "serial", *PHASES]
     measured = pd.concat([pd.DataFrame(), *groups])
+    columns = ["group", "title", *SPEED, *COMMUNICATION[1:], *BESIDE[1:], *PHASES]
     columns += [name for name in measured if name.startswith("val_")]
     measured.reindex(columns=columns).to_csv(out / "measured.csv", index=False)
     for number, group in enumerate(groups, start=1):
-        steps = group.set_index("processes")
-        steps[PHASES] = steps[PHASES].div(steps["steps_per_epoch"], axis=0)
-        draw_phases(steps, group["group"].iloc[0], out / f"group{number}_phases.png")
-        draw_speedup(group, out / f"group{number}_speedup.png")
-        draw_losses(group, out / f"group{number}_loss.png")
-        plt.close("all")
-    strong = [group for group in groups if group["group"].iloc[0].startswith("strong")]
+        end = ".png" if number == 1 else f"_{number}.png"
+        draw_phases(group, out / f"phases{end}")
+        draw_speedup(group, out / f"speedup{end}")
+        draw_losses(group, rows.merge(group[RUN]), out / f"loss{end}")
+    strong = [group for group in groups if group["title"].iloc[0].startswith("strong")]
     if len(strong) > 1:
         draw_models(strong, out / "models.png")
 
@@ -529,7 +386,7 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("paths", nargs="+", type=Path, help="logs (.jsonl), folders of them, traces (.json)")
-    add("--out", type=Path, metavar="FOLDER", help="write report.md, CSVs and pictures there")
+    add("--out", type=Path, metavar="FOLDER", help="write the report and pictures there")
     args = parser.parse_args()
     plt.rcParams.update(STYLE)
     traces = [path for path in args.paths if path.suffix == ".json"]
@@ -539,8 +396,7 @@ def main():
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
     for path in traces:
-        draw_trace(path).savefig(args.out / f"{path.stem}.png")
-        plt.close("all")
+        draw_trace(path, args.out / f"{path.stem}.png")
     if not logs:
         return
     rows, notes = read_logs(logs)
@@ -549,16 +405,14 @@ def main():
     lines = []
     for group in groups:
         lines += comparison(group)
-    compared = {key for group in groups for key in group[RUN].itertuples(index=False, name=None)}
-    alone = [run for run in runs if tuple(run[name] for name in RUN) not in compared]
-    if alone:
+    alone = runs.drop(index=[number for group in groups for number in group.index], errors="ignore")
+    if len(alone):
         lines += ["## not compared: no other run differs in the number of processes alone", ""]
-        lines += tables(ALONE, pd.DataFrame(alone))
-    notes = [f"note: {note}" for note in notes]
-    print("\n".join(lines + notes))
+        lines += tables(ALONE, alone)
+    lines += [f"note: {note}" for note in notes]
+    print("\n".join(lines))
     if args.out:
-        lines += application(groups) if groups else []
-        write_all(groups, rows, lines + notes, args.out)
+        write_all(groups, rows, lines, args.out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tests/benchmark.py ratio "OLD/singlegpu/images.py WORDS" "singlegpu/images.py WORDS"
     python tests/benchmark.py bigmnist --folder FOLDER  # reads a file that it writes there
     python tests/benchmark.py predict --nodes 2 4 8     # speedup on slow links; as root, on Linux
-
+    python tests/benchmark.py changes                   # what would help there, and what does
     python tests/benchmark.py steps "singlegpu/gpt.py --dataset TEXT" --loss 2 --batch_sizes 4 16 64
 
 They measure in rounds, in which the sides take turns, and print medians. OLD is a checkout of an
@@ -212,10 +212,18 @@ def bigmnist(options):
 
 def predict(options):
     """Speedup of many nodes: as predict.py says it beforehand, and as it is."""
-    sys.path.append(str(ROOT / "tests"))
-    import prediction  # here, as it imports torch
+    prediction().predict(options)
 
-    prediction.predict(options)
+
+def changes(options):
+    """What would help on four nodes: as predict.py says it beforehand, and as it is."""
+    prediction().changes(options)
+
+
+def prediction():
+    """Returns tests/prediction.py, which the other commands do not need, as it imports torch."""
+    sys.path.append(str(ROOT / "tests"))
+    return importlib.import_module("prediction")
 
 
 def steps_until(script, args, data, val_batch, batch_size, learning_rate, options):
@@ -269,7 +277,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=wide)
     commands = parser.add_subparsers(dest="command", required=True)
     add = {}
-    for command in (ratio, bigmnist, predict, steps, classic, nanogpt):
+    for command in (ratio, bigmnist, predict, changes, steps, classic, nanogpt):
         words = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
         words.set_defaults(run=command)
         add[command.__name__] = words.add_argument
@@ -281,7 +289,7 @@ def main():
     add["steps"]("--learning_rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
     add["steps"]("--every", type=int, default=10, help="steps between two validations")
     add["steps"]("--max_steps", type=int, default=3000, help="where it gives up")
-    for name in ("predict", "classic", "nanogpt"):
+    for name in ("predict", "changes", "classic", "nanogpt"):
         add[name]("--max_steps", type=int, default=0, help="0: as many as the command takes")
     for name in ("classic", "nanogpt"):
         add[name]("--log", required=True)
@@ -296,9 +304,16 @@ def main():
     add["predict"]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
     add["predict"]("--models", nargs="+", help='as "images, mlp"; all by default')
     add["predict"]("--faults", action="store_true", help="also a late node, a slow link, and more")
-    add["predict"]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
-    add["predict"]("--seconds", type=float, default=4, help="of an epoch, about")
-    add["predict"]("--picture", default="speedups.png", help="file to draw")
+    four = ["text, small", "text, large", "images, cnn", "gpt, 10 M"]
+    two = ["--comm_hook bf16", "twice the batch"]
+    add["changes"]("--nodes", type=int, nargs="+", default=[4])
+    add["changes"]("--mbit", type=int, nargs="+", default=[100, 400], help="of each link")
+    add["changes"]("--models", nargs="+", default=four)
+    add["changes"]("--changes", nargs="+", default=two, help="of those that predict.py tells")
+    for name in ("predict", "changes"):
+        add[name]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
+        add[name]("--seconds", type=float, default=4, help="of a training, about")
+        add[name]("--logs", metavar="FOLDER", help="keep the logs and the links there")
     add["classic"]("--model", default="cnn")
     add["classic"]("--batch_size", type=int, default=64)
     add["nanogpt"]("--folder", default="nanoGPT")

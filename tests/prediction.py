@@ -1,16 +1,17 @@
 """Hold the prediction of predict.py against training on an emulated network."""
 
+import contextlib
 import itertools
+import json
 import os
 import re
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import link
-import numpy as np
+import pandas as pd
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
@@ -58,18 +59,28 @@ def with_band(band, script):
 
 
 class Network:
-    """Runs scripts of multinode on nodes: forks of an interpreter that has imported torch."""
+    """Runs scripts of multinode on nodes: forks of an interpreter that has imported torch.
+
+    Logs and links are files in `folder`, which a picture can be made of.
+    """
 
     def __init__(self, spaces, folder, options):
         self.spaces = spaces
+        self.folder = Path(folder).resolve()
         self.options = options
         self.ports = itertools.count(29400)
-        self.files = map("{}/{}".format, itertools.repeat(folder), itertools.count())
-        self.sleeper = Path(folder, "multinode/images.py")
-        self.sleeper.parent.mkdir()
+        self.numbers = itertools.count()
+        self.alone = {}  # the run of one process of each model
+        self.links = {}
         band = (ROOT / "tests/sleeping.py").read_text()
-        self.sleeper.write_text(with_band(band, "multinode/images.py"))
+        (self.folder / "multinode").mkdir(parents=True)
+        for model in MODELS:
+            self.sleeper(model).write_text(with_band(band, "multinode/images.py"))
         os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+    def sleeper(self, model):
+        """Returns the script that sleeps in place of this model, named after its task."""
+        return self.folder / f"multinode/{model.split(',')[0]}.py"
 
     def run(self, words, spaces, each):
         """Runs a command with `each` processes on each of these nodes."""
@@ -88,36 +99,88 @@ class Network:
         """Returns what allreduce.py measures. Sending does not slow down who sleeps."""
         words = [ROOT / "multinode/allreduce.py", "--min_bytes", 1 << 20]
         words += ["--max_bytes", self.options.max_bytes, "--seconds", self.options.seconds / 2]
-        words += ["--out", path := next(self.files)]
+        words += ["--out", path := self.folder / f"{next(self.numbers)}.json"]
         self.run(words, spaces, each)
-        return foretell.read_links([path])[0] | {"compute_rate": 1.0}
+        measured = json.loads(path.read_text()) | {"compute_rate": 1.0}
+        path.write_text(json.dumps(measured))
+        return foretell.read_links([path])[0]
 
-    def train(self, model, batch, seconds, spaces, each=1, late=0.0):
-        """Returns what predict.py and report.py know of a training with steps of `seconds`."""
+    def single(self, model):
+        """Returns the run of one process of a model."""
+        if model not in self.alone:
+            batch, forward, backward, *_ = MODELS[model]
+            self.alone[model] = self.train(model, batch, forward + backward, self.spaces[:1])
+        return self.alone[model]
+
+    def link(self, mbit, slow=1):
+        """Limits the nodes to so many Mbit/s, the second to less; returns what is then measured."""
+        link.shape(self.spaces, mbit)
+        link.shape(self.spaces[1:2], mbit / slow)
+        if (mbit, slow) not in self.links:
+            self.links[mbit, slow] = self.measure_link(self.spaces[:2])
+        return self.links[mbit, slow]
+
+    def train(self, model, batch, seconds, spaces, each=1, late=0.0, more=()):
+        """Returns what report.py knows of a training with steps of so many seconds.
+
+        Its `table` is what predict.py knows of it.
+        """
         size, forward, backward, optimizer, sizes, shares = MODELS[model]
         words = ["--forward", forward / size, "--backward", backward / size]
         words += ["--optimizer", optimizer, "--bytes", *sizes, "--shares", *shares]
         steps = self.options.max_steps or max(5, min(50, round(self.options.seconds / seconds)))
-        words += ["--batch_size", batch, "--max_steps", steps, "--log", log := next(self.files)]
+        log = self.folder / f"{next(self.numbers)}.jsonl"
+        words += ["--batch_size", batch, "--max_steps", 3 + steps, "--log", log, *more]
         last = len(spaces) * each - 1
         slowly = [ROOT / "tests/slow.py", "backward", last, late] if late else []
-        self.run([*slowly, self.sleeper, *words], spaces, each)
-        rows, notes = report.read_logs([Path(log)])
-        [run] = foretell.runs_of(rows)
-        return run | {"summary": report.runs_of(rows, notes)[0]}
+        self.run([*slowly, self.sleeper(model), *words], spaces, each)
+        rows, notes = report.read_logs([log])
+        summary = report.runs_of(rows, notes).iloc[0].to_dict()
+        return summary | {"table": foretell.runs_of(rows)}
+
+
+@contextlib.contextmanager
+def network_of(options):
+    """Gives a network of as many nodes as the largest case has."""
+    if missing := link.what_is_missing():
+        sys.exit(missing)
+    with tempfile.TemporaryDirectory() as folder, link.nodes(max(options.nodes)) as spaces:
+        yield Network(spaces, options.logs or folder, options)
+
+
+def step_of(single, links, gpus_per_node=0):
+    """Returns what predict.py needs of this run of one process."""
+    [run] = single["table"].to_dict("records")
+    return foretell.step_of(run, single["table"], links, gpus_per_node)
+
+
+def print_row(*cells):
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def print_head(*names):
+    print_row(*names)
+    print_row(*["---"] * len(names))
+
+
+def print_errors(errors):
+    """Prints the sentence on the relative errors of a table."""
+    errors = pd.Series(errors).abs()
+    good = f"{(errors < 0.1).sum()} of {len(errors)} are within 10%"
+    print(f"\n{good}, the median is off by {errors.median():.1%}.")
 
 
 def cases_of(options):
-    """Yields the cases, those with faults last."""
-    models = options.models or list(MODELS)
-    for mbit, nodes, model in itertools.product(options.mbit, options.nodes, models):
-        yield Case(model, mbit, nodes)
-    if options.faults:
-        most, model = options.nodes[-1], models[-1]
-        yield Case(model, options.mbit[0], most, is_late=True)
-        yield Case(model, options.mbit[0], most, slow=4)
-        yield Case(model, options.mbit[0], most // 2, each=2)
-        yield Case(model, options.mbit[0], most, scaling="weak")
+    """Returns the cases without a fault."""
+    names = options.models or list(MODELS)
+    cases = itertools.product(options.mbit, options.nodes, names)
+    return [Case(model, mbit, nodes) for mbit, nodes, model in cases]
+
+
+def with_faults(case):
+    """Returns the cases in which something is wrong or different."""
+    faults = {"is_late": True}, {"slow": 4}, {"nodes": case.nodes // 2, "each": 2}
+    return [replace(case, **fault) for fault in (*faults, {"scaling": "weak"})]
 
 
 def predict(options):
@@ -127,67 +190,68 @@ def predict(options):
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. The
     prediction knows a run of one process, and what multinode/allreduce.py measures on two nodes.
     """
-    if missing := link.what_is_missing():
-        sys.exit(missing)
-    cases = list(cases_of(options))
-    alone = {}  # the run of one process of each model
-    links = {}
-    points = {}  # of the picture
-    print("| model | Mbit/s | nodes | predicted | measured | error | R | late rank |")
-    print("|" + " --- |" * 8, flush=True)
-    with tempfile.TemporaryDirectory() as folder, link.nodes(max(options.nodes)) as spaces:
-        network = Network(spaces, folder, options)
-        start = time.monotonic()
-        for number, case in enumerate(cases, start=1):
-            batch, forward, backward, *_ = MODELS[case.model]
-            if case.model not in alone:
-                alone[case.model] = network.train(case.model, batch, forward + backward, spaces[:1])
-            single = alone[case.model]
-            link.shape(spaces, case.mbit)
-            link.shape(spaces[1:2], case.mbit / case.slow)
-            if (case.mbit, case.slow) not in links:
-                links[case.mbit, case.slow] = network.measure_link(spaces[:2])
-            used = [links[case.mbit, case.slow]]
+    errors = []
+    with network_of(options) as network:
+        print_head("model", "Mbit/s", "nodes", "predicted", "measured", "error", "R", "late rank")
+        cases = cases_of(options)
+        if options.faults:  # on the slowest link, with the most nodes
+            cases += with_faults(replace(cases[-1], mbit=options.mbit[0]))
+        for case in cases:
+            _, _, backward, *_ = MODELS[case.model]
+            single = network.single(case.model)
+            links = [network.link(case.mbit, case.slow)]
             if case.each > 1:
-                used.append(network.measure_link(spaces[:1], case.each))
-            gpus_per_node = case.each if case.each > 1 else 0
-            step = foretell.step_of(single, [single], used, gpus_per_node)
+                links.append(network.measure_link(network.spaces[:1], case.each))
+            step = step_of(single, links, case.each if case.each > 1 else 0)
             processes = case.nodes * case.each
             row = foretell.predict(step, case.scaling, [processes]).iloc[-1]
-            batch *= processes if case.scaling == "weak" else 1
             late = 0.5 * backward / processes if case.is_late else 0.0
-            where = (spaces[: case.nodes], case.each, late)
+            where = (network.spaces[: case.nodes], case.each, late)
+            batch = processes * row["local batch"]
             run = network.train(case.model, batch, row["ms a step"] / 1000, *where)
             speedup = run["samples/s"] / single["samples/s"]
             error = row["speedup"] / speedup - 1
-            run = run["summary"]
-            is_late = run["waiting"] > 0.1 * run["sending"]
-            late_rank = run["late rank"] if is_late else "-"
-            cells = [case.name(), case.mbit, case.nodes, f"{row['speedup']:.2f}", f"{speedup:.2f}"]
-            cells += [f"{error:+.1%}", f"{run['R']:.2f}", late_rank]
-            print("|", " | ".join(map(str, cells)), "|", flush=True)
-            left = (time.monotonic() - start) / number * (len(cases) - number) / 60
-            print(f"{number} of {len(cases)}, about {left:.0f} min left", file=sys.stderr)
-            if case == Case(case.model, case.mbit, case.nodes):
-                points.setdefault(case.nodes, []).append((run["R"], speedup))
-    draw_speedups(points, options.picture)
+            errors += [error] * (not case.is_late)  # of which the prediction cannot know
+            late_rank = run["late rank"] if run["waiting"] > 0.1 * run["sending"] else "-"
+            found = (f"{row['speedup']:.2f}", f"{speedup:.2f}", f"{error:+.1%}")
+            print_row(case.name(), case.mbit, case.nodes, *found, f"{run['R']:.2f}", late_rank)
+    print_errors(errors)
 
 
-def draw_speedups(points, path):
-    """Draws speedups over R, {nodes: [(R, speedup)]}, beside those without overlap."""
-    from matplotlib.figure import Figure
+# Of the changes of predict.py those that can be made here: flags, batches, links.
+CHANGES = {
+    "--comm_hook bf16": (["--comm_hook", "bf16"], 1, 1),
+    "twice the batch": ([], 2, 1),
+    "half the batch": ([], 0.5, 1),
+    "a link twice as fast": ([], 1, 2),
+}
 
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
-    axes = figure.subplots()
-    found = [r for values in points.values() for r, _ in values]
-    line = np.geomspace(min(found) / 1.3, max(found) * 1.3)
-    styles = ("o", "#D55E00"), ("^", "#0072B2"), ("s", "#009E73")
-    for (nodes, values), (mark, colour) in zip(points.items(), styles):
-        axes.plot(line, nodes * line / (1 + line), color=colour)
-        axes.plot(*zip(*values), mark, color=colour, label=f"{nodes} nodes")
-    axes.plot([], [], color="grey", label="N R / (1 + R): nothing hidden")
-    axes.axhline(1, color="grey", linestyle=":")
-    axes.axvline(3, color="grey", linestyle=":")
-    axes.set(xscale="log", xlabel="R = compute / sending", ylabel="speedup")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+
+def changes(options):
+    """What would help: how many times as fast predict.py says that it is, and as it is."""
+    errors = []
+    with network_of(options) as network:
+        print_head("model", "Mbit/s", "nodes", "change", "predicted", "measured", "error")
+        for case in cases_of(options):
+            step = step_of(network.single(case.model), [network.link(case.mbit)])
+            batch = foretell.share_of(step["batch"], case.nodes) * case.nodes
+            told, _ = foretell.what_helps(step, case.nodes)
+            told = told.set_index("change")
+            spaces = network.spaces[: case.nodes]
+            seconds = told["ms a step"]["as it is"] / 1000
+            now = network.train(case.model, batch, seconds, spaces)["samples/s"]
+            for change in options.changes:
+                flags, times, faster = CHANGES[change]
+                link.shape(spaces, case.mbit * faster)
+                seconds = told["ms a step"][change] / 1000
+                size = int(batch * times)
+                run = network.train(case.model, size, seconds, spaces, more=flags)
+                gain = run["samples/s"] / now
+                errors.append(told["times as fast"][change] / gain - 1)
+                found = (
+                    f"{told['times as fast'][change]:.2f}",
+                    f"{gain:.2f}",
+                    f"{errors[-1]:+.1%}",
+                )
+                print_row(case.name(), case.mbit, case.nodes, change, *found)
+    print_errors(errors)

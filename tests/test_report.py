@@ -81,18 +81,16 @@ def tables(*arguments, script=report):
 
 
 def test_speedup_and_efficiency_by_hand(tmp_path):
-    """Speedup, efficiency, serial fraction and hidden share by hand. The warmup counts apart."""
+    """Speedup, efficiency and hidden share by hand. The warmup counts apart."""
     runs = [rows_of(n, n, [time, time]) for n, time in ((1, 10), (2, 6), (4, 4))]
     runs.append(rows_of("d", 2, [10, 10], batch_size=128, samples=1280))
     out = tmp_path / "out"
     text, strong, weak = tables(write(tmp_path / "a.jsonl", *runs), "--out", out)
     assert [row["speedup"] for row in strong + weak] == ["1.00", "1.67", "2.50", "1.00", "2.00"]
     assert [row["efficiency"] for row in strong] == ["1.00", "0.833", "0.625"]
-    assert "Serial fraction 0.200: at most 5 times as fast" in text
     assert "Not to be trusted" not in text and "note:" not in text
     fast = write(tmp_path / "fast.jsonl", rows_of("a", 1, [10, 10]), rows_of("b", 2, [4, 4]))
-    told = run_report(fast).stdout
-    assert "more than N times as fast" in told and "Serial fraction" not in told
+    assert "more than N times as fast" in run_report(fast).stdout
     assert strong[1]["hidden %"] == "50.0" and strong[1]["R"] == "4.00" and strong[0]["R"] == "-"
     assert [row["comm %"] for row in strong] == ["0.00", "10.0", "10.0"]
     assert [row["seconds"] for row in strong] == ["10.0", "6.00", "4.00"], "without the validation"
@@ -100,12 +98,7 @@ def test_speedup_and_efficiency_by_hand(tmp_path):
     beside = [strong[2][name] for name in ("steps", "warmup", "eval", "save", "val_acc")]
     assert beside == ["20", "5.00", "1.00", "0.00", "0.900"]
     assert strong[0]["hidden %"] == strong[0]["waiting"] == "-" and "threads 4 / 2 / 1" in text
-    whole, paste = (out / "report.md").read_text().split("## For an application")
-    assert whole.strip() == text.strip() and paste.count("It pays up to") == 2
-    columns = "nodes | processes | seconds | speedup | efficiency | device-hours | peak_MB"
-    values = "1 | 4 | 4.00 | 2.50 | 0.625 | 0.00444 | 1003"
-    for line in columns, values:
-        assert f"| {line} |" in re.sub(" +", " ", paste), paste
+    assert (out / "report.md").read_text().strip() == text.strip()
     found = csv.DictReader((out / "measured.csv").read_text().splitlines())
     assert [row["speedup"][:6] for row in found] == ["1.0", "1.6666", "2.5", "1.0", "2.0"]
     assert len([path for path in out.glob("*.png") if path.read_bytes()[1:4] == b"PNG"]) == 6
@@ -129,10 +122,8 @@ def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
     assert [row["speedup"] for row in (one, two, four)] == ["1.00", "1.67", "2.50"]
     assert [row["steps"] for row in (one, two, four)] == ["20", "14", "3"]
     assert [row["eval"] for row in (one, two, four)] == ["1.00"] * 3, "of a validation"
-    assert "run none on 8 process(es) left out: no step after its warmup" in text
-    assert (
-        text.count("note: ") == 2 and "run short on 4 process(es): its times are of only 3" in text
-    )
+    assert "run none on 8 process(es) has only 0 step(s) after its warmup" in text
+    assert "run short on 4 process(es) has only 3 step(s)" in text and text.count("note: ") == 2
     alone = write(tmp_path / "b.jsonl", rows_of("none", 1, [0], steps=0))
     done = run_report(alone)
     assert done.returncode and "no runs to report" in done.stderr
@@ -221,17 +212,9 @@ def test_launches_are_compared(tmp_path):
     assert alone[0]["device-hours"] == "0.00333", "two devices"
 
 
-def test_skew(tmp_path):
-    """The skew is that of the compute times of an epoch."""
-    two = list(rows_of("b", 2, [4, 4]))
-    two[1]["backward"] += 2  # of one of two rows, each of an epoch
-    _, (_, two) = tables(write(tmp_path / "a.jsonl", rows_of("a", 1, [8, 8]), two))
-    assert two["skew"] == "1.00"
-
-
 def test_damaged_rows_are_left_out(tmp_path):
     """What is left out is said, and the rest reported."""
-    whole = write(tmp_path / "whole.jsonl", rows_of("a", 1, [8]), rows_of("b", 2, [4]))
+    whole = write(tmp_path / "whole.jsonl", rows_of("a", 1, [8, 8]), rows_of("b", 2, [4]))
     text = whole.read_text()
     torn = text.splitlines()[0][:400]  # within the settings; the next append goes on in its line
     assert '"settings": {"' in torn
@@ -244,18 +227,17 @@ def test_damaged_rows_are_left_out(tmp_path):
     text, group = tables(tmp_path)
     assert [row["speedup"] for row in group] == ["1.00", "2.00", "4.00"]
     for note in (
-        "whole.jsonl: 2 damaged or old row",
+        "whole.jsonl: 3 damaged or old row",
         "wrong.jsonl: 4 damaged or old row",
         "empty.jsonl",
         "binary.jsonl",
     ):
         assert note in text, text
-    runs = list(rows_of("a", 2, [4]))[:-1], rows_of("b", 1, [8])
-    lost = write(tmp_path / "lost.jsonl", *runs)
-    assert "1 row(s) left out: not all processes logged their step" in run_report(lost).stdout
     older = [{"epoch": 0, "run": "older"}] * 3
     told = run_report(write(tmp_path / "old.jsonl", older, rows_of("a", 1, [9]))).stdout
     assert told.count("note: ") == 1 and "3 damaged or old row(s) left out" in told
+    missing = run_report(tmp_path / "missing.jsonl")
+    assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
 
 
 def test_a_trace_is_drawn(tmp_path):
@@ -277,8 +259,8 @@ def test_a_trace_is_drawn(tmp_path):
         )
     trace = tmp_path / "step.json"
     trace.write_text(json.dumps({"traceEvents": events}))
-    figure = report.draw_trace(trace)
-    assert figure.get_suptitle() == "The others wait up to 60 ms for rank 1"
+    figure = report.draw_trace(trace, tmp_path / "step.png")
+    assert figure.get_suptitle() == "Rank 0 waits 60 ms in all-reduces for rank 1"
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     phases = ["data", "forward", "backward", "comm (exposed)", "optimizer"]
     assert words == [*phases, "all-reduce", "waiting"]
