@@ -83,25 +83,6 @@ def compute_rate(buffer):
     return min(1.0, statistics.median(rates))
 
 
-def matmul_tflops(device):
-    """Returns {precision: TFLOP/s} of products of large matrices. No training is faster."""
-    size = 8192 if ON_GPU else 512
-    if ON_GPU:
-        torch.set_float32_matmul_precision("high")  # TF32, as the training scripts have it
-    found = {}
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        matrix = torch.rand(size, size, device=device).to(dtype)
-        (matrix @ matrix)[0, 0].item()  # warms up
-        dist.barrier()  # in a training, too, all compute at the same time
-        start = time.perf_counter()
-        count = 0  # of products
-        while (seconds := time.perf_counter() - start) < 0.2:
-            (matrix @ matrix)[0, 0].item()  # waits for the GPU
-            count += 1
-        found[precision] = count * 2 * size**3 / seconds / 1e12
-    return found
-
-
 def measure(args, device):
     """Returns sizes in bytes, each twice the one before, their seconds, and the compute rate."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -144,7 +125,7 @@ def name_of(device):
     return torch.get_device_module(device).get_device_name(device) if ON_GPU else "CPU"
 
 
-def print_link(sizes, seconds, rate, tflops, device, nodes):
+def print_link(sizes, seconds, rate, device, nodes):
     """Prints the table and the fitted line. Returns what --out writes."""
     world_size = dist.get_world_size()
     link = {"processes": world_size, "nodes": nodes, "device": name_of(device)}
@@ -162,8 +143,7 @@ def print_link(sizes, seconds, rate, tflops, device, nodes):
     print(f"errors: rms {np.sqrt((errors**2).mean()):.1%}, largest {abs(errors).max():.1%}")
     print(f"beside an all-reduce a process computes at {rate:.0%} of its speed")
     link |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth, "compute_rate": rate}
-    print("a large matmul: " + ", ".join(f"{name} {x:.3g} TFLOP/s" for name, x in tflops.items()))
-    link |= {"sizes": sizes, "seconds": seconds, "matmul_tflops": tflops}
+    link |= {"sizes": sizes, "seconds": seconds}
     return link
 
 
@@ -177,10 +157,9 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     device_id = device if backend == "nccl" else None
     timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(backend, init_method, timeout, world_size, rank, device_id=device_id)
-    tflops = matmul_tflops(device)
     sizes, seconds, rate = measure(args, device)
     if rank == 0:
-        link = print_link(sizes, seconds, rate, tflops, device, nodes)
+        link = print_link(sizes, seconds, rate, device, nodes)
         if args.out:
             with open(args.out, "w") as file:
                 json.dump(link, file, indent=1)

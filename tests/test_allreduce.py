@@ -32,7 +32,6 @@ def test_table_is_that_of_the_file(run, tmp_path):
         assert algbw == pytest.approx(size / seconds / 1e9, abs=6e-4)
         assert busbw == pytest.approx(4 / 3 * size / seconds / 1e9, abs=6e-4)
     assert (found["processes"], found["nodes"]) == (3, 1) and 0 < found["compute_rate"] <= 1
-    assert 1e-4 < found["matmul_tflops"]["fp32"] < 1e3 and found["matmul_tflops"]["bf16"] > 0
 
 
 def test_fit_finds_the_line():

@@ -84,7 +84,7 @@ def test_damaged_logs_and_links_are_read_or_refused(outcome, tmp_path, monkeypat
     more = {"buckets": [[3e6, 0.3], [1e6, 0]], "TFLOP/s": 0.05}
     good = [*rows_of("a", 1, [9, 11], **more), *rows_of("b", 2, [9, 7])]
     numbers = {"processes": 2, "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "compute_rate": 0.9}
-    numbers |= {"nodes": 1, "device": "CPU", "matmul_tflops": {"fp32": 0.1}}
+    numbers |= {"nodes": 1, "device": "CPU"}
     valid_log, valid_link = write(log, good).read_bytes(), json.dumps(numbers).encode()
 
     def check(log_content, link_content=None):
