@@ -135,11 +135,23 @@ def test_readme_photos(run, tmp_path):
     (tmp_path / "photos/val/.ipynb_checkpoints").mkdir()
     weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]  # where torch.hub keeps its downloads
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
-    torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
+    pretrained = resnet18().state_dict()
+    pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
+    torch.save(pretrained, tmp_path / "hub/checkpoints" / weights)
     words = ("--dataset", "photos", "--model", "resnet18", "--image_size", 32, "--batch_size", 6)
-    more = ("--pretrained", "--snapshot", "photos.pt", "--log", tmp_path / "log.jsonl")
+    more = (
+        "--epochs",
+        1,
+        "--pretrained",
+        "--snapshot",
+        "photos.pt",
+        "--log",
+        tmp_path / "log.jsonl",
+    )
     run("multigpu/images.py", *words, *more, processes=2, cwd=tmp_path, TORCH_HOME=str(tmp_path))
     assert rows(tmp_path / "log.jsonl")[0]["num_workers"] > 0, "processes decode them"
+    trained = torch.load(tmp_path / "photos.pt", weights_only=True)["model"]
+    assert max(weight.max() for weight in trained.values()) > 6
     [predict] = [block for block in python_blocks() if "photos.pt" in block]
     (tmp_path / "multigpu").symlink_to(ROOT / "multigpu")
     out = subprocess.check_output(
