@@ -10,7 +10,7 @@ from conftest import wait_for, wait_for_saves
 
 IMAGES, PIPELINE, FSDP = "hybrid/images.py", "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
 MNIST = "--dataset mnist --batch_size 24 --learning_rate 3e-4"
-GPT = "--d_model 32 --n_heads 2 --num_layers 8 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
+GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
 
 
 @pytest.fixture
@@ -23,27 +23,25 @@ def words(data):
     return [*GPT.split(), "--dataset", data / "words.txt"]
 
 
-@pytest.mark.parametrize("model, num_stages", [("mlp", 2), ("cnn", 4)])
-def test_images_one_loss_curve(run, images, tmp_path, model, num_stages):
+def test_images_one_loss_curve(run, images, tmp_path):
     """Split by layers, on one, two and 2 x 2 processes: the losses of singlegpu."""
-    base = [*images, "--model", model, "--max_steps", 12, "--eval_every", 4]
+    base = [*images, "--model", "cnn", "--max_steps", 8, "--eval_every", 4]
     one = tmp_path / "one.jsonl"
     run("singlegpu/images.py", *base, "--log", one)
     for processes, parts in ((1, 1), (2, 3), ((2, 2), 1)):
         log = tmp_path / f"{processes}.jsonl"
-        more = ("--num_stages", num_stages, "--grad_accum_steps", parts, "--log", log)
+        more = ("--num_stages", 4, "--grad_accum_steps", parts, "--log", log)
         run(IMAGES, *base, *more, processes=processes)
         np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-5)
         np.testing.assert_allclose(curve(log)[0], curve(one)[0], rtol=1e-6)
         for row in rows(log):
-            assert sum(row["stages"]) == row["parameters"] and len(row["stages"]) == num_stages
+            assert sum(row["stages"]) == row["parameters"] and len(row["stages"]) == 4
 
 
 HYBRIDS = (  # script, processes, arguments
     (PIPELINE, 2, "--num_stages 2 --schedule gpipe --num_microbatches 3"),
     (PIPELINE, (2, 2), "--num_stages 2 --num_microbatches 4"),
     (PIPELINE, 4, "--num_stages 4 --num_microbatches 6"),
-    (FSDP, 2, "--shard_size 2"),
     (FSDP, 4, "--shard_size 4 --checkpoint_activations --grad_accum_steps 3"),
     (FSDP, (2, 2), "--shard_size 2"),
     (FSDP, 2, "--shard_size 1 --grad_accum_steps 2"),
@@ -52,7 +50,7 @@ HYBRIDS = (  # script, processes, arguments
 
 def test_gpt_one_loss_curve(run, words, tmp_path):
     """The losses of one process. A process holds its share of memory."""
-    base, one = [*words, "--max_steps", 12, "--eval_every", 6], tmp_path / "one.jsonl"
+    base, one = [*words, "--max_steps", 8, "--eval_every", 4], tmp_path / "one.jsonl"
     run("singlegpu/gpt.py", *base, "--log", one)
     assert curve(one)[1, 0] < curve(one)[0, 0]
     for number, (script, processes, more) in enumerate(HYBRIDS):
@@ -161,31 +159,23 @@ def test_gpt_shards_and_stages_draw_the_same_text(run, words):
     assert sum(letter in "abcdefghij " for letter in samples[0]) > 50, samples
 
 
-@pytest.mark.parametrize(
-    "script, signum",
-    [(PIPELINE, signal.SIGKILL), (FSDP, signal.SIGKILL)]
-    + [(script, signal.SIGTERM) for script in (PIPELINE, FSDP, IMAGES)],
-)
+@pytest.mark.parametrize("script", (PIPELINE, FSDP, IMAGES))
 def test_resumed_weights_are_those_of_an_undisturbed_run(
-    start, run, words, images, tmp_path, chance, script, signum
+    start, run, words, images, tmp_path, chance, script
 ):
-    """A process is killed, or all are told to stop: the weights of an undisturbed run."""
+    """All processes are told to stop: the weights of an undisturbed run. Killed ones: the soak."""
     whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.jsonl"
     task = [*images, "--model", "cnn"] if script == IMAGES else words
     base = [*task, "--dropout", 0.1, "--max_steps", 24, "--eval_every", 4]
     job = start(script, *base, "--snapshot", cut, processes=2)
     wait_for_saves(job, cut, chance.randint(1, 3))
-    if signum == signal.SIGKILL:
-        os.kill(chance.choice(job.workers()), signum)
-    else:  # a launcher's signal reaches each process
-        for worker in job.workers():
-            os.kill(worker, signum)
+    for worker in job.workers():  # a launcher's signal reaches each process
+        os.kill(worker, signal.SIGTERM)
     status, out, err = job.wait()
     assert status, err
     wait_for(lambda: not job.processes())
     step = load(cut)["step"]
-    if signum == signal.SIGTERM:
-        assert f"stopped at step {step} of 24" in out, out
+    assert f"stopped at step {step} of 24" in out, out
     run(script, *base, "--snapshot", cut, "--log", log, processes=2)
     assert min(row["step"] for row in rows(log)) == (step if step % 4 == 0 else step + 4 - step % 4)
     run(script, *base, "--snapshot", whole, processes=2)
@@ -207,5 +197,5 @@ def test_stages_and_shards_that_do_not_fit_are_named(attempt, words, tmp_path):
     assert attempt("singlegpu/gpt.py", *run_one)[0] == 0
     before = saved_at(foreign)
     for script in PIPELINE, FSDP:
-        status, _, err = attempt(script, *run_one, "--num_layers", 4, processes=2)
+        status, _, err = attempt(script, *run_one, "--num_layers", 2, processes=2)
         assert status and "num_layers" in err and saved_at(foreign) == before, err

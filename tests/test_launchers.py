@@ -20,7 +20,6 @@ from test_training import arguments_of
 
 
 STEPS = 120  # between validations
-BASE = ("--model", "mlp", "--eval_every", STEPS, "--batch_size", 48, "--dropout", "0.5")
 STOPS = {  # the last of them asks the run to save and stop
     "singlegpu": [signal.SIGUSR2],
     "multigpu": [signal.SIGKILL, signal.SIGINT],
@@ -28,8 +27,16 @@ STOPS = {  # the last of them asks the run to save and stop
 }
 
 
+@pytest.fixture
+def base(data):
+    words = ("--model", "mlp", "--dropout", "0.5", "--dataset", "mnist", "--data_dir", data)
+    return (*words, "--eval_every", STEPS, "--batch_size", 48)
+
+
 @pytest.mark.parametrize("folder", STOPS)
-def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, chance, folder):
+def test_resumed_weights_are_those_of_an_undisturbed_run(
+    start, run, base, tmp_path, chance, folder
+):
     """Killed, stopped and started again: the weights of one undisturbed run, bit for bit.
 
     Two workers load its data, and those of the undisturbed run none.
@@ -38,9 +45,9 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, c
     cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.jsonl"))
     for signum in STOPS[folder]:
         more = ("--epochs", 10_000, "--num_workers", 2, "--snapshot", cut)
-        job = start(script, *BASE, *more, processes=processes)
+        job = start(script, *base, *more, processes=processes)
         wait_for_saves(job, cut, 1)
-        time.sleep(chance.uniform(0, 2))
+        time.sleep(chance.uniform(0, 1))
         if signum == signal.SIGKILL:
             os.kill(chance.choice(job.workers()), signum)
         else:
@@ -52,7 +59,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, c
     step = load(cut)["step"]
     assert f"stopped at step {step} of" in out and str(cut) in out
     end = (step // STEPS + 1) * STEPS  # the next validation
-    base = (*BASE, "--max_steps", end)
+    base = (*base, "--max_steps", end)
     run(script, *base, "--snapshot", cut, "--log", log, processes=processes)
     last = rows(log)[-1]
     assert (last["step"], last["steps"]) == (end, max(0, end - step - 3)), "it went on at that step"
@@ -74,17 +81,13 @@ def test_resumed_on_three_to_rounding(run, data, tmp_path):
     assert_same_weights(tmp_path / "resumed.pt", tmp_path / "undisturbed.pt", rounding=1e-5)
 
 
-def test_other_numbers_of_processes_carry_on(start, run, tmp_path, chance):
+def test_other_numbers_of_processes_carry_on(run, data, tmp_path):
     """What two began in hybrid goes on in mid-epoch, there and in all folders, on 1, 2 or 2 x 2."""
     begun, whole = tmp_path / "begun.pt", tmp_path / "whole.jsonl"
-    base = ("--model", "mlp", "--eval_every", STEPS, "--batch_size", 48)
-    job = start("hybrid/images.py", *base, "--epochs", 10_000, "--snapshot", begun, processes=2)
-    wait_for_saves(job, begun, 1)
-    time.sleep(chance.uniform(0, 1))
-    job.process.send_signal(signal.SIGTERM)
-    status, _, err = job.wait()
-    assert status, err
-    base = (*base, "--max_steps", (load(begun)["step"] // STEPS + 1) * STEPS)
+    base = ("--model", "mlp", "--batch_size", 48, "--dataset", "mnist", "--data_dir", data)
+    more = ("--max_steps", 37, "--snapshot", begun)  # 25 steps are an epoch
+    run("hybrid/images.py", *base, *more, processes=2)
+    base = (*base, "--max_steps", 50, "--eval_every", 37)
     run("singlegpu/images.py", *base, "--log", whole)
     moves = ("singlegpu", 1), ("multigpu", 2), ("multinode", (2, 2)), ("hybrid", 1)
     for folder, processes in moves:
@@ -270,9 +273,9 @@ def test_a_full_disk_is_named_and_spoils_nothing(run, data, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_two_runs_with_one_snapshot(start, tmp_path):
+def test_two_runs_with_one_snapshot(start, base, tmp_path):
     """The one that saves later ends, and says why; the other one goes on."""
-    words = (*BASE, "--max_steps", 3 * STEPS, "--snapshot", tmp_path / "run.pt")
+    words = (*base, "--max_steps", 3 * STEPS, "--snapshot", tmp_path / "run.pt")
     ended = [job.wait() for job in [start("singlegpu/images.py", *words) for _ in range(2)]]
     assert sorted(status for status, _, _ in ended) == [0, 1], ended
     [err] = [err for status, _, err in ended if status]
@@ -280,7 +283,7 @@ def test_two_runs_with_one_snapshot(start, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ("singlegpu", "multigpu"))
-def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
+def test_a_second_ctrl_c_ends_a_hung_run(start, base, tmp_path, folder):
     """The first one waits for a step, which does not come from a data set that hangs."""
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
@@ -288,7 +291,7 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
     line = "        images, labels = (tensor"
     assert text.count(line) == 1
     script.write_text(text.replace(line, f"        open('hung', 'w'), time.sleep(1000)\n{line}"))
-    job = start(script, *BASE, processes=2)
+    job = start(script, *base, processes=2)
     wait_for((tmp_path / "hung").exists)
     time.sleep(0.5)
     for _ in range(2):
@@ -305,7 +308,7 @@ def test_a_folder_as_log_is_refused_at_the_start(attempt, tmp_path):
 
 
 @pytest.mark.parametrize(("folder", "where"), (("multigpu", "worker"), ("multinode", "loss")))
-def test_a_hung_process_ends_the_run_and_says_where(start, tmp_path, folder, where):
+def test_a_hung_process_ends_the_run_and_says_where(start, base, tmp_path, folder, where):
     """After --timeout, with the stacks: in batch_loss, or where it waits for a worker's batch."""
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
@@ -322,7 +325,7 @@ def test_a_hung_process_ends_the_run_and_says_where(start, tmp_path, folder, whe
     )
     workers = 2 if where == "worker" else 0
     begin = time.monotonic()
-    job = start(script, *BASE, "--timeout", 5, "--num_workers", workers, processes=2)
+    job = start(script, *base, "--timeout", 5, "--num_workers", workers, processes=2)
     status, out, err = job.wait(90)
     assert status == 1 and time.monotonic() - begin < 60, err
     assert ("hang_here" if where == "loss" else "_try_get_data") in err, err

@@ -177,9 +177,9 @@ def test_started_by_nobody(folder):
     assert done.returncode == 1 and done.stderr.startswith("start it with torchrun"), done.stderr
 
 
-def test_make_demo(tmp_path):
+def test_make_demo(data, tmp_path):
     """One process, two, the speedup, and int8; the environment is there already (-o)."""
-    small = "DEMO=--synthetic --epochs 1 --batch_size 6000"
+    small = f"DEMO=--data_dir {data} --epochs 1"
     words = ["make", "-o", ".venv/installed", "demo", f"RUN={sys.executable}", f"OUT={tmp_path}"]
     done = subprocess.run([*words, small], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -199,7 +199,7 @@ def test_a_copy_without_its_stopwatch(run, tmp_path, script):
     kept = "".join(line for line in lines[:start] + lines[end:] if "watch" not in line)
     assert "print_summary" not in kept
     copy.write_text(kept)
-    words = ("--dataset", ROOT / "report.py", "--seq_len", 32)
+    words = ("--dataset", ROOT / "report.py", "--seq_len", 32, "--d_model", 32)
     words = words if "gpt" in script else ("--model", "mlp")
     words = (*words, "--batch_size", 24, "--max_steps", 40, "--eval_every", 20, "--log", log)
     out = run(copy, *words, processes=2)
