@@ -108,9 +108,8 @@ def test_gpt_sums_that_a_pipeline_does_not_know(attempt, run, words, tmp_path):
     assert (curve(tmp_path / "log.jsonl", "train_acc", "val_acc")[:, 2:] > 0).all()
 
 
-def test_gpt_snapshots_move(run, words, tmp_path):
-    """Each row in another script: the losses of one that did all of them."""
-    moves = (
+MOVES = {  # script, processes, arguments of a run, which the next one goes on from
+    "gpt": (
         ("singlegpu/gpt.py", 1, ()),
         (PIPELINE, 4, ()),
         ("multinode/gpt.py", 3, ()),
@@ -118,34 +117,27 @@ def test_gpt_snapshots_move(run, words, tmp_path):
         ("multinode/gpt.py", 1, ()),
         (PIPELINE, 2, ()),
         (FSDP, 2, ()),
-    )
-    base = [*words, "--eval_every", 4]
-    curves = []
-    for name, steps in ("moved", moves), ("stayed", moves[:1] * len(moves)):
-        for number, (script, processes, more) in enumerate(steps, start=1):
-            log = tmp_path / f"{name}{number}.jsonl"
-            more = (*more, "--snapshot", tmp_path / f"{name}.pt", "--log", log)
-            run(script, *base, "--max_steps", 4 * number, *more, processes=processes)
-            assert [row["step"] for row in rows(log) if row["rank"] == 0] == [4 * number]
-            curves.append(curve(log)[-1])
-    np.testing.assert_allclose(curves[: len(moves)], curves[len(moves) :], rtol=1e-5)
-
-
-def test_images_snapshots_move(run, images, tmp_path):
-    """hybrid/images.py goes on from multinode/images.py, and the other way round."""
-    base = [*images, "--model", "cnn", "--eval_every", 3]
-    moves = (
+    ),
+    "images": (
         ("multinode/images.py", 2, ()),
         (IMAGES, 1, ("--num_stages", 2)),
         ("multinode/images.py", 1, ()),
         (IMAGES, 2, ("--num_stages", 3)),
-    )
-    curves = []
+    ),
+}
+
+
+@pytest.mark.parametrize("task", MOVES)
+def test_snapshots_move(run, words, images, tmp_path, task):
+    """Each row in another script: the losses of one that did all of them."""
+    base = words if task == "gpt" else [*images, "--model", "cnn"]
+    moves, curves = MOVES[task], []
     for name, steps in ("moved", moves), ("stayed", moves[:1] * len(moves)):
         for number, (script, processes, more) in enumerate(steps, start=1):
             log = tmp_path / f"{name}{number}.jsonl"
             more = (*more, "--snapshot", tmp_path / f"{name}.pt", "--log", log)
-            run(script, *base, "--max_steps", 3 * number, *more, processes=processes)
+            more += ("--eval_every", 3, "--max_steps", 3 * number)
+            run(script, *base, *more, processes=processes)
             assert [row["step"] for row in rows(log) if row["rank"] == 0] == [3 * number]
             curves.append(curve(log)[-1])
     np.testing.assert_allclose(curves[: len(moves)], curves[len(moves) :], rtol=1e-5)
