@@ -291,8 +291,8 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, base, tmp_path, folder):
     wait_for(lambda: not job.processes())
 
 
-@pytest.mark.parametrize(("folder", "where"), (("multigpu", "worker"), ("multinode", "loss")))
-def test_a_hung_process_ends_the_run_and_says_where(start, base, tmp_path, folder, where):
+@pytest.mark.parametrize(("folder", "where"), (("singlegpu", "worker"), ("multinode", "loss")))
+def test_a_hung_process_ends_the_run_and_says_where(start, attempt, base, tmp_path, folder, where):
     """After --timeout, with the stacks: in batch_loss, or where it waits for a worker's batch."""
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
@@ -307,10 +307,11 @@ def test_a_hung_process_ends_the_run_and_says_where(start, base, tmp_path, folde
     script.write_text(
         text.replace("\n\ndef create_optimizer", f"{function}\n\ndef create_optimizer")
     )
-    workers = 2 if where == "worker" else 0
-    begin = time.monotonic()
-    job = start(script, *base, "--timeout", 5, "--num_workers", workers, processes=2)
-    status, out, err = job.wait(90)
-    assert status == 1 and time.monotonic() - begin < 60, err
-    assert ("hang_here" if where == "loss" else "_try_get_data") in err, err
-    wait_for(lambda: not job.processes(), seconds=30)
+    words = (script, *base, "--timeout", 5)
+    if where == "loss":  # all end by themselves: one that had to be killed would have status 9
+        status, _, err = attempt(*words, processes=3)
+    else:
+        job = start(*words, "--num_workers", 2)
+        status, _, err = job.wait(90)
+        wait_for(lambda: not job.processes(), seconds=30)
+    assert status == 1 and ("hang_here" if where == "loss" else "_try_get_data") in err, err
