@@ -16,7 +16,7 @@ PAIRS = f"{TABLES} --source number --target name --seq_len 8 --max_steps 20 --ev
 GPT = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --learning_rate 3e-4"
 TASKS = {  # a short run of each model
     "mlp": ("images.py", f"{MNIST} --model mlp"),
-    "cnn": ("images.py", f"{MNIST} --model cnn"),
+    "cnn": ("images.py", f"{MNIST} --model cnn --max_steps 20 --eval_every 10"),
     "autoencoder": ("autoencoder.py", MNIST),
     "nbow": ("text.py", f"{TABLES} --seq_len 32 --model nbow"),
     "text": ("text.py", f"{TABLES} --seq_len 32 --model transformer"),
@@ -61,7 +61,8 @@ def test_one_loss_curve(run, data, tmp_path, task):
         curves.append(curve(log, *(["val_acc"] if "val_acc" in logged[0] else [])))
     assert curves[0][1, 0] < curves[0][0, 0]
     for each in curves[1:]:
-        np.testing.assert_allclose(each, curves[0], rtol=1e-5)
+        np.testing.assert_allclose(each[:, :2], curves[0][:, :2], rtol=1e-5)
+        np.testing.assert_allclose(each[:, 2:], curves[0][:, 2:], atol=0.01)  # a sample or so
     if task in ("mlp", "cnn"):  # each of the 401 validation images counts once
         correct = curves[0][:, 2] * 401
         assert correct == pytest.approx(correct.round(), abs=1e-6)
