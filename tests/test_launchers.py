@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -218,10 +219,11 @@ def test_bad_arguments_are_named(attempt, data, tmp_path):
     ended = run_all(commands, [{}] * len(commands), tmp_path)
     for command, (status, _, err) in zip(commands, ended):
         assert status in (1, 2) and "torchrun " in err and "Traceback" not in err, (command, err)
-    for folder, parts in (("singlegpu", 2), ("multigpu", 1), ("multinode", 1)):
-        more = ("--batch_size", 25, "--grad_accum_steps", parts)
-        words = (*arguments_of("mlp", data), *more)
-        status, _, err = attempt(f"{folder}/images.py", *words, processes=2)
+    words = (*arguments_of("mlp", data), "--batch_size", 25, "--grad_accum_steps", 2)
+    scripts = [f"{folder}/images.py" for folder in STOPS]
+    with ThreadPoolExecutor() as pool:  # a refusal waits five seconds
+        ended = list(pool.map(lambda script: attempt(script, *words, processes=2), scripts))
+    for status, _, err in ended:
         assert status and "--batch_size must be" in err, err
     status, _, err = attempt("multigpu/allreduce.py", processes=1)
     assert status == 2 and "one process has nobody to send to" in err, err
