@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    "datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm".split()
-)
+PRELOADED = """datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm
+    transformers.models.distilbert.modeling_distilbert transformers.models.llama.modeling_llama"""
+CONTEXT.set_forkserver_preload(PRELOADED.split())
 
 
 def torchrun_env(rank, agents, each):
