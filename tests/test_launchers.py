@@ -119,12 +119,12 @@ def test_killed_in_validation_repeats_the_validation_alone(start, run, data, tmp
 @pytest.mark.parametrize("what", ["read", "save"])
 def test_a_slow_rank_0_times_nobody_out(run, data, tmp_path, what):
     """Rank 0 may take longer than --timeout to prepare data or to save; a save is not `comm`."""
-    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 10)
+    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 7)
     files = ("--snapshot", tmp_path / "s.pt", "--log", log)
     words = (*arguments_of("mlp", data), "--max_steps", 20, "--timeout", 6, *files)
     run("multinode/images.py", *words, processes=3, before=before)
     for row in rows(log):
-        assert row["comm"] < 10 and (row["save"] > 9) == (what == "save"), row
+        assert row["comm"] < 7 and (row["save"] > 6.9) == (what == "save"), row
 
 
 def test_a_late_process_is_named(run, data, tmp_path):
