@@ -203,10 +203,26 @@ def write_mnist(folder):
     return folder
 
 
+def write_tables(folder):
+    """Make the folder a data set of texts of four classes, and of numbers and their names."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    names = "zero one two three four five six seven eight nine".split()
+    for split, size in (("train", 600), ("validation", 120), ("test", 120)):
+        lines = ["text,label,number,name"]
+        for row in range(size):
+            digits = generator.integers(10, size=6 + row % 7)
+            text = " ".join(f"w{10 * (row % 4) + digit}" for digit in digits)
+            name = " ".join(names[digit] for digit in digits)
+            lines.append(f"{text},{row % 4},{' '.join(map(str, digits))},{name}")
+        (folder / f"{split}.csv").write_text("\n".join(lines))
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A --data_dir with that MNIST, and a text for gpt.py."""
+    """A --data_dir with that MNIST, those tables, and a text for gpt.py."""
     folder = write_mnist(tmp_path_factory.mktemp("data"))
+    write_tables(folder / "tables")
     generator = random.Random(0)
     lengths = [generator.randint(2, 7) for _ in range(40)]
     words = ["".join(generator.choices("abcdefghij", k=length)) for length in lengths]

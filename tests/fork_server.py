@@ -1,8 +1,9 @@
 """Run commands in forks of one process that has imported torch: that takes four seconds.
 
 Processes that a command starts by torch.multiprocessing are forks, too. A command whose environment
-has NETWORK runs in the network namespace of this name (ip netns). One that has EMU_DEVICES runs on
-the emulated accelerator, as with PYTHONPATH=tests/emulator.
+has NETWORK runs in the network namespace of this name (ip netns). One whose rank is AHEAD has a
+clock that is 5 s ahead. One that has EMU_DEVICES runs on the emulated accelerator, as with
+PYTHONPATH=tests/emulator.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ import time
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    "datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm".split()
-)
+PRELOADED = """datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm
+    transformers.models.distilbert.modeling_distilbert transformers.models.llama.modeling_llama"""
+CONTEXT.set_forkserver_preload(PRELOADED.split())
 
 
 def torchrun_env(rank, agents, each):
@@ -31,6 +32,15 @@ def torchrun_env(rank, agents, each):
     env |= {"WORLD_SIZE": agents * each, "LOCAL_WORLD_SIZE": each, "TORCHELASTIC_RUN_ID": "test"}
     env |= {"TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_USE_AGENT_STORE": False}
     return {name: str(value) for name, value in env.items()}
+
+
+def set_clock_ahead():
+    """Goes on in a child with another clock, and ends as it does."""
+    if ctypes.CDLL(None, use_errno=True).unshare(0x80):  # CLONE_NEWTIME
+        raise OSError(ctypes.get_errno(), "unshare")
+    Path("/proc/self/timens_offsets").write_text("monotonic 5 0")
+    if child := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
 
 
 def enter(network):
@@ -52,6 +62,8 @@ def run(command, cwd, env, files):
     os.environ.update(env)
     if "NETWORK" in env:
         enter(env["NETWORK"])
+    if env.get("AHEAD") == env.get("RANK", "none"):
+        set_clock_ahead()
     if "EMU_DEVICES" in env:
         sys.path.insert(0, str(Path(__file__).with_name("emulator")))
         importlib.import_module("emu").register()

@@ -3,10 +3,12 @@
     python tests/probe.py FOLDER multigpu/images.py ...
 
 Each process writes FOLDER/<rank>.json, a list with an object for each step: `dtypes` and `calls`
-of linear layers and convolutions; `shape` of their first input; `dropped`, the share of zeros that
-dropout made; `norm` of the gradients that the optimizer gets, `rate`, the learning rate; `workers`,
-the processes that load data; `sent`, (operation, dtype, bytes) of each collective between steps;
-`waits`, how often the host waited for an emulated device.
+of linear layers and convolutions; `shape` of their first input; `order` of their calls, an F each,
+and of the gradients of their outputs, a B each; `attention`, the shape of the queries of each
+attention; `dropped`, the share of zeros that dropout made; `norm` of the gradients that the
+optimizer gets, `rate`, the learning rate; `matmul`, PyTorch's precision of float32 products;
+`workers`, the processes that load data; `sent`, (operation, dtype, bytes) of each collective
+between steps; `waits`, how often the host waited for an emulated device.
 """
 
 import json
@@ -23,7 +25,15 @@ from torch.optim import optimizer
 
 folder, script = sys.argv[1:3]
 steps = []
-seen = {"dtypes": set(), "calls": 0, "shape": None, "dropped": [], "sent": []}
+seen = {}
+
+
+def forget():
+    seen.update(dtypes=set(), calls=0, shape=None, dropped=[], sent=[], order="", attention=[])
+
+
+def note_gradient(gradient):
+    seen["order"] += "B"
 
 
 def note_layer(module, inputs, output):
@@ -36,17 +46,22 @@ def note_layer(module, inputs, output):
         seen["dtypes"].add(str(output.dtype).removeprefix("torch."))
         seen["calls"] += 1
         seen["shape"] = seen["shape"] or list(inputs[0].shape)
+        seen["order"] += "F"
+        if output.requires_grad:
+            output.register_hook(note_gradient)
 
 
 def note_step(optimizer, args, kwargs):
     waits = torch.emu.host_waits() if hasattr(torch, "emu") else 0
     [group, *_] = optimizer.param_groups
     news = {"rate": group["lr"], "workers": len(multiprocessing.active_children()), "waits": waits}
+    news["matmul"] = torch.get_float32_matmul_precision()
     if waits == 0:  # to read a norm is to wait
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in group["params"]])
+        own = [each.grad for each in group["params"] if each.grad is not None]
+        norm = nn.utils.get_total_norm(own)
         news["norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
     steps.append(seen | news | {"dtypes": sorted(seen["dtypes"])})
-    seen.update(dtypes=set(), calls=0, shape=None, dropped=[], sent=[])
+    forget()
     Path(folder, f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(steps))
 
 
@@ -61,9 +76,18 @@ def note_sent(name):
     setattr(dist, name, sends)
 
 
+def attend(query, *args, **kwargs):
+    if torch.is_grad_enabled():
+        seen["attention"].append(list(query.shape))
+    return plain_attention(query, *args, **kwargs)
+
+
+forget()
+plain_attention = nn.functional.scaled_dot_product_attention
+nn.functional.scaled_dot_product_attention = attend
 nn.modules.module.register_module_forward_hook(note_layer)
 optimizer.register_optimizer_step_pre_hook(note_step)
-for name in ("all_reduce", "reduce_scatter_tensor"):
+for name in {"all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"} & {*dir(dist)}:
     note_sent(name)
 sys.argv = sys.argv[2:]
 runpy.run_path(script, run_name="__main__")

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import link
@@ -55,6 +56,27 @@ def test_a_wrong_sum_is_found(attempt, tmp_path):
     copy.write_text(text.replace(check, f"        buffer[5] += dist.get_rank()\n{check}"))
     status, _, err = attempt(copy, *SIZES, processes=2)
     assert status and "rank 1: an all-reduce of 4096 bytes gave a wrong sum" in err, err
+
+
+def test_more_seconds_are_more_repeats(run, tmp_path):
+    text, repeats = (ROOT / "multigpu/allreduce.py").read_text(), "        times = [time_all_reduce"
+    (copy := tmp_path / "multigpu/allreduce.py").parent.mkdir()
+    copy.write_text(text.replace(repeats, f"        print('repeats', repeats)\n{repeats}"))
+    counts = []
+    for seconds in ("0.001", "0.3"):
+        out = run(copy, *SIZES[:4], "--seconds", seconds, processes=2)
+        counts.append(sum(map(int, re.findall(r"^repeats (\d+)", out, re.M))))
+    assert counts[1] > 5 * counts[0], counts
+
+
+def test_a_hung_process_ends_the_measurement(attempt, tmp_path):
+    """Of two processes one hangs: the other one ends the run after --timeout, not in 10 minutes."""
+    text, check = (ROOT / "multigpu/allreduce.py").read_text(), "        if (buffer !="
+    (copy := tmp_path / "multigpu/allreduce.py").parent.mkdir()
+    copy.write_text(text.replace(check, f"        time.sleep(300 * dist.get_rank())\n{check}"))
+    start = time.monotonic()
+    status, _, err = attempt(copy, *SIZES, "--timeout", 3, processes=2)
+    assert status and "imed out" in err and time.monotonic() - start < 200, err
 
 
 @pytest.fixture(scope="module")

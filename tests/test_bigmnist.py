@@ -38,6 +38,14 @@ def test_labels_copies_and_augmented_versions(big):
     assert test.shape == (10_000, 28, 28) and sorted(set(test_labels)) == list(range(10))
 
 
+def test_images_of_mnist(data, run, tmp_path):
+    words = ("--dataset", "mnist", "--data_dir", data, "--num_images", 50, "--versions", 1)
+    run(SCRIPT, *words, "--copies", 2, "--out", tmp_path / "big")
+    train, labels, test, _ = (np.load(tmp_path / "big" / name) for name in FILES)
+    content = np.fromfile(data / "MNIST/raw/train-labels-idx1-ubyte", "u1")[8:]
+    assert len(train) == 100 and len(test) == 401 and (labels[50:] == content[:50]).all()
+
+
 class Numbers:
     """In place of a random generator: gives these strengths (6, B) and then the noise."""
 

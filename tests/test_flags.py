@@ -1,12 +1,114 @@
 """Flags are tested by their effect, as probe.py sees it. A flag of a section is proven once."""
 
+import ast
+import fnmatch
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
-from conftest import ROOT, curve, rows
+from conftest import ROOT, SCRIPTS, curve, rows
 from PIL import Image
+from test_predict import link, predicted
+from test_report import rows_of, write
+
+RUNS = "singlegpu/TASK multigpu/TASK multinode/TASK hybrid/images hybrid/gpt_*"
+PARALLEL = RUNS.removeprefix("singlegpu/TASK ")
+MNIST = "singlegpu/mnist multigpu/mnist multinode/mnist hybrid/mnist"
+TASKS = "autoencoder gpt images text translation".split()
+# The flags, the scripts that have them (without .py), and the tests that show what they do.
+FLAGS = f"""
+--epochs --max_steps --eval_every | {RUNS} | test_flags.test_steps_and_rows
+--batch_size --grad_accum_steps | {RUNS} | test_flags.test_grad_accum_steps
+--learning_rate --max_grad_norm | {RUNS} | test_flags.test_rate_and_norm
+--precision | {RUNS} | test_flags.test_precision
+--compile | {RUNS} | test_habits.test_compile_compiles
+--compile | hybrid/gpt_* | soak_training.test_gpt_compile_compiles_all_parts
+--num_workers | {RUNS} | test_flags.test_num_workers
+--seed | {RUNS} | test_flags.test_seed
+--snapshot | */TASK | test_launchers.test_resumed_weights_are_those_of_an_undisturbed_run
+--snapshot | hybrid/* | test_hybrid.test_resumed_weights_are_those_of_an_undisturbed_run
+--log | {RUNS} | test_training.test_one_loss_curve
+--trace | {RUNS} | test_trace.test_trace_is_the_last_step
+--timeout | */TASK | test_launchers.test_a_hung_process_ends_the_run_and_says_where
+--timeout | hybrid/* | soak_faults.test_a_hung_process_ends_the_job
+--num_gpus | multigpu/TASK | test_training.test_one_loss_curve
+--comm_hook | {PARALLEL} | test_flags.test_comm_hook
+--num_stages | hybrid/images | test_hybrid.test_images_one_loss_curve
+--num_stages --num_microbatches --schedule | hybrid/gpt_pipeline | test_flags.test_pipeline
+--shard_size | hybrid/gpt_fsdp | test_hybrid.test_gpt_one_loss_curve
+--checkpoint_activations | hybrid/gpt_fsdp | test_flags.test_checkpoint_activations
+--dataset --data_dir | */images */autoencoder | test_flags.test_data
+--dataset --data_dir --source --target | */text */translation | test_flags.test_data
+--dataset --vocab_size | */gpt* | test_models.test_gpt_token_files
+--d_model --n_heads --num_layers --seq_len --model --size | */TASK hybrid/* | test_flags.test_models
+--model | */images | test_images.test_models_take_images_of_any_size
+--sample | */gpt* | test_models.test_gpt_token_files
+--dropout | */TASK hybrid/* | test_flags.test_dropout
+--pretrained | */images | test_project.test_readme_photos
+--image_size | */images | test_flags.test_image_size
+--reconstructions | */autoencoder | test_flags.test_reconstructions
+--synthetic | */mnist | test_mnist.test_synthetic_needs_no_data
+--data_dir --epochs --batch_size | {MNIST} | test_mnist.test_trains_as_one_process
+--num_gpus | multigpu/mnist | test_mnist.test_times_add_up
+--data_dir --model | quantize/mnist | test_mnist.test_int8_is_small_and_as_good
+--num_gpus --min_bytes --max_bytes --out | */allreduce \
+    | test_allreduce.test_table_is_that_of_the_file
+--seconds | */allreduce | test_allreduce.test_more_seconds_are_more_repeats
+--timeout | multigpu/allreduce | test_allreduce.test_a_hung_process_ends_the_measurement
+--timeout | multinode/allreduce | test_allreduce.test_who_is_missing_is_named
+--pairs --expect | multinode/allreduce | test_allreduce.test_pairs_of_three_nodes
+--dataset --data_dir | */make_bigmnist | test_bigmnist.test_images_of_mnist
+--num_images --versions --copies --out | */make_bigmnist \
+    | test_bigmnist.test_labels_copies_and_augmented_versions
+--size --out | */make_images | test_images.test_each_photograph_once_with_its_class
+--grey | */make_images | test_images.test_a_source_of_the_hub
+--snapshot --steps --out | */noise_scale \
+    | test_noise_scale.test_it_takes_scripts_snapshots_and_own_bands
+--snapshot --row --out | quantize/TASK | test_quantize.test_int8_is_smaller_and_as_good
+--eager | quantize/TASK | test_quantize.test_compiled_rows
+--batch_size --num_samples --rounds --data_dir | quantize/TASK | test_flags.test_quantize
+--out | report | test_report.test_speedup_and_efficiency_by_hand
+--out | predict | test_predict.test_what_helps
+--processes | predict | test_predict.test_any_number_of_processes_and_nodes
+--gpus_per_node | predict | test_predict.test_prediction_over_nodes
+--noise | predict | test_predict.test_time_to_the_same_loss
+--steps | predict | test_flags.test_predicted_steps
+"""
+
+
+def flags_of(script):
+    """The flags that a script adds to a parser: the first word of `add("--flag", ...)`."""
+    for node in ast.walk(ast.parse((ROOT / f"{script}.py").read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("add", "add_argument")):
+            words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+            yield from (word for word in words if str(word).startswith("--"))
+
+
+def test_each_flag_has_a_test():
+    """Each row of the table names flags that its scripts have, and a test that names them, too."""
+    scripts = [script.removesuffix(".py") for script in (*SCRIPTS, "report.py", "predict.py")]
+    left = {(script, flag) for script in scripts for flag in flags_of(script)}
+    assert len(left) > 400 and ("hybrid/images", "--num_stages") in left
+    missing = set(left)
+    for row in FLAGS.strip().splitlines():
+        flags, patterns, test = (cell.split() for cell in row.split("|"))
+        patterns = {each.replace("TASK", task) for each in patterns for task in TASKS}
+        found = {
+            (script, flag)
+            for script, flag in left
+            if flag in flags and any(fnmatch.fnmatch(script, pattern) for pattern in patterns)
+        }
+        assert {flag for _, flag in found} == {*flags}, f"no such flag of these scripts: {row}"
+        module, name = test[0].split(".")
+        folder = ROOT / ("tests/soak" if module.startswith("soak") else "tests")
+        text = (folder / f"{module}.py").read_text()
+        names = [each.name for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+        assert name in names, f"no such test: {row}"
+        assert all(flag in text + (ROOT / "tests/conftest.py").read_text() for flag in flags), row
+        missing -= found
+    assert not missing, f"flags without a test of what they do: {sorted(missing)}"
 
 
 @pytest.fixture
@@ -20,6 +122,8 @@ def seen(run, data, tmp_path):
         if "gpt" in script:
             words = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24"
             task = ["--dataset", data / "words.txt", *words.split()]
+        elif "images" not in script:
+            task = ["--batch_size", 24]
         words = [*task, *flags.split(), "--log", tmp_path / "log.jsonl"]
         words += [] if re.search("max_steps|epochs", flags) else ["--max_steps", 3]
         before = (ROOT / "tests/probe.py", tmp_path)
@@ -31,46 +135,73 @@ def seen(run, data, tmp_path):
 
 
 PRECISIONS = [
-    ("singlegpu/images.py", 1, "fp32 bf16 fp16"),
+    ("singlegpu/images.py", 1, "tf32 bf16 fp16"),
     ("hybrid/images.py", 1, "bf16"),
+    ("hybrid/gpt_pipeline.py", 2, "bf16"),
     ("hybrid/gpt_fsdp.py", 2, "bf16"),
 ]
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @pytest.mark.parametrize(("script", "processes", "precisions"), PRECISIONS)
 def test_precision(seen, script, processes, precisions):
-    """The types in which layers compute. That of tf32 is a GPU's own."""
+    """The types in which layers compute. With tf32, GPUs may round factors of float32."""
+    _, plain = seen(script, "--precision fp32", processes)
     for name in precisions.split():
         found, losses = seen(script, f"--precision {name}", processes)
-        assert [step["dtypes"] for each in found for step in each] == [[DTYPES[name]]] * (
-            3 * processes
-        )
-        assert np.isfinite(losses).all()
+        steps = [step for each in found for step in each]
+        assert len(steps) == 3 * processes
+        assert losses == pytest.approx(plain, rel=0.02)
+        assert (losses != plain).all() == (name[-2:] == "16")
+        for step in steps:
+            assert step["dtypes"] == [DTYPES[name]]
+            assert step["matmul"] == ("high" if name == "tf32" else "highest")
 
 
 @pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py"))
 def test_comm_hook(seen, script):
-    """Half the bytes are sent."""
-    sent = {}
+    """Half the bytes are sent, and the loss changes a little."""
+    sent, losses = {}, {}
     for hook in ("none", "bf16", "fp16"):
-        found, _ = seen(script, f"--comm_hook {hook}", 2)
+        found, curve = seen(script, f"--comm_hook {hook}", 2)
         sent[hook] = sum(size for _, _, size in found[1][1]["sent"] if size > 1000)
+        losses[hook] = curve[0, 0]
     assert sent["bf16"] == sent["fp16"] == sent["none"] / 2 > 1e6
+    assert len({*losses.values()}) == 3
+    assert losses["bf16"] == pytest.approx(losses["none"], rel=0.02)
+    assert losses["fp16"] == pytest.approx(losses["none"], rel=0.02)
 
 
-@pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py"))
-def test_grad_accum_steps(seen, script):
-    """With three micro-batches, gradients are sent as often as with one; layers run thrice."""
+ACCUMULATING = [
+    ("singlegpu/images.py", 1),
+    ("multigpu/images.py", 2),
+    ("hybrid/images.py", 2),
+    ("hybrid/gpt_fsdp.py", 2),
+]
+
+
+@pytest.mark.parametrize(("script", "processes"), ACCUMULATING)
+def test_grad_accum_steps(seen, script, processes):
+    """With three micro-batches, gradients are sent as often as with one; layers run thrice.
+
+    --batch_size counts the samples of all micro-batches and processes.
+    """
     counts = []
     for parts in (1, 3):
-        found, losses = seen(script, f"--grad_accum_steps {parts}", 2)
+        found, losses = seen(script, f"--grad_accum_steps {parts}", processes)
         sent = [name for name, _, size in found[0][1]["sent"] if size > 1000]
-        counts.append((sent.count("all_reduce"), found[0][1]["calls"]))
-    assert counts[0][0] == counts[1][0] > 0 and counts[1][1] == 3 * counts[0][1]
+        operation = "reduce_scatter" if "fsdp" in script else "all_reduce"
+        count = sum(name.startswith(operation) for name in sent)
+        counts.append((count, found[0][1]["calls"]))
+        assert found[-1][1]["shape"][0] * parts * processes == 24
+    assert counts[0][0] == counts[1][0] and counts[1][1] == 3 * counts[0][1]
+    assert (counts[0][0] > 0) == (processes > 1)
 
 
-@pytest.mark.parametrize(("script", "processes"), [("multigpu/images.py", 2)])
+@pytest.mark.parametrize(
+    ("script", "processes"),
+    [("singlegpu/images.py", 1), ("multigpu/images.py", 2), ("hybrid/gpt_pipeline.py", 2)],
+)
 def test_num_workers(seen, script, processes):
     """So many processes load data for each that trains, and the losses stay the same."""
     curves = []
@@ -83,53 +214,144 @@ def test_num_workers(seen, script, processes):
 
 @pytest.mark.parametrize(
     ("script", "processes"),
-    [("singlegpu/images.py", 1), ("hybrid/gpt_fsdp.py", 2)],
+    [("singlegpu/images.py", 1), ("hybrid/gpt_pipeline.py", 2), ("hybrid/gpt_fsdp.py", 2)],
 )
 def test_rate_and_norm(seen, script, processes):
-    """The optimizer gets that rate (gpt scales it, from 0 up and down), and no longer gradient."""
-    found, _ = seen(script, "--learning_rate 0.25", processes)
-    free = [step["norm"] for step in found[0]]
+    """The optimizer gets that rate (gpt scales it, from 0 up and down), and no longer gradient.
+
+    A stage of a pipeline has a part of the gradient.
+    """
+    norms = []
+    for more in ("", "--max_grad_norm 0.01"):
+        found, _ = seen(script, f"--learning_rate 0.25 {more}", processes)
+        parts = [[step["norm"] for step in each] for each in found]
+        norms.append(np.hypot(*parts) if "pipeline" in script else np.array(parts[-1]))
     share = 1.0 if "images" in script else pytest.approx(1.05 - 2 / 3)  # after 2/3 of the steps
     assert found[0][1]["rate"] / 0.25 == share
-    found, _ = seen(script, "--learning_rate 0.25 --max_grad_norm 0.01", processes)
-    clipped = [step["norm"] for step in found[0]]
-    assert min(free) > 0.02 and max(clipped) < 0.0101
-    assert max(clipped) > 0.0099
+    most = 0.0142 if "pipeline" in script else 0.0101  # the embedding is in two stages
+    assert norms[0].min() > 0.02 and norms[1].max() < most and norms[1].max() > 0.0099
 
 
-def test_seed(run, data, tmp_path):
+def test_seed(seen):
     """The same losses, or others."""
-    curves = []
-    for number, seed in enumerate((1, 1, 2)):
-        log = tmp_path / f"{number}.jsonl"
-        words = ("--dataset", "mnist", "--data_dir", data, "--model", "mlp", "--max_steps", 2)
-        run("singlegpu/images.py", *words, "--seed", seed, "--log", log)
-        curves.append(curve(log))
+    curves = [seen("singlegpu/images.py", f"--max_steps 2 --seed {seed}")[1] for seed in (1, 1, 2)]
     assert (curves[0] == curves[1]).all() and (curves[0] != curves[2]).all()
 
 
-def test_steps_and_rows(seen, tmp_path):
-    """1,200 images are 50 steps of 24. --max_steps is the total, and ends an epoch."""
-    for flags, at in (
-        ("--epochs 2", [50, 100]),
-        ("--epochs 1 --eval_every 20", [20, 40, 50]),
-        ("--epochs 2 --max_steps 5", [5]),
-        ("--max_steps 7 --eval_every 3", [3, 6, 7]),
-    ):
-        found, _ = seen("singlegpu/images.py", flags)
+@pytest.mark.parametrize("script", ("images.py", "gpt_pipeline.py", "gpt_fsdp.py"))
+def test_steps_and_rows(seen, tmp_path, script):
+    """1,200 images are 5 steps of 240, and the text is 4. --max_steps is the total."""
+    end = 5 if script == "images.py" else 4  # of an epoch
+    script, processes = f"hybrid/{script}", 2
+    cases = [("--epochs 2 --eval_every 3", [*range(3, 2 * end, 3), 2 * end])]
+    if end == 5:
+        script, processes = "singlegpu/images.py", 1
+        cases += [("--epochs 2", [5, 10]), ("--epochs 2 --max_steps 2", [2])]
+        cases += [("--max_steps 7 --eval_every 3", [3, 6, 7])]
+    for flags, at in cases:
+        found, _ = seen(script, f"{flags} --batch_size 240", processes)
         assert len(found[0]) == at[-1]
-        assert [row["step"] for row in rows(tmp_path / "log.jsonl")] == at
+        assert [row["step"] for row in rows(tmp_path / "log.jsonl") if row["rank"] == 0] == at
 
 
-@pytest.mark.parametrize("task", ("images.py", "gpt.py", "text.py --model transformer"))
-def test_dropout(run, tmp_path, task):
+def test_pipeline(seen):
+    """A process has its part of the layers, and passes micro-batches in the schedule's order."""
+    for num_stages, count, schedule, order in (
+        (2, 4, "gpipe", "FB"),
+        (2, 4, "1f1b", "FBFBFB"),
+        (4, 6, "1f1b", "FBFBFB"),
+    ):
+        flags = f"--num_stages {num_stages} --num_microbatches {count} --schedule {schedule}"
+        flags = f"--num_layers 4 {flags}"
+        (_, first, _), *_ = seen("hybrid/gpt_pipeline.py", flags, 4)[0]
+        assert first["calls"] == 4 * 4 / num_stages * count, "a block has four linear layers"
+        assert first["shape"][0] == 24 * num_stages / 4 / count
+        assert re.sub(r"(.)\1+", r"\1", first["order"]) == order
+
+
+def test_checkpoint_activations(seen):
+    """The backward pass computes the blocks again, and the losses stay the same."""
+    orders, curves = [], []
+    for flags in ("", "--checkpoint_activations"):
+        found, losses = seen("hybrid/gpt_fsdp.py", flags, 2)
+        orders.append(found[0][1]["order"])
+        curves.append(losses)
+    assert re.fullmatch("F{8}B{8}", orders[0]) and re.fullmatch("F{8}(BF+B+){2}", orders[1])
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-6)
+
+
+PAIRS = "--dataset tables --source number --target name"
+MODELS = {  # flags, and the shapes of the queries (B, H, T, D / H) of each attention
+    "gpt": ("--d_model 32 --n_heads 4 --num_layers 3 --seq_len 16", [[24, 4, 16, 8]] * 3),
+    "text small": ("--dataset tables --model transformer --seq_len 4", [[24, 4, 4, 32]] * 2),
+    "text large": (
+        "--dataset tables --model transformer --seq_len 4 --size large",
+        [[24, 8, 4, 32]] * 4,
+    ),
+    "text nbow": ("--dataset tables --model nbow --seq_len 4", []),
+    "translation lstm": (f"{PAIRS} --model lstm --seq_len 5", []),
+    "translation transformer": (
+        f"{PAIRS} --model transformer --seq_len 5",
+        [[24, 8, 5, 32]] * 3 + [[24, 8, 4, 32]] * 6,  # the decoder reads all but the last word
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(seen, data, name):
+    """The network has so many attentions, of this width, for sequences of this length."""
+    flags, shapes = MODELS[name]
+    more = f"--data_dir {data}" if "tables" in flags else ""
+    found, _ = seen(f"singlegpu/{name.split()[0]}.py", f"{flags} {more} --max_steps 1")
+    assert found[0][0]["attention"] == shapes
+
+
+DATA = {  # script, its flags, and the number of steps
+    "images": ("--dataset mnist --model mlp --batch_size 400", 3),
+    "autoencoder": ("--dataset mnist --batch_size 400", 3),
+    "text": ("--dataset tables --batch_size 200 --seq_len 8", 3),
+    "translation": (f"{PAIRS} --batch_size 200 --seq_len 8", 3),
+}
+
+
+@pytest.mark.parametrize("task", DATA)
+def test_data(run, data, task):
+    """The number of steps is that of the data, in that folder, and these columns are learned."""
+    flags, steps = DATA[task]
+    out = run(f"singlegpu/{task}.py", *flags.split(), "--data_dir", data, "--epochs", 1)
+    assert f"steps 0 to {steps}\n" in out
+    if task == "translation":
+        assert re.search(r"^[0-9 ]+\n    [a-z ]+\n", out, re.M), out
+
+
+@pytest.mark.parametrize("task", ("text", "translation"))
+def test_quantize(run, data, tmp_path, task):
+    """So many speeds are measured on batches of that size, of data that has moved."""
+    shutil.copytree(data / "tables", tmp_path / "tables")
+    words = (*DATA[task][0].split(), "--data_dir", tmp_path, "--max_steps", 1)
+    run(f"singlegpu/{task}.py", *words, "--snapshot", tmp_path / "s.pt")
+    shutil.move(tmp_path / "tables", tmp_path / "moved/tables")
+    text, end = (ROOT / f"quantize/{task}.py").read_text(), "    print_table(rows)\n"
+    assert text.count(end) == 1
+    spy = "print('seen', [len(batch[0]) for batch in batches], *rows[0].values())\n"
+    (copy := tmp_path / f"{task}.py").write_text(text.replace(end, f"    {spy}{end}"))
+    words = ("--snapshot", tmp_path / "s.pt", "--data_dir", tmp_path / "moved", "--eager")
+    more = ("--row", "fp32", "--batch_size", 4, "--num_samples", 8, "--rounds", 3)
+    sizes, *speeds = re.findall(r"\[(.*?)\]", re.search("seen.*", run(copy, *words, *more))[0])
+    assert sizes == "4, 4" and speeds and all(each.count(",") == 2 for each in speeds)
+
+
+DROPPING = ("images.py", "gpt.py", "text.py --model transformer", "translation.py")
+
+
+@pytest.mark.parametrize("task", DROPPING)
+def test_dropout(seen, data, task):
     """This share of values becomes zero."""
     script, *more = task.split()
-    more += ["--model", "mlp"] if script == "images.py" else []
-    more += ["--seq_len", 32, "--dataset", ROOT / "report.py"] if script == "gpt.py" else []
-    words = (*more, "--dropout", 0.3, "--batch_size", 24, "--max_steps", 1)
-    run(f"singlegpu/{script}", *words, before=(ROOT / "tests/probe.py", tmp_path))
-    [step] = json.loads((tmp_path / "0.json").read_text())
+    more += [f"--dataset tables --data_dir {data}"] if script == "text.py" else []
+    more += [f"{PAIRS} --seq_len 8 --data_dir {data}"] if script == "translation.py" else []
+    found, _ = seen(f"singlegpu/{script}", " ".join([*more, "--dropout 0.3 --max_steps 1"]))
+    [step] = found[0]
     assert len(step["dropped"]) > 0
     assert np.mean(step["dropped"]) == pytest.approx(0.3, abs=0.03)
 
@@ -153,3 +375,14 @@ def test_reconstructions(run, data, tmp_path):
     words = ("--dataset", "mnist", "--data_dir", data, "--max_steps", 1)
     run("singlegpu/autoencoder.py", *words, "--reconstructions", path)
     assert Image.open(path).size == (16 * 30 + 2, 2 * 30 + 2)
+
+
+def test_predicted_steps(tmp_path):
+    """Twice the steps take twice as long; both runs have the same warmup, and so many rows."""
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, warmup=0, eval=0))
+    hours = {}
+    for steps in (1000, 2000):
+        text, *_, ask = predicted(log, link(tmp_path / "l.json"), "--steps", steps)
+        assert f"## what to ask for: {steps:,} steps" in text
+        hours[steps] = float(ask[1]["device-hours"])
+    assert hours[2000] == pytest.approx(2 * hours[1000], rel=0.01)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from test_training import arguments_of
 
 
 STEPS = 120  # between validations
-BASE = ("--model", "mlp", "--eval_every", STEPS, "--batch_size", 48, "--dropout", "0.5")
 STOPS = {  # the last of them asks the run to save and stop
     "singlegpu": [signal.SIGUSR2],
     "multigpu": [signal.SIGKILL, signal.SIGINT],
@@ -28,8 +28,16 @@ STOPS = {  # the last of them asks the run to save and stop
 }
 
 
+@pytest.fixture
+def base(data):
+    words = ("--model", "mlp", "--dropout", "0.5", "--dataset", "mnist", "--data_dir", data)
+    return (*words, "--eval_every", STEPS, "--batch_size", 48)
+
+
 @pytest.mark.parametrize("folder", STOPS)
-def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, chance, folder):
+def test_resumed_weights_are_those_of_an_undisturbed_run(
+    start, run, base, tmp_path, chance, folder
+):
     """Killed, stopped and started again: the weights of one undisturbed run, bit for bit.
 
     Two workers load its data, and those of the undisturbed run none.
@@ -38,9 +46,9 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, c
     cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.jsonl"))
     for signum in STOPS[folder]:
         more = ("--epochs", 10_000, "--num_workers", 2, "--snapshot", cut)
-        job = start(script, *BASE, *more, processes=processes)
+        job = start(script, *base, *more, processes=processes)
         wait_for_saves(job, cut, 1)
-        time.sleep(chance.uniform(0, 2))
+        time.sleep(chance.uniform(0, 1))
         if signum == signal.SIGKILL:
             os.kill(chance.choice(job.workers()), signum)
         else:
@@ -52,7 +60,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(start, run, tmp_path, c
     step = load(cut)["step"]
     assert f"stopped at step {step} of" in out and str(cut) in out
     end = (step // STEPS + 1) * STEPS  # the next validation
-    base = (*BASE, "--max_steps", end)
+    base = (*base, "--max_steps", end)
     run(script, *base, "--snapshot", cut, "--log", log, processes=processes)
     last = rows(log)[-1]
     assert (last["step"], last["steps"]) == (end, max(0, end - step - 3)), "it went on at that step"
@@ -74,17 +82,13 @@ def test_resumed_on_three_to_rounding(run, data, tmp_path):
     assert_same_weights(tmp_path / "resumed.pt", tmp_path / "undisturbed.pt", rounding=1e-5)
 
 
-def test_other_numbers_of_processes_carry_on(start, run, tmp_path, chance):
+def test_other_numbers_of_processes_carry_on(run, data, tmp_path):
     """What two began in hybrid goes on in mid-epoch, there and in all folders, on 1, 2 or 2 x 2."""
     begun, whole = tmp_path / "begun.pt", tmp_path / "whole.jsonl"
-    base = ("--model", "mlp", "--eval_every", STEPS, "--batch_size", 48)
-    job = start("hybrid/images.py", *base, "--epochs", 10_000, "--snapshot", begun, processes=2)
-    wait_for_saves(job, begun, 1)
-    time.sleep(chance.uniform(0, 1))
-    job.process.send_signal(signal.SIGTERM)
-    status, _, err = job.wait()
-    assert status, err
-    base = (*base, "--max_steps", (load(begun)["step"] // STEPS + 1) * STEPS)
+    base = ("--model", "mlp", "--batch_size", 48, "--dataset", "mnist", "--data_dir", data)
+    more = ("--max_steps", 37, "--snapshot", begun)  # 25 steps are an epoch
+    run("hybrid/images.py", *base, *more, processes=2)
+    base = (*base, "--max_steps", 50, "--eval_every", 37)
     run("singlegpu/images.py", *base, "--log", whole)
     moves = ("singlegpu", 1), ("multigpu", 2), ("multinode", (2, 2)), ("hybrid", 1)
     for folder, processes in moves:
@@ -115,12 +119,12 @@ def test_killed_in_validation_repeats_the_validation_alone(start, run, data, tmp
 @pytest.mark.parametrize("what", ["read", "save"])
 def test_a_slow_rank_0_times_nobody_out(run, data, tmp_path, what):
     """Rank 0 may take longer than --timeout to prepare data or to save; a save is not `comm`."""
-    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 10)
+    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 7)
     files = ("--snapshot", tmp_path / "s.pt", "--log", log)
     words = (*arguments_of("mlp", data), "--max_steps", 20, "--timeout", 6, *files)
     run("multinode/images.py", *words, processes=3, before=before)
     for row in rows(log):
-        assert row["comm"] < 10 and (row["save"] > 9) == (what == "save"), row
+        assert row["comm"] < 7 and (row["save"] > 6.9) == (what == "save"), row
 
 
 def test_a_late_process_is_named(run, data, tmp_path):
@@ -215,10 +219,11 @@ def test_bad_arguments_are_named(attempt, data, tmp_path):
     ended = run_all(commands, [{}] * len(commands), tmp_path)
     for command, (status, _, err) in zip(commands, ended):
         assert status in (1, 2) and "torchrun " in err and "Traceback" not in err, (command, err)
-    for folder, parts in (("singlegpu", 2), ("multigpu", 1), ("multinode", 1)):
-        more = ("--batch_size", 25, "--grad_accum_steps", parts)
-        words = (*arguments_of("mlp", data), *more)
-        status, _, err = attempt(f"{folder}/images.py", *words, processes=2)
+    words = (*arguments_of("mlp", data), "--batch_size", 25, "--grad_accum_steps", 2)
+    scripts = [f"{folder}/images.py" for folder in STOPS]
+    with ThreadPoolExecutor() as pool:  # a refusal waits five seconds
+        ended = list(pool.map(lambda script: attempt(script, *words, processes=2), scripts))
+    for status, _, err in ended:
         assert status and "--batch_size must be" in err, err
     status, _, err = attempt("multigpu/allreduce.py", processes=1)
     assert status == 2 and "one process has nobody to send to" in err, err
@@ -227,6 +232,8 @@ def test_bad_arguments_are_named(attempt, data, tmp_path):
         assert status in (1, 2) and "none/file" in err, err
     status, _, err = attempt("singlegpu/images.py", "--log", f"{__file__}/log.jsonl")
     assert status == 1 and "cannot write" in err, err
+    status, out, err = attempt("multigpu/images.py", "--log", tmp_path, processes=2)
+    assert status == 1 and err.count(f"cannot write {tmp_path}") == 1 and not out, err
 
 
 def test_missing_data_is_named(attempt, tmp_path):
@@ -236,19 +243,6 @@ def test_missing_data_is_named(attempt, tmp_path):
         more = ("--dataset", dataset, "--data_dir", tmp_path / "none")
         status, _, err = attempt("singlegpu/images.py", *more, **blocked)
         assert status and f"cannot read {dataset}" in err and "Traceback" not in err, err
-
-
-def test_half_precision_changes_the_loss_a_little(run, data, tmp_path):
-    """Half precision, of the computation or of what is sent, changes the loss a little."""
-    losses = {}
-    for more in ("--precision fp32", "--precision bf16", "--comm_hook bf16", "--comm_hook fp16"):
-        log = tmp_path / f"{more}.jsonl"
-        words = (*arguments_of("mlp", data), *more.split())
-        run("multigpu/images.py", *words, "--log", log, processes=2)
-        losses[more] = curve(log)[-1, 0]
-    plain = losses["--precision fp32"]
-    assert list(losses.values()) == pytest.approx([plain] * 4, rel=0.02)
-    assert len(set(losses.values())) == 4, losses
 
 
 def test_a_full_disk_is_named_and_spoils_nothing(run, data, tmp_path):
@@ -270,9 +264,9 @@ def test_a_full_disk_is_named_and_spoils_nothing(run, data, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_two_runs_with_one_snapshot(start, tmp_path):
+def test_two_runs_with_one_snapshot(start, base, tmp_path):
     """The one that saves later ends, and says why; the other one goes on."""
-    words = (*BASE, "--max_steps", 3 * STEPS, "--snapshot", tmp_path / "run.pt")
+    words = (*base, "--max_steps", 3 * STEPS, "--snapshot", tmp_path / "run.pt")
     ended = [job.wait() for job in [start("singlegpu/images.py", *words) for _ in range(2)]]
     assert sorted(status for status, _, _ in ended) == [0, 1], ended
     [err] = [err for status, _, err in ended if status]
@@ -280,7 +274,7 @@ def test_two_runs_with_one_snapshot(start, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ("singlegpu", "multigpu"))
-def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
+def test_a_second_ctrl_c_ends_a_hung_run(start, base, tmp_path, folder):
     """The first one waits for a step, which does not come from a data set that hangs."""
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
@@ -288,7 +282,7 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
     line = "        images, labels = (tensor"
     assert text.count(line) == 1
     script.write_text(text.replace(line, f"        open('hung', 'w'), time.sleep(1000)\n{line}"))
-    job = start(script, *BASE, processes=2)
+    job = start(script, *base, processes=2)
     wait_for((tmp_path / "hung").exists)
     time.sleep(0.5)
     for _ in range(2):
@@ -299,13 +293,8 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, tmp_path, folder):
     wait_for(lambda: not job.processes())
 
 
-def test_a_folder_as_log_is_refused_at_the_start(attempt, tmp_path):
-    status, out, err = attempt("multigpu/images.py", "--log", tmp_path, processes=2)
-    assert status == 1 and err.count(f"cannot write {tmp_path}") == 1 and not out, err
-
-
-@pytest.mark.parametrize(("folder", "where"), (("multigpu", "worker"), ("multinode", "loss")))
-def test_a_hung_process_ends_the_run_and_says_where(start, tmp_path, folder, where):
+@pytest.mark.parametrize(("folder", "where"), (("singlegpu", "worker"), ("multinode", "loss")))
+def test_a_hung_process_ends_the_run_and_says_where(start, attempt, base, tmp_path, folder, where):
     """After --timeout, with the stacks: in batch_loss, or where it waits for a worker's batch."""
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
@@ -320,10 +309,11 @@ def test_a_hung_process_ends_the_run_and_says_where(start, tmp_path, folder, whe
     script.write_text(
         text.replace("\n\ndef create_optimizer", f"{function}\n\ndef create_optimizer")
     )
-    workers = 2 if where == "worker" else 0
-    begin = time.monotonic()
-    job = start(script, *BASE, "--timeout", 5, "--num_workers", workers, processes=2)
-    status, out, err = job.wait(90)
-    assert status == 1 and time.monotonic() - begin < 60, err
-    assert ("hang_here" if where == "loss" else "_try_get_data") in err, err
-    wait_for(lambda: not job.processes(), seconds=30)
+    words = (script, *base, "--timeout", 5)
+    if where == "loss":  # all end by themselves: one that had to be killed would have status 9
+        status, _, err = attempt(*words, processes=3)
+    else:
+        job = start(*words, "--num_workers", 2)
+        status, _, err = job.wait(90)
+        wait_for(lambda: not job.processes(), seconds=30)
+    assert status == 1 and ("hang_here" if where == "loss" else "_try_get_data") in err, err

@@ -169,17 +169,16 @@ def test_a_mistake_ends_in_one_line(attempt, data, folder, processes, words, mes
 
 
 @pytest.mark.parametrize("folder", ("multinode", "hybrid"))
-def test_started_by_nobody(folder):
+def test_started_by_nobody(attempt, folder):
     """Also in the shell of a Slurm job, where variables of tasks are set, but no task runs."""
-    env = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, ROOT / folder / "mnist.py", "--synthetic"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("start it with torchrun"), done.stderr
+    env = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+    status, _, err = attempt(f"{folder}/mnist.py", "--synthetic", processes=0, **env)
+    assert status == 1 and err.startswith("start it with torchrun"), err
 
 
-def test_make_demo(tmp_path):
+def test_make_demo(data, tmp_path):
     """One process, two, the speedup, and int8; the environment is there already (-o)."""
-    small = "DEMO=--synthetic --epochs 1 --batch_size 6000"
+    small = f"DEMO=--data_dir {data} --epochs 1"
     words = ["make", "-o", ".venv/installed", "demo", f"RUN={sys.executable}", f"OUT={tmp_path}"]
     done = subprocess.run([*words, small], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

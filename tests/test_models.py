@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import math
 from types import SimpleNamespace
 
@@ -84,8 +85,9 @@ def test_gpt_token_files(run, attempt, tmp_path):
     for split in ("train", "val"):  # as nanoGPT writes them
         ids.astype(np.uint16).tofile(tmp_path / f"{split}.bin")
     words, log = (*SMALL_GPT, "--vocab_size", 512, "--sample", 40), tmp_path / "log.jsonl"
-    run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--log", log)
+    out = run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--log", log)
     assert 300 < math.exp(curve(log)[0, 1]) < 520
+    assert len(drawn := json.loads(out.splitlines()[-1])) == 40 and 300 < max(drawn) < 512
     (tmp_path / "a.txt").write_bytes(b"text " * 999)  # of a text, each sampled token is a byte
     run("singlegpu/gpt.py", *words, "--dataset", tmp_path / "a.txt")
     wide = (*SMALL_GPT, "--dataset", tmp_path / "wide")

@@ -78,7 +78,9 @@ def photos(tmp_path):
         Image.new("RGB", (40, 30), (number, 0, 0)).save(path / f"{number}.png")
     weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
-    torch.save(resnet18().state_dict(), tmp_path / "hub/checkpoints" / weights)
+    pretrained = resnet18().state_dict()
+    pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
+    torch.save(pretrained, tmp_path / "hub/checkpoints" / weights)
 
 
 def test_readme_commands(photos, tmp_path):
@@ -158,9 +160,12 @@ def test_readme_photos(run, photos, tmp_path):
     """A pretrained network trains on a folder of photographs, and predicts as README says."""
     (tmp_path / "photos/val/.ipynb_checkpoints").mkdir()
     words = ("--dataset", "photos", "--model", "resnet18", "--image_size", 32, "--batch_size", 6)
+    words = (*words, "--epochs", 1)
     more = ("--pretrained", "--snapshot", "photos.pt", "--log", tmp_path / "log.jsonl")
     run("multigpu/images.py", *words, *more, processes=2, cwd=tmp_path, TORCH_HOME=str(tmp_path))
     assert rows(tmp_path / "log.jsonl")[0]["num_workers"] > 0, "processes decode them"
+    trained = torch.load(tmp_path / "photos.pt", weights_only=True)["model"]
+    assert max(weight.max() for weight in trained.values()) > 6
     [predict] = [block for block in python_blocks() if "photos.pt" in block]
     (tmp_path / "multigpu").symlink_to(ROOT / "multigpu")
     out = subprocess.check_output(
@@ -208,7 +213,7 @@ def test_a_copy_without_its_stopwatch(run, tmp_path, script):
     kept = "".join(line for line in lines[:start] + lines[end:] if "watch" not in line)
     assert "print_summary" not in kept
     copy.write_text(kept)
-    words = ("--dataset", ROOT / "report.py", "--seq_len", 32)
+    words = ("--dataset", ROOT / "report.py", "--seq_len", 32, "--d_model", 32)
     words = words if "gpt" in script else ("--model", "mlp")
     words = (*words, "--batch_size", 24, "--max_steps", 40, "--eval_every", 20, "--log", log)
     out = run(copy, *words, processes=2)

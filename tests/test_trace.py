@@ -2,11 +2,9 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
-from conftest import LOOPBACK, ROOT, Job, free_port, rows
-from fork_server import torchrun_env
+from conftest import ROOT, rows
 from test_training import GPT, MNIST
 
 RUNS = {  # script: arguments, processes
@@ -63,27 +61,14 @@ def test_trace_is_the_last_step(script, run, data, tmp_path):
         assert sum(size for *_, size in threads[0, 1]) == 4 * last[0]["parameters"]
 
 
-def test_late_process_is_late_by_another_hosts_clock(data, tmp_path):
+def test_late_process_is_late_by_another_hosts_clock(run, data, tmp_path):
     """Three processes, one of them late and with a clock that is 5 s ahead."""
-    ahead = ["unshare", "--time", "--monotonic", "5", "--fork"]
-    if subprocess.run([*ahead, "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", "--time", "true"], capture_output=True).returncode:
         pytest.skip("only root can set a clock ahead, in a time namespace")
-    trace, port = tmp_path / "trace.json", str(free_port())
     words = [*MNIST.format(data=data).split(), "--model", "mlp", "--max_steps", 8]
-    slow = [sys.executable, ROOT / "tests/slow.py", "backward", 1, LATE]
-    env = LOOPBACK | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    jobs = []
-    try:
-        for rank in range(3):
-            command = [*(ahead if rank == 1 else []), *slow, ROOT / "multinode/images.py", *words]
-            command += ["--trace", trace]
-            jobs.append(Job(command, tmp_path, **env | torchrun_env(rank, 1, 3)))
-        for job in jobs:
-            status, _, err = job.wait()
-            assert status == 0, err
-    finally:
-        for job in jobs:
-            job.end()
+    more = {"processes": 3, "before": (ROOT / "tests/slow.py", "backward", 1, LATE)}
+    trace = tmp_path / "trace.json"
+    run("multinode/images.py", *words, "--trace", trace, AHEAD="1", **more)
     _, threads = read_trace(trace)
     ready = [  # when the last gradient of each process is ready
         next(end for name, _, end, _ in threads[rank, 0] if name == "backward") for rank in range(3)

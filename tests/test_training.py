@@ -11,15 +11,15 @@ from conftest import ROOT, curve, rows
 PHASES = ("warmup", "data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
 MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --learning_rate 3e-4"
 MNIST += " --max_steps 40 --eval_every 20"
-TEXT = "--seq_len 32 --batch_size 24 --learning_rate 1e-3"
-PAIRS = "--seq_len 8 --batch_size 24 --max_steps 20 --eval_every 10 --learning_rate 3e-4"
+TABLES = "--dataset tables --data_dir {data} --batch_size 24 --max_steps 40 --eval_every 20"
+PAIRS = f"{TABLES} --source number --target name --seq_len 8 --max_steps 20 --eval_every 10"
 GPT = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --learning_rate 3e-4"
 TASKS = {  # a short run of each model
     "mlp": ("images.py", f"{MNIST} --model mlp"),
-    "cnn": ("images.py", f"{MNIST} --model cnn"),
+    "cnn": ("images.py", f"{MNIST} --model cnn --max_steps 20 --eval_every 10"),
     "autoencoder": ("autoencoder.py", MNIST),
-    "nbow": ("text.py", f"{TEXT} --model nbow --max_steps 120 --eval_every 60"),
-    "text": ("text.py", f"{TEXT} --model transformer --max_steps 40 --eval_every 20"),
+    "nbow": ("text.py", f"{TABLES} --seq_len 32 --model nbow"),
+    "text": ("text.py", f"{TABLES} --seq_len 32 --model transformer"),
     "lstm": ("translation.py", f"{PAIRS} --model lstm"),
     "translation": ("translation.py", f"{PAIRS} --model transformer"),
     "gpt": ("gpt.py", f"{GPT} --dataset {{data}}/words.txt --max_steps 24 --eval_every 12"),
@@ -61,7 +61,8 @@ def test_one_loss_curve(run, data, tmp_path, task):
         curves.append(curve(log, *(["val_acc"] if "val_acc" in logged[0] else [])))
     assert curves[0][1, 0] < curves[0][0, 0]
     for each in curves[1:]:
-        np.testing.assert_allclose(each, curves[0], rtol=1e-5)
+        np.testing.assert_allclose(each[:, :2], curves[0][:, :2], rtol=1e-5)
+        np.testing.assert_allclose(each[:, 2:], curves[0][:, 2:], atol=0.01)  # a sample or so
     if task in ("mlp", "cnn"):  # each of the 401 validation images counts once
         correct = curves[0][:, 2] * 401
         assert correct == pytest.approx(correct.round(), abs=1e-6)

@@ -3,14 +3,13 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import Job, assert_same_weights, commands_of, curve, load
+from conftest import Job, assert_same_weights, commands_of, curve
 from conftest import rows, wait_for, wait_for_saves
 
 KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
@@ -118,34 +117,6 @@ def test_jobs_at_once(script, data, tmp_path):
             assert status == 0 and "terminate called" not in err and "leaked" not in err, err
     losses = {row["train_loss"] for row in rows(log)}
     assert len(rows(log)) == 48 and len(losses) == 1, losses
-
-
-@contextlib.contextmanager
-def small_disk(folder, megabytes):
-    """A file system of so many megabytes, mounted there."""
-    folder.mkdir()
-    options = f"size={megabytes}m"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-@pytest.mark.parametrize("folder", ["singlegpu", "multigpu"])
-def test_full_disk(attempt, run, data, tmp_path, folder):
-    """With room for one snapshot and a half the first one stays whole; with more, the job ends."""
-    script, words = f"{folder}/images.py", [*IMAGES.split(), "--data_dir", data, "--max_steps", 40]
-    with small_disk(tmp_path / "disk", 22) as disk:
-        words += ["--snapshot", disk / "s.pt", "--eval_every", 10]
-        status, _, err = attempt(script, *words, processes=2)
-        print("status", status, err.strip().splitlines()[-1:])
-        assert load(disk / "s.pt")["step"] == 10
-        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-        run(script, *words, processes=2)
-        shutil.copy(disk / "s.pt", tmp_path / "s.pt")
-    run(script, *words, "--snapshot", tmp_path / "whole.pt", processes=2)
-    assert_same_weights(tmp_path / "s.pt", tmp_path / "whole.pt")
 
 
 @pytest.mark.parametrize("shape", ["multigpu", "multinode"], indirect=True)

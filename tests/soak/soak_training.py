@@ -4,8 +4,10 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT, curve, rows
+from test_hybrid import FSDP, PIPELINE
 from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F401
 from test_training import arguments_of
 
@@ -63,6 +65,26 @@ def test_compiled_shards(run, data, tmp_path):
     log = tmp_path / "stages.jsonl"
     run("hybrid/gpt_pipeline.py", *words, "--compile", "--log", log, processes=2)
     assert curve(log) == pytest.approx(curve(tmp_path / "one.jsonl"), rel=1e-5)
+
+
+KERNELS = {  # of the first and the last stage; of a block, and of the head
+    PIPELINE: ("cpp_fused_add_embedding_native_layer_norm", "cpp_fused_native_layer_norm"),
+    FSDP: ("gelu", "cpp_fused__log_softmax"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("script", KERNELS)
+def test_gpt_compile_compiles_all_parts(run, data, tmp_path, script):
+    """Kernels are generated for each of them, and the loss is the eager one."""
+    few = [*arguments_of("gpt", data), "--max_steps", 2]
+    logs = [tmp_path / "eager.jsonl", tmp_path / "compiled.jsonl"]
+    run(script, *few, "--log", logs[0], processes=2)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    run(script, *few, "--log", logs[1], "--compile", processes=2, **cache)
+    np.testing.assert_allclose(curve(logs[1]), curve(logs[0]), rtol=1e-4)
+    code = "".join(path.read_text() for path in tmp_path.glob("cache/**/*.py"))
+    assert all(name in code for name in KERNELS[script])
 
 
 @needs_compiler
