@@ -293,6 +293,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock guard(mutex);
     const int queue = queue_of(s);
     learn(queues[queue].known, host_known);
+    queues[queue].known[queue] += 1;  // to record is work of the stream, too
     if (!*e) *e = new Event{flag == c10::EventFlag::BACKEND_DEFAULT};
     auto& event = *(Event*)*e;
     event = {event.is_timed, queue, std::max(queues[queue].free_at, now()), queues[queue].known};
@@ -674,7 +675,10 @@ struct Message final : c10d::Work {  // what a stream of the communicator does
     kept.clear();
     return true;
   }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    wait(kNoTimeout);  // as of the backend nccl2: the current stream waits
+    return future;
+  }
 };
 
 struct EmuCCL final : c10d::Backend {
