@@ -259,7 +259,7 @@ GPTBlock.forward = lambda self, x: Slow.apply(fast_forward(self, x))
 BUCKETS = {"gradient_as_bucket_view=True": "gradient_as_bucket_view=True, bucket_cap_mb=1e-4"}
 DDP = ("multigpu/images.py", 2, {GUARD: SLOW + LAYERS.replace("NUMBER", "3") + GUARD} | BUCKETS)
 STAGES = ("hybrid/images.py", 2, {GUARD: SLOW + LAYERS.replace("NUMBER", "1") + GUARD} | BUCKETS)
-PIPELINE = ("hybrid/gpt_pipeline.py", {GUARD: SLOW + BLOCKS + GUARD})
+PIPELINE = ("hybrid/gpt_pipeline.py", 4, {GUARD: SLOW + BLOCKS + GUARD})
 SHARDS = ("hybrid/gpt_fsdp.py", 2, {GUARD: SLOW + BLOCKS + GUARD})
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "comm_total")
 
@@ -288,35 +288,36 @@ def simulated(run, words, changed, tmp_path):
     return simulated
 
 
-TIMES = {
-    "ddp, hidden": (
+TIMES = {  # words of simulated(), and the ms that each phase must have in a step
+    "ddp, hidden": (  # only the last of four all-reduces ends after the backward pass
         (*DDP, "", (1, 3, 1)),
         {"forward": 4, "backward": 12, "comm": 1, "comm_total": 4},
     ),
-    "ddp, exposed": (
-        (*DDP, "", (1, 1, 3)),
+    "ddp, exposed": (  # they begin 1 ms after the backward pass, one after the other
+        (*DDP, "--comm_hook bf16", (1, 1, 3)),
         {"forward": 4, "backward": 4, "comm": 9, "comm_total": 12},
     ),
     "accumulation": (
         (*DDP, "--grad_accum_steps 3", (1, 3, 1)),
         {"forward": 12, "backward": 36, "comm": 1, "comm_total": 4},
     ),
-    "bf16": (
-        (*DDP, "--comm_hook bf16", (1, 1, 3)),
-        {"forward": 4, "backward": 4, "comm": 9, "comm_total": 12},
+    "stages": (
+        (*STAGES, "", (1, 3, 1)),
+        {"forward": 2, "backward": 6, "comm": 1, "comm_total": 2},
     ),
-    "stages": ((*STAGES, "", (1, 3, 1)), {"forward": 2, "backward": 6, "comm": 1, "comm_total": 2}),
-    "pipeline": (
-        (PIPELINE[0], 2, PIPELINE[1], "", (1, 2, 0)),
-        {"forward": 4, "backward": 8, "bubble": 3},
+    "pipelines": (  # bubble: f + b, 4 messages there and 4 back, and the all-reduce that ends it.
+        (*PIPELINE, "", (1, 2, 1)),  # comm: of the embedding and the norm
+        {"forward": 4, "backward": 8, "bubble": 12, "comm": 2, "comm_total": 3},
     ),
-    "gpipe": (
-        (PIPELINE[0], 4, PIPELINE[1], "--num_stages 4 --num_layers 4 --schedule gpipe", (1, 2, 0)),
+    "stages of a pipeline": (  # bubble: 3 (f + b)
+        (*PIPELINE, "--num_stages 4 --num_layers 4 --schedule gpipe", (1, 2, 0)),
         {"forward": 4, "backward": 8, "bubble": 9},
     ),
-    "pipelines": ((PIPELINE[0], 4, PIPELINE[1], "--num_stages 2", (1, 2, 1)), {}),
-    "shards": ((*SHARDS, "", (2, 4, 1)), {}),
-    "shards2": ((*SHARDS, "--num_layers 4", (1, 1, 3)), {}),
+    "shards": (  # forward waits for 2 of 3 all-gathers. At the end of backward, a block's
+        # reduce-scatter, and the head's, with an all-reduce after each, of which two overlap
+        (*SHARDS, "", (2, 4, 1)),
+        {"forward": 6, "backward": 11, "comm": 1, "comm_total": 11},
+    ),
 }
 
 
@@ -341,7 +342,7 @@ ERRORS = {  # name: (script, {text: other}, flags, error)
         "multigpu/mnist.py",
         {"torch.accelerator.set_device_index(rank)": "pass"},
         "",
-        "events of two devices",
+        "event not ready",
     ),
     "event read early": (
         "multigpu/mnist.py",
@@ -530,7 +531,7 @@ WRONG_TIMES = {  # name: (words of simulated, {text: other}, the last process's 
         {},
     ),
     "bubble not marked": (
-        (PIPELINE[0], 2, PIPELINE[1], "", (1, 2, 0)),
+        (*PIPELINE, "", (1, 2, 0)),
         {"    run.watch.mark_bubble(run.pipeline_group)\n": ""},
         {"bubble": 1, "comm": 2},
     ),

@@ -26,6 +26,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -73,11 +74,10 @@ struct Arrival {  // what happens when the host knows that this kernel has ended
 std::recursive_mutex mutex;
 vector<Queue> queues(QUEUES);
 vector<Arrival> arrivals;
-vector<std::tuple<std::string, int, double, double>> traced;  // kernel, queue, begin, end
 Clock host_known(QUEUES);
 double host_time = 0;
 int64_t host_waits = 0, used_streams = 0;
-bool is_tracing = false, is_started = false, is_bad_fork = false;
+bool is_started = false, is_bad_fork = false;
 thread_local int current_device = 0;
 thread_local vector<int> current_streams(DEVICES);
 
@@ -113,15 +113,11 @@ void host_waits_until(double time, const Clock& known) {
   host_waits += 1;
   host_time = std::max(host_time, time);
   learn(host_known, known);
-  vector<Arrival> later;
-  for (auto& each : arrivals) {
-    if (host_known[each.queue] < each.tick) {
-      later.push_back(each);
-    } else {
-      each.deliver();
-    }
-  }
-  arrivals.swap(later);
+  std::erase_if(arrivals, [](auto& each) {
+    const bool is_known = host_known[each.queue] >= each.tick;
+    if (is_known) each.deliver();
+    return is_known;
+  });
 }
 void host_waits_for(Stream s) {
   const Queue& queue = queues[queue_of(s)];
@@ -144,7 +140,6 @@ struct Kernel {  // runs during its life, on the stream
   ~Kernel() {
     Lock guard(mutex);
     queues[queue].free_at = SIM ? begin + cost : now();
-    if (is_tracing) traced.emplace_back(name, queue, begin, queues[queue].free_at);
   }
 };
 
@@ -232,12 +227,10 @@ void note_access(const Tensor& t, const Kernel& kernel, bool is_write) {
                 name_of(kernel.queue), is_write ? " writes" : " reads", " what ", name_of(a.queue),
                 a.is_write ? " writes" : " reads", ": does it wait for it?");
   }
-  for (auto& a : accesses) {
-    if (a.begin != begin || a.end != end || a.queue != kernel.queue || a.is_write != is_write)
-      continue;
-    a.tick = known[kernel.queue];
-    return;
-  }
+  std::erase_if(accesses, [&](auto& a) {  // the new one comes after these
+    return std::tie(a.begin, a.end, a.queue, a.is_write) ==
+           std::tie(begin, end, kernel.queue, is_write);
+  });
   accesses.push_back({begin, end, kernel.queue, known[kernel.queue], is_write});
 }
 
@@ -409,23 +402,17 @@ struct Aliases {
   }
 };
 
-const std::set<std::string> MIXED = {// they take tensors of the CPU as well
-                                     "aten::index.Tensor",
-                                     "aten::index_put_",
-                                     "aten::_index_put_impl_",
-                                     "aten::_unsafe_index.Tensor",
-                                     "aten::index.Tensor_out",
-                                     "aten::_pack_padded_sequence",
-                                     "aten::_pack_padded_sequence_backward"};
-const std::set<std::string> WAITING = {// the host waits for the size of their result, as on CUDA
-                                       "aten::nonzero",
-                                       "aten::masked_select",
-                                       "aten::_unique2",
-                                       "aten::unique_dim",
-                                       "aten::unique_consecutive",
-                                       "aten::bincount",
-                                       "aten::repeat_interleave.Tensor",
-                                       "aten::equal"};
+// Operators that take tensors of the CPU as well.
+const std::string MIXED =
+    " index.Tensor index_put_ _index_put_impl_ _unsafe_index.Tensor index.Tensor_out "
+    "_pack_padded_sequence _pack_padded_sequence_backward ";
+// The host waits for the size of their result, as on CUDA.
+const std::string WAITING =
+    " nonzero masked_select _unique2 unique_dim unique_consecutive bincount "
+    "repeat_interleave.Tensor equal ";
+bool has(const std::string& list, const std::string& name) {  // name: "aten::..."
+  return list.find(" " + name.substr(name.rfind(':') + 1) + " ") != std::string::npos;
+}
 
 template <typename F>
 IValue map_tensors(const IValue& value, F f) {
@@ -455,7 +442,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   Aliases aliases;
   optional<at::Generator> generator;
-  bool is_mixed = MIXED.count(name);
+  const bool is_mixed = has(MIXED, name);
   for (size_t i = 0; i < num_arguments; i++) {
     IValue& value = (*stack)[first + i];
     const auto* alias = schema.arguments()[i].alias_info();
@@ -498,7 +485,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       });
     }
   }
-  if (WAITING.count(name)) host_waits_for(stream);
+  if (has(WAITING, name)) host_waits_for(stream);
 }
 
 Tensor empty(at::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>,
@@ -581,20 +568,19 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 // == Hooks: what else torch asks of an accelerator ==
-auto& pinned = *new std::set<const void*>;  // memory of the host
+auto& pinned = *new std::set<void*>;  // memory of the host
 
 struct PinnedMemory final : c10::Allocator {
-  static void release(void* context) {
+  static void release(void* p) {
     Lock guard(mutex);
-    pinned.erase(((c10::DataPtr*)context)->get());
-    delete (c10::DataPtr*)context;
+    pinned.erase(p);
+    c10::free_cpu(p);
   }
   c10::DataPtr allocate(size_t size) override {
     check_start();
     Lock guard(mutex);
-    auto* data = new c10::DataPtr(c10::GetCPUAllocator()->allocate(std::max<size_t>(size, 1)));
-    pinned.insert(data->get());
-    return {data->get(), data, &release, c10::kCPU};
+    void* p = *pinned.insert(c10::alloc_cpu(std::max<size_t>(size, 1))).first;
+    return {p, p, &release, c10::kCPU};
   }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
 };
@@ -619,7 +605,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   bool isPinnedPtr(const void* p) const override {
     Lock guard(mutex);
-    return pinned.count(p);
+    return pinned.count((void*)p);
   }
   Allocator* getPinnedMemoryAllocator() const override { return new PinnedMemory; }
   void resizePrivateUse1Bytes(const Storage& storage, size_t size) const override {
@@ -850,9 +836,4 @@ PYBIND11_MODULE(emu_C, m) {
   m.def("host_waits", [] { return host_waits; });
   m.def("sleep",
         [](double seconds) { Kernel kernel(stream_of(the_guard.getDevice()), seconds, "sleep"); });
-  m.def("trace", [] {
-    Lock guard(mutex);
-    is_tracing = true;
-    return std::exchange(traced, {});
-  });
 }
