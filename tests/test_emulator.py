@@ -510,6 +510,11 @@ WAITING = {  # name: (script, {text: other}, flags): the host waits in each step
         {'pin_memory=run.device.type not in ("cpu", "mps"),': "pin_memory=False,"},
         "--batch_size 240",
     ),
+    "pinned in vain": (
+        "singlegpu/gpt.py",
+        {"ids[:, :-1].contiguous()": "ids[:, :-1]"},
+        "--seq_len 352 --num_layers 1",
+    ),
     "blocking copy": ("singlegpu/gpt.py", {"x.to(device, non_blocking=True)": "x.to(device)"}, ""),
 }
 

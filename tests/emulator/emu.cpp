@@ -1,22 +1,30 @@
 // An emulated accelerator: a device "emu" for PyTorch that computes on the CPU and behaves as a
-// GPU.
+// GPU. What would be wrong on a GPU ends with an error, or shows in a number: how often the host
+// has waited, or the times of events.
 //
 // Memory. An address on the device is an address of the host with tag bits, which no host code can
 // follow. The block behind it knows which streams have used it, and keeps a CPU storage of the same
-// bytes. Fresh memory is NaN.
+// bytes. Fresh memory is NaN. Memory of the host is pinned or not, and a copy waits accordingly.
 //
 // Operators. A call of any operator takes CPU tensors for the device's ("aliases", which copy
 // nothing), runs the CPU's kernel at once, and wraps what comes out.
 //
 // Streams. Results are always those of the order in which the host calls. Whether a GPU would have
-// kept this order is for the clocks to say: each stream counts its kernels, and knows of each other
-// stream up to which kernel it has waited for it. An access that is not ordered is a race. The host
-// has such a clock, too: it tells events that are read too early, and when copies to it arrive.
+// kept this order is for the clocks to say: each stream counts its kernels and events, and knows of
+// each other stream up to which of them it has waited for it. An access that is not ordered is a
+// race. The host has such a clock, too: it tells events that are read too early, and when copies to
+// it arrive.
 //
 // Time. A stream is busy until its last kernel ends, and the host runs ahead. Without EMU_SIM, a
 // kernel takes the time that it takes here. With it, time is simulated, and each run has the same.
 //
-// emu_ccl. Collectives as NCCL has them, on a stream of their own, by gloo.
+// emu_ccl. Collectives as NCCL has them, by gloo, on a stream for each communicator. A future makes
+// the current stream wait, as that of the backend nccl2 does.
+//
+// Compilation (emu.py). torch.compile() traces a model and its gradients as ever, but generates no
+// kernels, since Inductor knows no emu: what it has traced runs operator by operator.
+//
+// What it does not show: numerics and kernels of a GPU, limits of memory, NCCL's hangs, speed.
 //
 // Sections: clocks; memory; streams and events; operators; autocast; hooks; emu_ccl; Python.
 #include <ATen/ATen.h>
@@ -504,7 +512,9 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, optional<at::
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool is_upload = !is_emu(from), is_download = !is_emu(to);
   const bool is_small = is_upload && from.nbytes() <= 1 << 16;  // CUDA copies it aside at once
-  const bool is_pinned = (is_upload ? from : to).is_pinned();
+  // Where strides or types differ, CUDA copies by way of memory that is not pinned.
+  const bool is_alike = from.strides() == to.strides() && from.dtype() == to.dtype();
+  const bool is_pinned = is_alike && (is_upload ? from : to).is_pinned();
   const bool is_async = non_blocking && (is_small || is_pinned);
   const Stream stream = stream_of(is_upload ? to.device() : from.device());
   const Stream other = stream_of(is_download ? from.device() : to.device());
@@ -652,7 +662,6 @@ struct Message final : c10d::Work {  // what a stream of the communicator does
     future->markCompleted(IValue(std::move(results)));
   }
   bool isCompleted() override { return !arrive && end.query(); }
-  bool isSuccess() const override { return true; }
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds) override {
     finish();
