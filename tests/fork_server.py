@@ -47,7 +47,7 @@ def run(command, cwd, env, files):
     start = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(start, start_method="fork")
     for number, path in enumerate((os.devnull, *files)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)  # several may write
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
     os.chdir(cwd)
     os.environ.update(env)
     if "NETWORK" in env:

@@ -79,11 +79,12 @@ RUNS = {  # task, script, processes, more flags
     "pipeline": ("gpt", "hybrid/gpt_pipeline.py", 4, "--num_stages 2"),
     "shards": ("gpt", "hybrid/gpt_fsdp.py", 2, ""),
 }
-WAITS = {  # prints how often the host has waited in steps 2, 3, 6 and 7
+# Prints how often the host has waited in steps 2, 3, 6 and 7. A line is one write.
+WAITS = {
     "        train_step(run, batches, args)\n": """
         waits = torch.emu.host_waits()
         train_step(run, batches, args)
-        print("waits", torch.emu.host_waits() - waits) if run.step % 4 > 1 else None
+        print(f"waits {torch.emu.host_waits() - waits}\\n", end="") if run.step % 4 > 1 else None
 """
 }
 MNIST_WAITS = {  # likewise, in the steps of an epoch
@@ -91,7 +92,7 @@ MNIST_WAITS = {  # likewise, in the steps of an epoch
         waits = torch.emu.host_waits()
         for batch in loader:""",
     "        with torch.no_grad():": """
-        print("waits", torch.emu.host_waits() - waits)
+        print(f"waits {torch.emu.host_waits() - waits}\\n", end="")
         with torch.no_grad():""",
 }
 
@@ -159,7 +160,7 @@ def test_runs_train_alike(run, words, on_cpu, changed, tmp_path, name):
     copy = changed(script, WAITS)
     out = run(copy, *flags, processes=processes, EMU_DEVICES="4")
     assert {row["device"] for row in rows(log)} == {"Emulator"}
-    assert waits_of(out) == [0] * 4 * processes
+    assert waits_of(out) == [0] * 4 * processes, out
     rounding = 1e-3 if "16" in name else 1e-5  # gloo adds up in another order
     np.testing.assert_allclose(curve(log), on_cpu(task), rtol=rounding)
 
