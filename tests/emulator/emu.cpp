@@ -1,22 +1,30 @@
 // An emulated accelerator: a device "emu" for PyTorch that computes on the CPU and behaves as a
-// GPU.
+// GPU. What would be wrong on a GPU ends with an error, or shows in a number: how often the host
+// has waited, or the times of events.
 //
 // Memory. An address on the device is an address of the host with tag bits, which no host code can
 // follow. The block behind it knows which streams have used it, and keeps a CPU storage of the same
-// bytes. Fresh memory is NaN.
+// bytes. Fresh memory is NaN. Memory of the host is pinned or not, and a copy waits accordingly.
 //
 // Operators. A call of any operator takes CPU tensors for the device's ("aliases", which copy
 // nothing), runs the CPU's kernel at once, and wraps what comes out.
 //
 // Streams. Results are always those of the order in which the host calls. Whether a GPU would have
-// kept this order is for the clocks to say: each stream counts its kernels, and knows of each other
-// stream up to which kernel it has waited for it. An access that is not ordered is a race. The host
-// has such a clock, too: it tells events that are read too early, and when copies to it arrive.
+// kept this order is for the clocks to say: each stream counts its kernels and events, and knows of
+// each other stream up to which of them it has waited for it. An access that is not ordered is a
+// race. The host has such a clock, too: it tells events that are read too early, and when copies to
+// it arrive.
 //
 // Time. A stream is busy until its last kernel ends, and the host runs ahead. Without EMU_SIM, a
 // kernel takes the time that it takes here. With it, time is simulated, and each run has the same.
 //
-// emu_ccl. Collectives as NCCL has them, on a stream of their own, by gloo.
+// emu_ccl. Collectives as NCCL has them, by gloo, on a stream for each communicator. A future makes
+// the current stream wait, as that of the backend nccl2 does.
+//
+// Compilation (emu.py). torch.compile() traces a model and its gradients as ever, but generates no
+// kernels, since Inductor knows no emu: what it has traced runs operator by operator.
+//
+// What it does not show: numerics and kernels of a GPU, limits of memory, NCCL's hangs, speed.
 //
 // Sections: clocks; memory; streams and events; operators; autocast; hooks; emu_ccl; Python.
 #include <ATen/ATen.h>
@@ -26,6 +34,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -73,11 +82,10 @@ struct Arrival {  // what happens when the host knows that this kernel has ended
 std::recursive_mutex mutex;
 vector<Queue> queues(QUEUES);
 vector<Arrival> arrivals;
-vector<std::tuple<std::string, int, double, double>> traced;  // kernel, queue, begin, end
 Clock host_known(QUEUES);
 double host_time = 0;
 int64_t host_waits = 0, used_streams = 0;
-bool is_tracing = false, is_started = false, is_bad_fork = false;
+bool is_started = false, is_bad_fork = false;
 thread_local int current_device = 0;
 thread_local vector<int> current_streams(DEVICES);
 
@@ -113,15 +121,11 @@ void host_waits_until(double time, const Clock& known) {
   host_waits += 1;
   host_time = std::max(host_time, time);
   learn(host_known, known);
-  vector<Arrival> later;
-  for (auto& each : arrivals) {
-    if (host_known[each.queue] < each.tick) {
-      later.push_back(each);
-    } else {
-      each.deliver();
-    }
-  }
-  arrivals.swap(later);
+  std::erase_if(arrivals, [](auto& each) {
+    const bool is_known = host_known[each.queue] >= each.tick;
+    if (is_known) each.deliver();
+    return is_known;
+  });
 }
 void host_waits_for(Stream s) {
   const Queue& queue = queues[queue_of(s)];
@@ -144,7 +148,6 @@ struct Kernel {  // runs during its life, on the stream
   ~Kernel() {
     Lock guard(mutex);
     queues[queue].free_at = SIM ? begin + cost : now();
-    if (is_tracing) traced.emplace_back(name, queue, begin, queues[queue].free_at);
   }
 };
 
@@ -232,12 +235,10 @@ void note_access(const Tensor& t, const Kernel& kernel, bool is_write) {
                 name_of(kernel.queue), is_write ? " writes" : " reads", " what ", name_of(a.queue),
                 a.is_write ? " writes" : " reads", ": does it wait for it?");
   }
-  for (auto& a : accesses) {
-    if (a.begin != begin || a.end != end || a.queue != kernel.queue || a.is_write != is_write)
-      continue;
-    a.tick = known[kernel.queue];
-    return;
-  }
+  std::erase_if(accesses, [&](auto& a) {  // the new one comes after these
+    return std::tie(a.begin, a.end, a.queue, a.is_write) ==
+           std::tie(begin, end, kernel.queue, is_write);
+  });
   accesses.push_back({begin, end, kernel.queue, known[kernel.queue], is_write});
 }
 
@@ -293,6 +294,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock guard(mutex);
     const int queue = queue_of(s);
     learn(queues[queue].known, host_known);
+    queues[queue].known[queue] += 1;  // to record is work of the stream, too
     if (!*e) *e = new Event{flag == c10::EventFlag::BACKEND_DEFAULT};
     auto& event = *(Event*)*e;
     event = {event.is_timed, queue, std::max(queues[queue].free_at, now()), queues[queue].known};
@@ -408,23 +410,17 @@ struct Aliases {
   }
 };
 
-const std::set<std::string> MIXED = {// they take tensors of the CPU as well
-                                     "aten::index.Tensor",
-                                     "aten::index_put_",
-                                     "aten::_index_put_impl_",
-                                     "aten::_unsafe_index.Tensor",
-                                     "aten::index.Tensor_out",
-                                     "aten::_pack_padded_sequence",
-                                     "aten::_pack_padded_sequence_backward"};
-const std::set<std::string> WAITING = {// the host waits for the size of their result, as on CUDA
-                                       "aten::nonzero",
-                                       "aten::masked_select",
-                                       "aten::_unique2",
-                                       "aten::unique_dim",
-                                       "aten::unique_consecutive",
-                                       "aten::bincount",
-                                       "aten::repeat_interleave.Tensor",
-                                       "aten::equal"};
+// Operators that take tensors of the CPU as well.
+const std::string MIXED =
+    " index.Tensor index_put_ _index_put_impl_ _unsafe_index.Tensor index.Tensor_out "
+    "_pack_padded_sequence _pack_padded_sequence_backward ";
+// The host waits for the size of their result, as on CUDA.
+const std::string WAITING =
+    " nonzero masked_select _unique2 unique_dim unique_consecutive bincount "
+    "repeat_interleave.Tensor equal ";
+bool has(const std::string& list, const std::string& name) {  // name: "aten::..."
+  return list.find(" " + name.substr(name.rfind(':') + 1) + " ") != std::string::npos;
+}
 
 template <typename F>
 IValue map_tensors(const IValue& value, F f) {
@@ -454,7 +450,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   Aliases aliases;
   optional<at::Generator> generator;
-  bool is_mixed = MIXED.count(name);
+  const bool is_mixed = has(MIXED, name);
   for (size_t i = 0; i < num_arguments; i++) {
     IValue& value = (*stack)[first + i];
     const auto* alias = schema.arguments()[i].alias_info();
@@ -497,7 +493,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       });
     }
   }
-  if (WAITING.count(name)) host_waits_for(stream);
+  if (has(WAITING, name)) host_waits_for(stream);
 }
 
 Tensor empty(at::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>,
@@ -516,7 +512,9 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, optional<at::
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool is_upload = !is_emu(from), is_download = !is_emu(to);
   const bool is_small = is_upload && from.nbytes() <= 1 << 16;  // CUDA copies it aside at once
-  const bool is_pinned = (is_upload ? from : to).is_pinned();
+  // Where strides or types differ, CUDA copies by way of memory that is not pinned.
+  const bool is_alike = from.strides() == to.strides() && from.dtype() == to.dtype();
+  const bool is_pinned = is_alike && (is_upload ? from : to).is_pinned();
   const bool is_async = non_blocking && (is_small || is_pinned);
   const Stream stream = stream_of(is_upload ? to.device() : from.device());
   const Stream other = stream_of(is_download ? from.device() : to.device());
@@ -580,20 +578,19 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 // == Hooks: what else torch asks of an accelerator ==
-auto& pinned = *new std::set<const void*>;  // memory of the host
+auto& pinned = *new std::set<void*>;  // memory of the host
 
 struct PinnedMemory final : c10::Allocator {
-  static void release(void* context) {
+  static void release(void* p) {
     Lock guard(mutex);
-    pinned.erase(((c10::DataPtr*)context)->get());
-    delete (c10::DataPtr*)context;
+    pinned.erase(p);
+    c10::free_cpu(p);
   }
   c10::DataPtr allocate(size_t size) override {
     check_start();
     Lock guard(mutex);
-    auto* data = new c10::DataPtr(c10::GetCPUAllocator()->allocate(std::max<size_t>(size, 1)));
-    pinned.insert(data->get());
-    return {data->get(), data, &release, c10::kCPU};
+    void* p = *pinned.insert(c10::alloc_cpu(std::max<size_t>(size, 1))).first;
+    return {p, p, &release, c10::kCPU};
   }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
 };
@@ -618,7 +615,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   bool isPinnedPtr(const void* p) const override {
     Lock guard(mutex);
-    return pinned.count(p);
+    return pinned.count((void*)p);
   }
   Allocator* getPinnedMemoryAllocator() const override { return new PinnedMemory; }
   void resizePrivateUse1Bytes(const Storage& storage, size_t size) const override {
@@ -665,7 +662,6 @@ struct Message final : c10d::Work {  // what a stream of the communicator does
     future->markCompleted(IValue(std::move(results)));
   }
   bool isCompleted() override { return !arrive && end.query(); }
-  bool isSuccess() const override { return true; }
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds) override {
     finish();
@@ -674,7 +670,10 @@ struct Message final : c10d::Work {  // what a stream of the communicator does
     kept.clear();
     return true;
   }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    wait(kNoTimeout);  // as of the backend nccl2: the current stream waits
+    return future;
+  }
 };
 
 struct EmuCCL final : c10d::Backend {
@@ -846,9 +845,4 @@ PYBIND11_MODULE(emu_C, m) {
   m.def("host_waits", [] { return host_waits; });
   m.def("sleep",
         [](double seconds) { Kernel kernel(stream_of(the_guard.getDevice()), seconds, "sleep"); });
-  m.def("trace", [] {
-    Lock guard(mutex);
-    is_tracing = true;
-    return std::exchange(traced, {});
-  });
 }

@@ -4,8 +4,7 @@
     EMU_DEVICES=4                                   # so many; 0: as if there were none
     EMU_SIM=kernel=1000,launch=5,copy=50,comm=3000  # simulated microseconds; else time is real
 
-A script may ask for torch.emu.host_waits(), how often the host has waited for a device;
-torch.emu.trace(), [(kernel, stream, begin, end), ...] since it was asked last, in seconds; and
+A script may ask for torch.emu.host_waits(), how often the host has waited for a device, and for
 torch.emu.sleep(seconds), a kernel.
 """
 
@@ -33,32 +32,26 @@ SOURCE = Path(__file__).with_name("emu.cpp")
 # == The library ==
 def build():
     """Returns the path of the library for this source and torch. Makes it where there is none."""
-    home, python = Path(torch.__file__).parent, sysconfig.get_path("include")
-    versions = [torch.__version__, sys.implementation.cache_tag, str(home)]
-    name = hashlib.sha256(SOURCE.read_bytes() + "".join(versions).encode()).hexdigest()[:16]
+    home = Path(torch.__file__).parent
+    source = SOURCE.read_bytes() + f"{home} {torch.__version__} {sys.version}".encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_emu"
-    library = cache / f"{torch.__version__}-{name}.so"
+    library = cache / f"{torch.__version__}-{hashlib.sha256(source).hexdigest()[:16]}.so"
     if library.exists():
         return library
-    if not shutil.which("g++"):
-        sys.exit("torch.emu needs g++, which is not installed (Debian: apt install g++)")
     cache.mkdir(parents=True, exist_ok=True)
+    folders = [home / "include", home / "include/torch/csrc/api/include"]
+    command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", SOURCE, "-o", f"{library}.new"]
+    command += [f"-I{folder}" for folder in (*folders, sysconfig.get_path("include"))]
+    command += f"-L{home}/lib -ltorch -ltorch_cpu -lc10 -ltorch_python".split()
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait
-        if library.exists():
-            return library
-        includes = [home / "include", home / "include/torch/csrc/api/include", python]
-        command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", SOURCE, "-o", f"{library}.new"]
-        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
-        command += [*[f"-I{path}" for path in includes], f"-L{home}/lib"]
-        command += ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            library.with_suffix(".log").write_text(done.stderr)
-            sys.exit(
-                f"torch.emu does not build with torch {torch.__version__}: {lock.name[:-4]}log"
-            )
-        os.replace(f"{library}.new", library)
+        if not library.exists():
+            if not shutil.which("g++"):
+                sys.exit("torch.emu needs g++, which is not installed (Debian: apt install g++)")
+            with open(library.with_suffix(".log"), "w") as log:
+                if subprocess.run(command, stderr=log).returncode:
+                    sys.exit(f"torch.emu does not build with torch {torch.__version__}: {log.name}")
+            os.replace(f"{library}.new", library)
     return library
 
 
@@ -70,7 +63,7 @@ def load():
 
 
 _C = load()
-host_waits, sleep, trace = _C.host_waits, _C.sleep, _C.trace
+host_waits, sleep = _C.host_waits, _C.sleep
 
 
 # == What torch expects of torch.<device type> ==
