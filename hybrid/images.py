@@ -524,12 +524,12 @@ def connect(run, args, init_method):
     run.devices = [torch.device("cpu")] * args.num_stages
     num_devices = torch.accelerator.device_count()
     if num_devices > 0:
+        used = -(-run.world_size // int(os.environ["GROUP_WORLD_SIZE"])) * args.num_stages
         first = run.local_rank * args.num_stages
         if num_devices == args.num_stages:  # Slurm may show each process its own alone
             first = 0
-        if first + args.num_stages > num_devices:
+        elif used > num_devices:
             fail(f"{num_devices} GPUs are too few for the processes of this node")
-        used = run.world_size // int(os.environ["GROUP_WORLD_SIZE"]) * args.num_stages
         if run.rank == 0 and used < num_devices:
             print(f"stages use {used} of {num_devices} GPUs of a node")
         run.devices = [torch.device(first + stage) for stage in range(args.num_stages)]

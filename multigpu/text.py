@@ -485,7 +485,8 @@ def connect(run, args, init_method):
     bound = {}
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
-        if run.local_rank >= num_devices > 1:  # Slurm may show each process one, its own
+        per_node = -(-run.world_size // int(os.environ["GROUP_WORLD_SIZE"]))  # processes
+        if per_node > num_devices > 1:  # Slurm may show each process one, its own
             fail(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)

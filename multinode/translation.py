@@ -179,12 +179,12 @@ class Pairs(Dataset):
     def __getitems__(self, indices):
         """Returns a whole batch, longest first: sources (B, S), lengths (B,), targets (B, T + 1).
 
-        The lengths are an array, not a tensor: the LSTM needs them on the CPU.
+        The lengths are a list, not a tensor: the LSTM needs them on the CPU.
         """
         rows = {name: array[np.sort(indices)] for name, array in self.arrays.items()}
         sources = torch.from_numpy(rows["sources"][:, : rows["source_length"].max()])
         targets = torch.from_numpy(rows["targets"][:, : rows["target_length"].max()])
-        return sources.long(), rows["source_length"], targets.long()
+        return sources.long(), rows["source_length"].tolist(), targets.long()
 
 
 def read_data(args, names=("train", "validation")):
@@ -557,7 +557,8 @@ def connect(run, args, init_method):
     bound = {}
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
-        if run.local_rank >= num_devices > 1:  # Slurm may show each process one, its own
+        per_node = -(-run.world_size // int(os.environ["GROUP_WORLD_SIZE"]))  # processes
+        if per_node > num_devices > 1:  # Slurm may show each process one, its own
             fail(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)

@@ -183,12 +183,12 @@ class Pairs(Dataset):
     def __getitems__(self, indices):
         """Returns a whole batch, longest first: sources (B, S), lengths (B,), targets (B, T + 1).
 
-        The lengths are an array, not a tensor: the LSTM needs them on the CPU.
+        The lengths are a list, not a tensor: the LSTM needs them on the CPU.
         """
         rows = {name: array[np.sort(indices)] for name, array in self.arrays.items()}
         sources = torch.from_numpy(rows["sources"][:, : rows["source_length"].max()])
         targets = torch.from_numpy(rows["targets"][:, : rows["target_length"].max()])
-        return sources.long(), rows["source_length"], targets.long()
+        return sources.long(), rows["source_length"].tolist(), targets.long()
 
 
 def read_data(args, names=("train", "validation")):

@@ -135,19 +135,7 @@ def on_cpu(run, words, tmp_path_factory):
     return on_cpu
 
 
-def to_do(**why):
-    return pytest.mark.xfail(strict=True, **why)
-
-
-LENGTHS = to_do(
-    reason="translation.py moves lengths to the device, which the LSTM needs on the CPU"
-)
-UNHEARD = to_do(reason="rank 0, which would say it, goes on", run=False)  # in 26 s
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=LENGTHS) if name == "lstm" else name for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_runs_train_alike(run, words, on_cpu, changed, tmp_path, name):
     """The losses are those of the CPU, nothing is read too early, and no step waits.
 
@@ -230,10 +218,7 @@ TOO_FEW = {  # script: processes, devices, flags, what is said
 }
 
 
-@pytest.mark.parametrize(
-    "script",
-    [script if "multigpu" in script else pytest.param(script, marks=UNHEARD) for script in TOO_FEW],
-)
+@pytest.mark.parametrize("script", TOO_FEW)
 def test_too_few_devices(attempt, words, script):
     """One process says so in a line, and all end."""
     processes, devices, flags, told = TOO_FEW[script]
