@@ -362,7 +362,7 @@ def connect(run, args, init_method):
     run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=ONE_DAY))
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
-        run.store.wait([f"data of {first}"], ONE_DAY)
+        wait_for(run, f"data of {first}")
     set_seeds(run.device, args.seed)  # all processes draw the same random split
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
@@ -371,6 +371,14 @@ def connect(run, args, init_method):
     run.store.set_timeout(group["timeout"])  # from now on, a lost process is not waited for
     dist.init_process_group(backend, **group, **bound)
     return data
+
+
+def wait_for(run, key):
+    """Waits until another process has set the key, however long it takes."""
+    try:
+        run.store.wait([key], ONE_DAY)
+    except dist.DistError:  # rank 0 has ended, and has said why
+        sys.exit(1)
 
 
 def note_stop(signum, frame):
@@ -602,7 +610,7 @@ def save_snapshot(run, args):
     if run.rank == 0:
         write_snapshot(run, args)
         run.store.set(key, "is saved")
-    run.store.wait([key], ONE_DAY)
+    wait_for(run, key)
     run.watch.mark("save")
     expect_progress(args)
 

@@ -154,3 +154,10 @@ def test_a_large_file_of_ids_is_not_validated_whole(run, tmp_path):
     args = gpt.argparse.Namespace(dataset=str(tmp_path), seq_len=128, vocab_size=99)
     train_data, val_data = gpt.read_data(args)
     assert (len(train_data), len(val_data)) == (599_999 // 128, (2**18 - 1) // 128)
+
+
+def test_one_process_says_that_data_is_missing(attempt):
+    """The others, whose store ends with rank 0, say nothing."""
+    words = ("--dataset", "nowhere", "--batch_size", 6)
+    status, _, err = attempt("multinode/images.py", *words, processes=3)
+    assert status == 1 and err.count("cannot read nowhere") == 1 and "Traceback" not in err, err
