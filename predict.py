@@ -53,7 +53,7 @@ COMPUTE = ["forward", "backward", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
 FEW_STEPS = 10  # fewer are a doubt
 
-# What a row must hold, and what stands for what some scripts lack.
+# What a row must hold, and what is taken where a script does not log it.
 WORDS = ["run", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
 COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_per_epoch"]
 TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]

@@ -4,7 +4,7 @@
     sbatch slurm/hybrid_mnist.slurm
 
     replica 0   replica 1
-    rank 0      rank 2       stage 0, model[:3]: activations go down, their gradients come up
+    rank 0      rank 2       stage 0, model[:3]: sends activations down, gets gradients back
     rank 1      rank 3       stage 1, model[3:]. DDP averages gradients over the ranks of a row.
 
 For models too large for one GPU. While one stage works, the other one waits: this is the bubble.

@@ -373,10 +373,12 @@ def main(local_rank, args, init_method):
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    while True:  # look first, then step: a run that was stopped before its row begins with the row
+    # About once a second, after the same step, all look: is the loss finite, must they stop? A look
+    # comes before the step: a run that was stopped before its row begins with this row.
+    while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
-        if is_due or run.step == next_look:  # about once a second, all after the same step
+        if is_due or run.step == next_look:
             is_stopped, speed = look(run, look_step, look_time, args)
             if run.rank == 0 and bar.disable and time.perf_counter() > next_line:
                 next_line = time.perf_counter() + 60

@@ -327,10 +327,12 @@ def main(args):
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    while True:  # look first, then step: a run that was stopped before its row begins with the row
+    # About once a second the run looks: is the loss finite, must it stop? The look comes before the
+    # step: a run that was stopped before its row begins with this row.
+    while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
-        if is_due or run.step == next_look:  # about once a second
+        if is_due or run.step == next_look:
             is_stopped, speed = look(run, look_step, look_time, args)
             if bar.disable and time.perf_counter() > next_line:
                 next_line = time.perf_counter() + 60
