@@ -143,8 +143,8 @@ def test_a_late_process_is_named(run, data, tmp_path):
 @pytest.mark.parametrize("folder, processes", [("singlegpu", 1), ("multigpu", 2)])
 def test_ctrl_c_before_the_first_step(start, tmp_path, folder, processes):
     """It ends the run at once: nothing is trained that could be saved."""
-    np.save(tmp_path / "train_images.npy", np.zeros((512, 1, 28, 28), np.uint8))
-    np.save(tmp_path / "train_labels.npy", np.zeros(512, np.uint8))
+    np.save(tmp_path / "train_images.npy", np.full((512, 1, 28, 28), 9, np.uint8))
+    np.save(tmp_path / "train_labels.npy", np.arange(512) % 2)
     pipe = tmp_path / "test_images.npy"
     os.mkfifo(pipe)  # nobody writes to it: who reads it waits
     job = start(f"{folder}/images.py", "--dataset", tmp_path, processes=processes)

@@ -98,7 +98,7 @@ def test_comm_agrees_with_ddp(watched, tmp_path):
     A row is a step. In most of them nothing else comes between the two clocks.
     """
     for split, size in (("train", 40), ("test", 4)):
-        np.save(tmp_path / f"{split}_images.npy", np.zeros((size, 28, 28), "u1"))
+        np.save(tmp_path / f"{split}_images.npy", np.full((size, 28, 28), 9, "u1"))
         np.save(tmp_path / f"{split}_labels.npy", np.arange(size) % 4)
     more = ("--dataset", tmp_path, "--model", "vgg11", "--batch_size", 8)
     more += ("--max_steps", 5, "--eval_every", 1)
