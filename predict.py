@@ -442,12 +442,14 @@ def draw(strong, measured, title, path):
     axes.plot(strong["processes"], strong["speedup"], "o-", color="#0072B2", label="predicted")
     if len(measured):
         x, y = measured["processes"], measured["speedup"]
-        axes.plot(x, y, "s", color="#D55E00", label="measured")
+        axes.plot(
+            x, y, "s", color="#D55E00", markerfacecolor="none", markersize=10, label="measured"
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="processes", ylabel="speedup")
+    axes.set(xlabel="processes (log scale)", ylabel="speedup over one process")
     save(figure, f"{pays_up_to(strong)[1].split(':')[0].rstrip('.')}\n{title}", path)
 
 

@@ -273,9 +273,11 @@ def draw_phases(group, path):
     figure, axes = plt.subplots()
     phases.plot.bar(ax=axes, stacked=True, rot=0, color=COLOURS, legend=False, width=0.7)
     axes.set(xlabel="processes", ylabel="time of a step (ms)")
-    shares = phases.iloc[-1] / phases.iloc[-1].sum()
-    most = f"On {phases.index[-1]} processes {shares.max():.0%} of a step is {shares.idxmax()}"
-    save(figure, f"{most}\n{group['title'].iloc[0]}", path, reverse=True)
+    steps = phases.sum(axis=1)
+    few, many = phases.index[[0, -1]]
+    sentence = f"On {many} processes a step takes {steps.iloc[-1] / steps.iloc[0]:.2f} times "
+    sentence += f"as long as on {few}; {phases['comm'].iloc[-1] / steps.iloc[-1]:.0%} of it is comm"
+    save(figure, f"{sentence}\n{group['title'].iloc[0]}", path, reverse=True)
 
 
 def draw_speedup(group, path):
@@ -349,17 +351,24 @@ def draw_trace(trace, path):
     waits = waits.groupby(sent["pid"]).sum()
     sentence = "Nobody waits"
     if waits.max() > 0:
+        most = phases[phases["pid"] == waits.idxmax()]
+        exposed = most.loc[names[most.index] == "comm", "dur"].sum()
         wait = f"waits {waits.max():.3g} ms in all-reduces"
         sentence = f"Rank {waits.idxmax()} {wait} for rank {waits.idxmin()}"
+        sentence += f", {exposed:.3g} ms exposed"
     spans = phases["dur"].groupby(names, sort=False).sum()
     if "bubble" in spans:  # stages wait for each other, whoever is late
-        sentence = f"{spans['bubble'] / spans.sum():.0%} of this step is bubble"
+        share = spans["bubble"] / spans.sum()
+        sentence = f"{share:.0%} of this step is bubble: stages wait for each other"
     figure.suptitle(sentence, x=0.01, horizontalalignment="left")
     marks = [
         Patch(color=colour, label=name.replace("comm", "comm (exposed)"))
         for name, colour in dict(zip(names, colours)).items()
+        if spans[name] > 0.004 * spans.sum()  # the others cannot be seen
     ]
-    marks += [Patch(color="black", label="all-reduce"), Patch(**hatched, label="waiting")]
+    marks.append(Patch(color="black", label="all-reduce"))
+    if "bubble" not in spans:
+        marks.append(Patch(**hatched, label="waiting in it"))
     figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=10)
     figure.savefig(path)
     return figure

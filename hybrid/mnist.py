@@ -154,7 +154,7 @@ def print_marks(row):
         columns = "".join(f"{each[phase]:8.3f}" for each in of_ranks[:8])
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
     print("bubble: sending to the other stage, and waiting for it")
-    print("comm: averaging not hidden by backward(), and waiting for late ranks of the same stage")
+    print("comm: averaging gradients after backward(), and waiting for late ranks of the stage")
     print(row, *[f"{mean:.3f} |" for mean in means.values()])
 
 

@@ -90,7 +90,7 @@ def test_a_late_process_is_named(run, data, tmp_path):
     _, *forward = times(out)["forward"]
     slept = 25 * 0.02
     assert forward[1] > slept and min(comm[0], comm[2]) > comm[1] + 0.6 * slept
-    assert "Rank 1 waits the least." in out
+    assert "Rank 1 came last." in out
 
 
 @pytest.mark.parametrize("folder", TRAINING)
@@ -114,7 +114,7 @@ def test_a_table_of_many_processes_fits(run, data, tmp_path):
     """Of ten processes, the first eight and the late one are shown."""
     words = ("--batch_size", 600, "--epochs", 1, "--data_dir", data)
     out = run("multigpu/mnist.py", *words, processes=10, cwd=tmp_path)
-    late = re.search(r"Rank (\d) waits the least", out)[1]
+    late = re.search(r"Rank (\d) came last", out)[1]
     header = re.search(r"mean +(rank.*)", out)[1]
     assert {*map(str, range(8)), late} == {*re.findall(r"rank +(\d)", header)}
     assert all(len(line) <= 100 for line in out.splitlines() if not line.startswith("|"))
