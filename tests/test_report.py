@@ -260,10 +260,10 @@ def test_a_trace_is_drawn(tmp_path):
     trace = tmp_path / "step.json"
     trace.write_text(json.dumps({"traceEvents": events}))
     figure = report.draw_trace(trace, tmp_path / "step.png")
-    assert figure.get_suptitle() == "Rank 0 waits 60 ms in all-reduces for rank 1"
+    assert figure.get_suptitle() == "Rank 0 waits 60 ms in all-reduces for rank 1, 20 ms exposed"
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     phases = ["data", "forward", "backward", "comm (exposed)", "optimizer"]
-    assert words == [*phases, "all-reduce", "waiting"]
+    assert words == [*phases, "all-reduce", "waiting in it"]
     assert run_report(trace, "--out", tmp_path / "out").returncode == 0
     picture = (tmp_path / "out/step.png").read_bytes()
     assert picture[1:4] == b"PNG" and int.from_bytes(picture[16:20]) == 800 and len(picture) < 60e3
