@@ -573,7 +573,8 @@ def all_reduce_sums(sums):
     names = sorted(sums)
     totals = torch.tensor([float(sums[name]) for name in names], dtype=torch.float64)
     dist.all_reduce(totals)
-    return dict(zip(names, totals.tolist()))
+    totals = dict(zip(names, totals.tolist()))
+    return {name: totals[name] for name in sums}
 
 
 @torch.no_grad()
