@@ -71,10 +71,10 @@ def run(command, cwd, env, files):
     runpy.run_path(command[0], run_name="__main__")
 
 
-def run_all(commands, envs, cwd, timeout=600):
+def run_all(commands, envs, cwd, timeout=600, grace=4):
     """Run the commands at the same time. Returns [(exit status, stdout, stderr), ...].
 
-    Where one fails, the others are killed 4 s later, as torchrun would do.
+    Where one fails, the others are killed `grace` s later, as torchrun would do.
     """
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -89,7 +89,7 @@ def run_all(commands, envs, cwd, timeout=600):
                 for sentinel in multiprocessing.connection.wait(left, end - time.monotonic()):
                     child = left.pop(sentinel)
                     child.join()
-                    end = min(end, time.monotonic() + 4) if child.exitcode else end
+                    end = min(end, time.monotonic() + grace) if child.exitcode else end
             has_failed = any(child.exitcode for child in children)
         finally:
             for child in children:
