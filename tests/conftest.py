@@ -183,6 +183,17 @@ def run(attempt):
     return run
 
 
+@pytest.fixture(scope="session")
+def emulator():
+    """Builds the emulated accelerator, once for each torch; half a minute."""
+    command = [sys.executable, "-c", "import torch; print(torch.emu.device_count())"]
+    env = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests/emulator")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode and not os.environ.get("REQUIRE_EMULATOR"):
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
+
+
 @pytest.fixture
 def chance():
     """A generator for what happens at any moment. Its seed is printed where a test fails."""

@@ -3,7 +3,6 @@
 Copies of the scripts are changed by replacing a piece of their text, which must be there once.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -16,20 +15,14 @@ EMULATED = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests/emulator")}
 MNIST = {"singlegpu": 1, "multigpu": 2, "multinode": 3, "hybrid": 4}  # processes
 
 
+pytestmark = pytest.mark.usefixtures("emulator")
+
+
 def python(words, cwd, env=EMULATED):
     """Starts Python as README says it. Returns status, stdout, stderr."""
     words = [sys.executable, *map(str, words)]
     done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
-
-
-@pytest.fixture(scope="module", autouse=True)
-def emulator():
-    """Builds it, once for each torch; half a minute."""
-    status, out, err = python(["-c", "import torch; print(torch.emu.device_count())"], None)
-    if status and not os.environ.get("REQUIRE_EMULATOR"):
-        pytest.skip(err.strip().splitlines()[-1])
-    assert (status, out) == (0, "4\n"), err
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ENVIRONMENT, LOOPBACK, ROOT, Job, rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_emulator import EMULATED, emulator  # noqa: F401
+from test_emulator import EMULATED
 
 README = (ROOT / "README.md").read_text()
 PAUSES = {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.4, "other": 0.05}  # seconds

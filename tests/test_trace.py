@@ -30,13 +30,17 @@ def read_trace(path):
     return names, threads
 
 
+@pytest.mark.parametrize("device", ["cpu", "emu"])
 @pytest.mark.parametrize("script", RUNS)
-def test_trace_is_the_last_step(script, run, data, tmp_path):
+def test_trace_is_the_last_step(script, device, run, request, data, tmp_path):
     """Its phases follow each other, and add up to the columns of a row that is one step."""
     arguments, processes = RUNS[script]
+    env = {"EMU_DEVICES": "4"} if device == "emu" else {}
+    if env:
+        request.getfixturevalue("emulator")
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
     words = [*arguments.format(data=data).split(), "--max_steps", 6, "--eval_every", 1]
-    run(script, *words, "--log", log, "--trace", trace, processes=processes)
+    run(script, *words, "--log", log, "--trace", trace, processes=processes, **env)
     names, threads = read_trace(trace)
     last = {row["rank"]: row for row in rows(log) if row["step"] == 6}
     assert names == {rank: f"rank {rank} on {row['host']}" for rank, row in last.items()}

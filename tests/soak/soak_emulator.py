@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 from conftest import SCRIPTS, TRAINING, curve, rows
-from test_emulator import TASKS, emulator, on_cpu, words  # noqa: F401
+from test_emulator import TASKS, on_cpu, words  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("emulator")
 
 PROCESSES = {"singlegpu": 1, "multigpu": 4, "multinode": 3, "hybrid": 2}
 RUNS = []
