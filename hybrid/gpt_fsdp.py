@@ -107,15 +107,13 @@ def read_data(args):
                 path = os.path.join(args.dataset, name)
                 if os.path.exists(f"{path}.bin"):
                     tokens = np.memmap(f"{path}.bin", np.uint16, "r")
+                    if len(tokens) > 1 and not tokens[1:2000:2].any():
+                        raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
                 else:
                     tokens = np.load(f"{path}.npy", mmap_mode="r")
                 if tokens.ndim != 1 or tokens.dtype.kind != "u":
                     shape = f"{tokens.dtype} {tokens.shape}"
-                    raise ValueError(
-                        f"{name} is {shape}, not a row of unsigned ids, as uint16 (N,)"
-                    )
-                if not tokens[1:2001:2].any():
-                    raise ValueError(f"{name}.bin has ids of more than 16 bits: save it as .npy")
+                    raise ValueError(f"{name} is {shape}, not unsigned ids (N,), such as uint16")
                 splits.append(Tokens(tokens, args))
             splits[1].tokens = splits[1].tokens[:MAX_VAL]
             return splits
@@ -467,6 +465,8 @@ def main(local_rank, args, init_method):
 def fail(message):
     """Ends the run with a message. If all fail, one says so, and its launcher ends the others."""
     rank = int(os.environ["RANK"])
+    for signum in SIGNALS:  # the launcher ends those that wait
+        signal.signal(signum, signal.SIG_DFL)
     time.sleep(1 + 10 * min(rank, 6))  # 1: no other is left in the midst of connecting
     sys.exit(message if rank == 0 else f"rank {rank} on {os.uname().nodename}: {message}")
 
@@ -493,8 +493,8 @@ def connect(run, args, init_method):
     bound = {}
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
-        per_node = -(-run.world_size // int(os.environ["GROUP_WORLD_SIZE"]))  # processes
-        if per_node > num_devices > 1:  # Slurm may show each process one, its own
+        num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
+        if num_processes > num_devices > 1:  # Slurm may show each process one, its own
             fail(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)

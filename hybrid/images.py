@@ -504,6 +504,8 @@ def main(local_rank, args, init_method):
 def fail(message):
     """Ends the run with a message. If all fail, one says so, and its launcher ends the others."""
     rank = int(os.environ["RANK"])
+    for signum in SIGNALS:  # the launcher ends those that wait
+        signal.signal(signum, signal.SIG_DFL)
     time.sleep(1 + 10 * min(rank, 6))  # 1: no other is left in the midst of connecting
     sys.exit(message if rank == 0 else f"rank {rank} on {os.uname().nodename}: {message}")
 

@@ -430,6 +430,8 @@ def main(local_rank, args, init_method):
 def fail(message):
     """Ends the run with a message. If all fail, one says so, and its launcher ends the others."""
     rank = int(os.environ["RANK"])
+    for signum in SIGNALS:  # the launcher ends those that wait
+        signal.signal(signum, signal.SIG_DFL)
     time.sleep(1 + 10 * min(rank, 6))  # 1: no other is left in the midst of connecting
     sys.exit(message if rank == 0 else f"rank {rank} on {os.uname().nodename}: {message}")
 
@@ -454,8 +456,8 @@ def connect(run, args, init_method):
     bound = {}
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
-        per_node = -(-run.world_size // int(os.environ["GROUP_WORLD_SIZE"]))  # processes
-        if per_node > num_devices > 1:  # Slurm may show each process one, its own
+        num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
+        if num_processes > num_devices > 1:  # Slurm may show each process one, its own
             fail(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)

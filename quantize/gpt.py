@@ -99,15 +99,13 @@ def read_data(args):
                 path = os.path.join(args.dataset, name)
                 if os.path.exists(f"{path}.bin"):
                     tokens = np.memmap(f"{path}.bin", np.uint16, "r")
+                    if len(tokens) > 1 and not tokens[1:2000:2].any():
+                        raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
                 else:
                     tokens = np.load(f"{path}.npy", mmap_mode="r")
                 if tokens.ndim != 1 or tokens.dtype.kind != "u":
                     shape = f"{tokens.dtype} {tokens.shape}"
-                    raise ValueError(
-                        f"{name} is {shape}, not a row of unsigned ids, as uint16 (N,)"
-                    )
-                if not tokens[1:2001:2].any():
-                    raise ValueError(f"{name}.bin has ids of more than 16 bits: save it as .npy")
+                    raise ValueError(f"{name} is {shape}, not unsigned ids (N,), such as uint16")
                 splits.append(Tokens(tokens, args))
             splits[1].tokens = splits[1].tokens[:MAX_VAL]
             return splits

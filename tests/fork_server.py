@@ -71,26 +71,33 @@ def run(command, cwd, env, files):
     runpy.run_path(command[0], run_name="__main__")
 
 
-def run_all(commands, envs, cwd, timeout=600, grace=4):
+def run_all(commands, envs, cwd, timeout=600, ends_others=True):
     """Run the commands at the same time. Returns [(exit status, stdout, stderr), ...].
 
-    Where one fails, the others are killed `grace` s later, as torchrun would do.
+    Where one fails, the others get SIGTERM, as from torchrun, and 20 s later SIGKILL. The status of
+    one that SIGTERM has ended is 0.
     """
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for number, (command, env) in enumerate(zip(commands, envs, strict=True)):
             files = [f"{folder}/{number}.{name}" for name in ("out", "err")]
+            for file in files:
+                Path(file).touch()  # a process that is ended at once has not made them
             words = (list(map(str, command)), cwd, env, files)
             children.append(CONTEXT.Process(target=run, args=words))
             children[-1].start()
         left, end = {child.sentinel: child for child in children}, time.monotonic() + timeout
+        failed = []  # the first one is why the others were ended
         try:
             while left and time.monotonic() < end:
                 for sentinel in multiprocessing.connection.wait(left, end - time.monotonic()):
                     child = left.pop(sentinel)
                     child.join()
-                    end = min(end, time.monotonic() + grace) if child.exitcode else end
-            has_failed = any(child.exitcode for child in children)
+                    if child.exitcode and not failed:
+                        end = min(end, time.monotonic() + 20)
+                        for other in left.values() if ends_others else ():
+                            other.terminate()
+                    failed += [child] if child.exitcode else []
         finally:
             for child in children:
                 child.kill()
@@ -100,6 +107,7 @@ def run_all(commands, envs, cwd, timeout=600, grace=4):
         answers = []
         for number, child in enumerate(children):
             out, err = (Path(f"{folder}/{number}.{name}").read_text() for name in ("out", "err"))
-            answers.append((child.exitcode, out, err))
-        assert has_failed or not left, f"no end after {timeout} s: {commands}, {answers}"
+            is_ended = child in failed[1:] and child.exitcode == -signal.SIGTERM
+            answers.append((0 if is_ended else child.exitcode, out, err))
+        assert failed or not left, f"no end after {timeout} s: {commands}, {answers}"
         return answers

@@ -254,7 +254,7 @@ def test_who_is_missing_is_named(tmp_path):
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | LOOPBACK
         envs = [torchrun_env(rank, count, 1) | meet for rank in started]
         envs = [env | {"LOST": " ".join(map(str, lost))} for env in envs]
-        return run_all([command] * len(envs), envs, tmp_path, 30, grace=20)
+        return run_all([command] * len(envs), envs, tmp_path, 30, ends_others=False)
 
     with ThreadPoolExecutor(len(FAULTS)) as pool:
         ended = list(pool.map(lambda fault: attempt(*fault), FAULTS.values()))

@@ -1,11 +1,13 @@
 """A run that is asked to stop, and what it draws, reads and saves where users seldom look."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import curve, load, rows
+from conftest import ENVIRONMENT, ROOT, curve, load, rows
 from prediction import with_band
 from test_models import module
 
@@ -124,11 +126,20 @@ def test_what_batch_loss_draws(run, table_band, tmp_path):
     assert parts == whole
 
 
-def test_an_error_of_any_process_is_told(monkeypatch, capsys):
+def test_an_error_of_any_process_is_told(tmp_path):
     """A process whose launcher has not ended it by then says what only it has seen."""
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit, match="^rank 1 on .*: it is damaged"):
-        module("multigpu/images.py").fail("it is damaged")
+    code = "import images; images.fail('it is damaged')"
+    env = ENVIRONMENT | {"RANK": "1", "PYTHONPATH": str(ROOT / "multigpu")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and re.fullmatch("rank 1 on .*: it is damaged\n", done.stderr)
+
+
+def test_one_process_says_that_the_loss_is_not_finite(start, data):
+    """torchrun ends the others at once, though they take its signal for a stop while they train."""
+    words = IMAGES.replace("DATA", str(data)).split()
+    job = start("multinode/images.py", *words, "--learning_rate", "1e30", processes=3)
+    status, _, err = job.wait()
+    assert status == 1 and err.count("the loss is not finite at step") == 1, err
 
 
 def test_snapshots_hold_what_can_be_read(attempt, run, table_band, tmp_path):
