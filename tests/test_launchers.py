@@ -212,16 +212,18 @@ def test_bad_arguments_are_named(attempt, data, tmp_path):
     flags = {script: flag[1] for script, flag in found.items() if flag}
     launched = [torchrun_env(0, 1, 1)] * len(flags)
     commands = [[str(ROOT / script), flag, "many"] for script, flag in flags.items()]
-    for script, (status, _, err) in zip(flags, run_all(commands, launched, tmp_path)):
+    for script, (status, _, err) in zip(
+        flags, run_all(commands, launched, tmp_path, ends_others=False)
+    ):
         assert status == 2 and "Traceback" not in err, (script, err)
         assert f"argument {flags[script]}: invalid int value: 'many'" in err, (script, err)
     commands = [[str(ROOT / name)] for name in SCRIPTS if name.startswith(("multinode", "hybrid"))]
-    ended = run_all(commands, [{}] * len(commands), tmp_path)
+    ended = run_all(commands, [{}] * len(commands), tmp_path, ends_others=False)
     for command, (status, _, err) in zip(commands, ended):
         assert status in (1, 2) and "torchrun " in err and "Traceback" not in err, (command, err)
     words = (*arguments_of("mlp", data), "--batch_size", 25, "--grad_accum_steps", 2)
     scripts = [f"{folder}/images.py" for folder in STOPS]
-    with ThreadPoolExecutor() as pool:  # a refusal waits five seconds
+    with ThreadPoolExecutor() as pool:  # a refusal waits
         ended = list(pool.map(lambda script: attempt(script, *words, processes=2), scripts))
     for status, _, err in ended:
         assert status and "--batch_size must be" in err, err
