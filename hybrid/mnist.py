@@ -14,7 +14,7 @@ Compare it with the others by `diff`. images.py adds snapshots, mixed precision,
 import argparse
 import os
 import sys
-import time  # for mark()
+import time
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,10 @@ def main(args):
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
     if world_size % 2:
+        time.sleep(min(rank, 1))  # one process says it: the launcher then ends the others
         sys.exit("each replica needs two processes" if rank == 0 else 1)
     if args.epochs < 1 or args.batch_size not in range(num_replicas, 60_001, num_replicas):
+        time.sleep(min(rank, 1))
         sys.exit("needs --epochs >= 1, --batch_size a multiple of replicas" if rank == 0 else 1)
     stages = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all call both
     torch.manual_seed(1)  # the same weights (and made-up images) in each run

@@ -10,7 +10,7 @@ Compare it with the others by `diff`. images.py adds snapshots, mixed precision,
 import argparse
 import os
 import sys
-import time  # for mark()
+import time
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ def main(args):
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
     if args.epochs < 1 or args.batch_size not in range(world_size, 60_001, world_size):
+        time.sleep(min(rank, 1))  # one process says it: the launcher then ends the others
         sys.exit("needs --epochs >= 1, --batch_size a multiple of processes" if rank == 0 else 1)
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
