@@ -59,7 +59,7 @@ COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_pe
 TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]
 NUMBERS = [*TIMES, "rank", "step", "peak_MB"]
 MEASURED = "^(train_|val_|d_model$|num_layers$|seq_len$)"  # numbers, or missing
-DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "buckets": None}
+DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "last_step": None}
 DEFAULTS |= dict.fromkeys(["compile", *LAUNCH], "-") | {"stages": [1]}  # hybrid/images.py has more
 DEFAULTS |= dict.fromkeys("train_loss val_loss d_model num_layers seq_len".split(), math.nan)
 
@@ -223,7 +223,10 @@ def step_of(run, alike, links, gpus_per_node=0):
     phases = pd.concat([no_batch, alike.set_index("batch_size")[PHASES].sort_index()])
     own = phases.loc[run["batch_size"]]
     try:
-        sizes, leads = np.array(run["buckets"], float).T  # bytes, seconds before the last is ready
+        step = pd.DataFrame(run["last_step"], columns=["name", "start", "end", "bytes"])
+        buckets = step[step["name"] == "all-reduce"].sort_values("start").astype({"bytes": float})
+        sizes = buckets["bytes"].to_numpy()
+        leads = buckets["start"].iloc[-1] - buckets["start"].to_numpy(float)  # the last has 0
         ready = 1 - leads / own["backward"]
         if not (np.isfinite(ready).all() and (sizes >= 0).all() and sizes.sum() < 1e15):
             raise ValueError

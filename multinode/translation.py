@@ -376,7 +376,7 @@ STOP_REQUESTS = []  # the signals that this process has received
 STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
 MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
-    "data_dir snapshot log trace sample reconstructions"
+    "data_dir snapshot log sample reconstructions"
 ).split()
 ONE_DAY = timedelta(days=1)
 
@@ -401,7 +401,6 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
-    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -546,7 +545,7 @@ def check_args(run, args):
     divisor = run.world_size * args.grad_accum_steps
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
         fail(f"--batch_size must be a multiple of {run.world_size} x --grad_accum_steps")
-    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
+    for path in filter(None, map(vars(args).get, ("snapshot", "log"))):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             fail(f"cannot write {path}: a folder, or in one that is missing or read-only")
 
@@ -874,7 +873,6 @@ def log_row(run, val_totals, args):
     dist.gather_object(row, rows)
     if run.rank > 0:
         return
-    run.watch.write_trace(rows, args.trace)
     run.watch.add_rows(rows)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
@@ -909,7 +907,7 @@ class Stopwatch:
         self.rows = []  # the last row of each process; rank 0 alone has it,
         self.totals = []  # and the sums of the times of all their rows
         self.spans = []  # (name, start, end, bytes) of all-reduces since the last flush
-        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces, for --trace
+        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces
         self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
         if self.has_events:
             self.streams = [torch.Stream(device, priority=-1) for _ in range(2)]
@@ -989,10 +987,6 @@ class Stopwatch:
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         row["last_step"] = self.last_step
-        sent = sorted(
-            (start, size) for name, start, _, size in self.last_step if name == "all-reduce"
-        )
-        row["buckets"] = [(size, sent[-1][0] - start) for start, size in sent]
         return row
 
     def add_rows(self, rows):
@@ -1001,21 +995,6 @@ class Stopwatch:
         self.totals = self.totals or [Counter() for _ in rows]
         for row, total in zip(rows, self.totals):
             total.update({name: row[name] for name in TIMES})
-
-    def write_trace(self, rows, path):
-        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
-        steps = [row.pop("last_step") for row in rows]
-        first = min((start for step in steps for _, start, *_ in step), default=0.0)
-        events = []
-        for row, step in zip(rows, steps):
-            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
-            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
-            for name, start, end, size in step:
-                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
-                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
-                events.append(event | {"dur": 1e6 * (end - start)})
-        if path:
-            Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 def with_speed(times, batch_size):

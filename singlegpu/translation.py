@@ -366,7 +366,7 @@ STOP_REQUESTS = []  # the signals that this process has received
 STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
 MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
     "epochs max_steps eval_every grad_accum_steps compile num_workers timeout "
-    "data_dir snapshot log trace sample reconstructions"
+    "data_dir snapshot log sample reconstructions"
 ).split()
 
 
@@ -388,7 +388,6 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append rows, for report.py")
-    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -489,7 +488,7 @@ def check_args(run, args):
     divisor = args.grad_accum_steps
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
         sys.exit("--batch_size must be a multiple of --grad_accum_steps")
-    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
+    for path in filter(None, map(vars(args).get, ("snapshot", "log"))):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
             sys.exit(f"cannot write {path}: a folder, or in one that is missing or read-only")
 
@@ -738,6 +737,7 @@ def log_row(run, val_totals, args):
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "step": run.step,
         "steps_per_epoch": run.steps_per_epoch,
+        "run": run.id,
     }
     means = {}
     for split, totals in (("train", run.totals), ("val", val_totals)):
@@ -745,17 +745,13 @@ def log_row(run, val_totals, args):
         means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
     row |= means
     row |= run.watch.take_times(args.batch_size)
-    rows = [row]
-    run.watch.write_trace(rows, args.trace)
-    run.watch.add_rows(rows)
+    run.watch.add_row(row)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
     tqdm.write(textwrap.fill("  ".join(words), 100))
     if args.log:
         with open(args.log, "a") as file:
-            for process_row in rows:
-                process_row["run"] = run.id  # that of rank 0
-                file.write(json.dumps(process_row, default=str) + "\n")
+            file.write(json.dumps(row, default=str) + "\n")
 
 
 # == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
@@ -778,9 +774,9 @@ class Stopwatch:
         self.num_steps = 0  # since the start
         self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
-        self.last_step = []  # (phase, start, end, bytes), for --trace
-        self.rows = []  # the last row,
-        self.totals = []  # and the sums of the times of all rows
+        self.last_step = []  # (phase, start, end, bytes), for report.py --step
+        self.row = {}  # the last row,
+        self.totals = Counter()  # and the sums of the times of all rows
 
     def now(self):
         if not self.has_events:
@@ -825,27 +821,10 @@ class Stopwatch:
         row["last_step"] = self.last_step
         return row
 
-    def add_rows(self, rows):
-        """Keeps what the summary is about: a row of each process, and the sums of their times."""
-        self.rows = rows
-        self.totals = self.totals or [Counter() for _ in rows]
-        for row, total in zip(rows, self.totals):
-            total.update({name: row[name] for name in TIMES})
-
-    def write_trace(self, rows, path):
-        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
-        steps = [row.pop("last_step") for row in rows]
-        first = min((start for step in steps for _, start, *_ in step), default=0.0)
-        events = []
-        for row, step in zip(rows, steps):
-            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
-            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
-            for name, start, end, size in step:
-                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
-                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
-                events.append(event | {"dur": 1e6 * (end - start)})
-        if path:
-            Path(path).write_text(json.dumps({"traceEvents": events}))
+    def add_row(self, row):
+        """Keeps what the summary is about: the last row, and the sums of the times."""
+        self.row = row
+        self.totals.update({name: row[name] for name in TIMES})
 
 
 def with_speed(times, batch_size):
@@ -857,20 +836,18 @@ def with_speed(times, batch_size):
 
 def print_summary(watch):
     """Prints where the time since the start has gone, and a row for results.md."""
-    if not watch.rows:
+    if not watch.row:
         return
-    last = watch.rows[0]
-    mean = {name: sum(total[name] for total in watch.totals) / len(watch.rows) for name in TIMES}
-    mean = with_speed(mean, last["batch_size"])
-    print(f"\ntime by phase, {mean['seconds']:.2f} s in all")
+    total = with_speed(watch.totals, watch.row["batch_size"])
+    print(f"\ntime by phase, {total['seconds']:.2f} s in all")
     for phase in PHASES:
-        share = mean[phase] / mean["seconds"]
-        print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+        share = total[phase] / total["seconds"]
+        print(f"{phase:9} {total[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(last.get(name, "-")) for name in names}
-    cells |= {name: f"{last[name]:.4g}" for name in last if name.startswith("val_")}
-    mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
-    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    cells = {name: str(watch.row.get(name, "-")) for name in names}
+    cells |= {k: f"{value:.4g}" for k, value in watch.row.items() if k.startswith("val_")}
+    total["peak_MB"] = watch.row["peak_MB"]
+    cells |= {name: f"{value:.4g}" for name, value in total.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
