@@ -253,6 +253,7 @@ def comparison(group):
         if set(group[name]) != {"-"}:
             facts.append((name, " / ".join(map(str, group[name].unique()))))
     facts = ", ".join(map(" ".join, facts))
+    facts += f". Times are those of an epoch of {group['steps_per_epoch'].iloc[0]} steps"
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
     lines += [*tables(SPEED, group), pays_up_to(group)[1], ""]
     if (group["efficiency"] > 1.1).any():

@@ -548,7 +548,12 @@ def connect(run, args, init_method):
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
     group["timeout"] = timedelta(seconds=args.timeout)
     run.store.set_timeout(group["timeout"])  # from now on, a lost process is not waited for
-    dist.init_process_group("gloo", **group)
+    expect_progress(args)
+    try:
+        dist.init_process_group("gloo", **group)
+    except RuntimeError as error:
+        fail(f"cannot connect; does GLOO_SOCKET_IFNAME name the network's interface? {error}")
+    faulthandler.cancel_dump_traceback_later()  # to make the model may take long
     run.groups = {torch.device("cpu"): dist.group.WORLD}  # the group of each device's stage
     for device in run.devices if num_devices > 0 else ():
         backend = dist.get_default_backend_for_device(device)

@@ -364,7 +364,12 @@ def connect(run, args, init_method):
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
     group["timeout"] = timedelta(seconds=args.timeout)
     run.store.set_timeout(group["timeout"])  # from now on, a lost process is not waited for
-    dist.init_process_group(backend, **group, **bound)
+    expect_progress(args)
+    try:
+        dist.init_process_group(backend, **group, **bound)
+    except RuntimeError as error:
+        fail(f"cannot connect; does GLOO_SOCKET_IFNAME name the network's interface? {error}")
+    faulthandler.cancel_dump_traceback_later()  # to make the model may take long
     return data
 
 

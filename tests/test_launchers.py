@@ -295,16 +295,23 @@ def test_a_second_ctrl_c_ends_a_hung_run(start, base, tmp_path, folder):
     wait_for(lambda: not job.processes())
 
 
-@pytest.mark.parametrize(("folder", "where"), (("singlegpu", "worker"), ("multinode", "loss")))
+@pytest.mark.parametrize(
+    ("folder", "where"), (("singlegpu", "worker"), ("multinode", "loss"), ("multinode", "data"))
+)
 def test_a_hung_process_ends_the_run_and_says_where(start, attempt, base, tmp_path, folder, where):
-    """After --timeout, with the stacks: in batch_loss, or where it waits for a worker's batch."""
+    """After --timeout, with the stacks: in batch_loss, or where it waits for a worker's batch.
+
+    Or where the others connect, while one still reads its data.
+    """
     script = tmp_path / folder / "mine.py"
     script.parent.mkdir()
     text = (ROOT / folder / "images.py").read_text()
     line = "    images, labels = batch\n"
     if where == "worker":
         line = "        images, labels = (tensor"
-    hang = "hang_here()\n" if where == "loss" else "time.sleep(1000)\n"
+    if where == "data":
+        line = "    try:\n        train_data, val_data"
+    hang = "time.sleep(1000)\n" if where == "worker" else "hang_here()\n"
     assert text.count(line) == 1
     text = text.replace(line, f"{line[: len(line) - len(line.lstrip())]}{hang}{line}")
     function = "\n\ndef hang_here():\n    time.sleep(1000 * (os.environ.get('RANK') != '0'))\n"
@@ -315,7 +322,10 @@ def test_a_hung_process_ends_the_run_and_says_where(start, attempt, base, tmp_pa
     if where == "loss":  # all end by themselves: one that had to be killed would have status 9
         status, _, err = attempt(*words, processes=3)
     else:
-        job = start(*words, "--num_workers", 2)
+        more = {"processes": 2} if where == "data" else {}
+        job = start(*words, "--num_workers", 2, **more)
         status, _, err = job.wait(90)
         wait_for(lambda: not job.processes(), seconds=30)
-    assert status == 1 and ("hang_here" if where == "loss" else "_try_get_data") in err, err
+    told = {"worker": ["_try_get_data"], "loss": ["hang_here"]}
+    told["data"] = ["in connect", "cannot connect"]  # as the one or the other comes first
+    assert status == 1 and any(words in err for words in told[where]), err

@@ -17,6 +17,7 @@ from torchvision.models import ResNet18_Weights, resnet18
 TINY = {  # how a command begins: flags that make it small. The first that fits counts.
     "multigpu/mnist.py": "--synthetic --epochs 1",
     "images.py --dataset photos": "--image_size 32 --batch_size 6 --epochs 1",
+    "images.py --log run.jsonl": "--model mlp --max_steps 6",
     "images.py": "--model mlp --max_steps 6 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --snapshot gpt.pt",
     "hybrid/gpt_fsdp.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --max_steps 2",
