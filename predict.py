@@ -26,7 +26,7 @@ link between nodes is measured with one process a node, beside one inside a node
     measured      speedup of the fastest run with so many processes in the logs
     efficiency    speedup divided by the number of processes
     comm %        exposed communication as a share of the step
-    R             compute / sending, where compute is forward, backward and optimizer
+    R             compute / sending, where compute is forward, backward, bubble and optimizer
     time to loss  until the same loss, beside one process: the time of a step times 1 + noise scale
                   / batch, to which the number of steps is proportional (McCandlish et al. 2018)
 
@@ -50,7 +50,7 @@ TITLE = ["model", "dataset", "precision"]
 # The flags of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
 LAUNCH += ["checkpoint_activations"]
-COMPUTE = ["forward", "backward", "optimizer"]
+COMPUTE = ["forward", "backward", "bubble", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
 FEW_STEPS = 10  # fewer are a doubt
 

@@ -22,7 +22,7 @@ a run was, how often it was resumed or validated. - is what is not known.
     sending       seconds of communication in the process that comes last: it waits for no other
     waiting       mean seconds of communication over all processes, minus sending
     late rank     the process that comes last, on the node late host
-    R             compute / sending, where compute is forward, backward and optimizer
+    R             compute / sending, where compute is forward, backward, bubble and optimizer
     warmup        seconds of the first three steps after each start of the run, in all
     eval, save    seconds of one validation, and of one snapshot
     peak_MB       memory of the process that has held the most
@@ -51,7 +51,7 @@ TITLE = ["model", "dataset", "precision"]
 # The flags of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
 LAUNCH += ["checkpoint_activations"]
-COMPUTE = ["forward", "backward", "optimizer"]
+COMPUTE = ["forward", "backward", "bubble", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
 COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter"]
 FEW_STEPS = 10  # fewer are a doubt

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_same_weights, curve, load, rows, saved_at
+from conftest import ROOT, TIMEOUT, assert_same_weights, curve, free_port, load, rows, saved_at
 from conftest import wait_for, wait_for_saves
+from fork_server import run_all
 
 IMAGES, PIPELINE, FSDP = "hybrid/images.py", "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
 MNIST = "--dataset mnist --batch_size 24 --learning_rate 3e-4"
@@ -194,3 +195,27 @@ def test_stages_and_shards_that_do_not_fit_are_named(attempt, words, tmp_path):
     for (*_, flag, _), (status, _, err) in zip(mistakes, ended):
         assert status and flag[2:] in err and "Traceback" not in err, err
     assert saved_at(foreign) == before
+
+
+def test_pipelines_validate_different_numbers_of_batches(run, tmp_path):
+    """49 sequences to validate on, in batches of 24 of two pipelines: 2 batches and 1."""
+    np.save(tmp_path / "train.npy", np.resize(np.arange(200, dtype=np.uint16), 32 * 480 + 1))
+    np.save(tmp_path / "val.npy", np.resize(np.arange(190, dtype=np.uint16), 32 * 49 + 1))
+    base = [*GPT.split(), "--dataset", tmp_path, "--vocab_size", 256, "--max_steps", 3]
+    run("singlegpu/gpt.py", *base, "--log", tmp_path / "one")
+    more = ("--num_stages", 2, "--log", tmp_path / "four")
+    run(PIPELINE, *base, *more, processes=(2, 2))
+    np.testing.assert_allclose(curve(tmp_path / "four"), curve(tmp_path / "one"), rtol=1e-6)
+
+
+def test_srun_gives_each_process_a_shard(words, tmp_path):
+    """By default all processes share a copy, also where only Slurm's variables name them."""
+    command = [str(ROOT / FSDP), *map(str, words), "--max_steps", "4", "--log", "log"]
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meet |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    envs = [meet | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    for status, _, err in run_all([command] * 2, envs, tmp_path, TIMEOUT):
+        assert status == 0, err
+    for row in rows(tmp_path / "log"):
+        assert row["shard_size"] == 2
+        assert row["state_MB"] == pytest.approx(8e-6 * row["parameters"], rel=0.05)

@@ -70,6 +70,36 @@ def test_a_signal_during_validation(attempt, run, data, tmp_path, script, words,
     ]
 
 
+IN_THE_LAST_STEP = """
+import os, runpy, signal, sys, torch
+
+step, calls = torch.optim.AdamW.step, []
+
+def signalled(*args, **kwargs):
+    calls.append(0)
+    if len(calls) == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(*args, **kwargs)
+
+torch.optim.AdamW.step = signalled
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), ("multinode", 2)])
+def test_a_run_stopped_after_its_last_step(attempt, run, data, tmp_path, folder, processes):
+    """The same command validates once. Typed again, it does nothing."""
+    (before := tmp_path / "signalled.py").write_text(IN_THE_LAST_STEP)
+    words = [f"{folder}/images.py", *IMAGES.replace("DATA", str(data)).split(), "--max_steps", 4]
+    words += ["--log", tmp_path / "log", "--snapshot", tmp_path / "s.pt"]
+    assert attempt(*words, processes=processes, before=[before])[0] == 75
+    for _ in range(2):
+        run(*words, processes=processes)
+        validated = [row for row in rows(tmp_path / "log") if "val_loss" in row]
+        assert [row["step"] for row in validated] == [4] * processes
+
+
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
 QUEUED = """
 class Queued(torch.Tensor):
@@ -128,7 +158,8 @@ def test_what_batch_loss_draws(run, table_band, tmp_path):
 
 def test_an_error_of_any_process_is_told(tmp_path):
     """A process whose launcher has not ended it by then says what only it has seen."""
-    code = "import images; images.fail('it is damaged')"
+    code = "import sys, images; images.main = lambda *_: sys.exit('it is damaged')"
+    code += "; images.start(1, None, '')"
     env = ENVIRONMENT | {"RANK": "1", "PYTHONPATH": str(ROOT / "multigpu")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 1 and re.fullmatch("rank 1 on .*: it is damaged\n", done.stderr)
