@@ -38,7 +38,7 @@ def test_steps_to_a_loss(run, data):
     out = run(BENCHMARK, "steps", *words)
     small, large = [float(line.split(" | ")[2]) for line in out.splitlines()[-2:]]
     assert 0 < large < small < 200, out
-    assert "inf" in run(BENCHMARK, "steps", *words, "--loss", 0)
+    assert "inf" in run(BENCHMARK, "steps", *words, "--loss", 0, "--max_steps", 20)
 
 
 def test_ways_to_read_a_large_file(run, tmp_path):

@@ -1,44 +1,16 @@
-"""Scripts on an emulated accelerator: they train alike, and what a GPU would punish is told.
-
-Copies of the scripts are changed by replacing a piece of their text, which must be there once.
-"""
+"""Scripts on an emulated accelerator: they train alike, and what a GPU would punish is told."""
 
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import ENVIRONMENT, ROOT, curve, rows
+from conftest import ROOT, Job, curve, rows
 
-EMULATED = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests/emulator")}
 MNIST = {"singlegpu": 1, "multigpu": 2, "multinode": 3, "hybrid": 4}  # processes
 
 
 pytestmark = pytest.mark.usefixtures("emulator")
-
-
-def python(words, cwd, env=EMULATED):
-    """Starts Python as README says it. Returns status, stdout, stderr."""
-    words = [sys.executable, *map(str, words)]
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.fixture
-def changed(tmp_path):
-    """changed(script, {text: other, ...}) is the path of such a copy."""
-
-    def changed(script, changes):
-        content = (ROOT / script).read_text()
-        for text, other in changes.items():
-            assert content.count(text) == 1, text
-            content = content.replace(text, other)
-        (copy := tmp_path / script).parent.mkdir(exist_ok=True)
-        copy.write_text(content)
-        return copy
-
-    return changed
 
 
 # == They train as on the CPU, and the host waits in no step ==
@@ -161,9 +133,11 @@ def test_mnist_trains_alike(run, data, changed, tmp_path, folder):
 
 def test_a_users_start(data, tmp_path):
     """With PYTHONPATH alone, as README says, for the script and for the processes it starts."""
-    words = (ROOT / "multigpu/mnist.py", "--num_gpus", 2, "--data_dir", data, "--epochs", 1)
-    status, out, err = python(["-W", "error::UserWarning", *words], tmp_path)
-    assert status == 0 and "epoch 0: train_loss" in out and "| multigpu | 2 |" in out, err
+    words = [sys.executable, "-W", "error::UserWarning", ROOT / "multigpu/mnist.py"]
+    words += ["--num_gpus", 1, "--data_dir", data, "--epochs", 1]
+    job = Job(words, tmp_path, PYTHONPATH=str(ROOT / "tests/emulator"))
+    status, out, err = job.wait()
+    assert status == 0 and "epoch 0: train_loss" in out and "| multigpu | 1 |" in out, err
 
 
 # == Snapshots, and devices that are too few ==
