@@ -16,7 +16,8 @@ def test_sides_of_a_ratio_take_turns(run, data, tmp_path):
     """Its sides are train.py, whose first steps do not count, two of them at once, and a script."""
     (tmp_path / "train.py").write_text(NANOGPT)
     nanogpt = f"{BENCHMARK} nanogpt --folder {tmp_path}"
-    script = f"OMP_NUM_THREADS=1 singlegpu/gpt.py --dataset {data}/words.txt --max_steps 5"
+    small = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 12 --max_steps 5"
+    script = f"OMP_NUM_THREADS=1 singlegpu/gpt.py --dataset {data}/words.txt {small}"
     sides = [nanogpt, f"{nanogpt} & {nanogpt}", script]
     out = run(BENCHMARK, "ratio", *sides, "--rounds", 1, "--columns", "forward")
     rows = [line.strip("| ").split(" | ") for line in out.splitlines()[-3:]]
