@@ -41,6 +41,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch._functorch.config
+from benchmark import module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -435,9 +436,7 @@ def plain_gpt(size, steps):
     """Returns the tokens/s of gpt.py's model, compiled, in a loop of nothing but a step."""
     if options.dry_run:
         return 1.0
-    spec = importlib.util.spec_from_file_location("gpt", ROOT / "singlegpu/gpt.py")
-    gpt = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpt)
+    gpt = module("singlegpu/gpt.py")
     device = torch.device(options.device)
     sizes = dict(re.findall(r"--(\w+) (\d+)", size))
     args = {"vocab_size": 50304, "n_heads": 4} | {name: int(value) for name, value in sizes.items()}

@@ -1,7 +1,6 @@
 """The parts of the scripts that have a right answer."""
 
 import argparse
-import importlib.util
 import json
 import math
 from types import SimpleNamespace
@@ -10,20 +9,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, curve
+from benchmark import module
+from conftest import curve
 
 SMALL_GPT = (
     "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2".split()
 )
-
-
-def module(script):
-    """The script as a module."""
-    name = script.replace("/", "_").removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, ROOT / script)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
 
 
 gpt, text, translation = (module(f"singlegpu/{name}.py") for name in ("gpt", "text", "translation"))
