@@ -179,7 +179,7 @@ def test_folders_of_splits(run, refuse, tmp_path):
     refuse("UTF-8", source)
 
 
-def test_photographs(run, refused, tmp_path):
+def test_photographs(run, attempt, tmp_path):
     """They are upright, hidden files are none, and a damaged one is named, also by workers."""
     photos = tmp_path / "photos"
     for split in ("train", "val"):
@@ -195,8 +195,8 @@ def test_photographs(run, refused, tmp_path):
     path = photos / "train/class1/3.jpg"
     os.truncate(path, path.stat().st_size // 2)
     for workers in (0, 1):
-        more = ("--num_workers", workers)
-        refused(f"cannot read {path}", "singlegpu/images.py", *words, *more)
+        status, _, err = attempt("singlegpu/images.py", *words, "--num_workers", workers)
+        assert status == 1 and f"cannot read {path}" in err
 
 
 def test_files_that_do_not_fit_the_source(refuse, run, tmp_path):
@@ -344,7 +344,7 @@ def test_series(run, refused, example, tmp_path):
         refused(message, *words, "--skip", "date")
 
 
-def test_masks(run, refused, example, tmp_path):
+def test_masks(run, attempt, refused, example, tmp_path):
     """255 is no label, and no part of the mean. A mask of other classes is named."""
     script = example("segmentation")
     for split in ("train", "val"):
@@ -362,7 +362,8 @@ def test_masks(run, refused, example, tmp_path):
     loss = float(re.search(r"train_loss ([\d.]+)", out)[1])
     assert 0.5 < loss < 2, "about log 3 for three classes, however few pixels have a label"
     Image.fromarray(np.full((10, 10), 7, np.uint8)).save(tmp_path / "train/masks/3.png")
-    refused("masks/3.png is no grey image of 0 to --num_classes - 1", *words)
+    status, _, err = attempt(*words)
+    assert status and "masks/3.png is no grey image of 0 to --num_classes - 1" in err, err
     (tmp_path / "train/images/4.jpg").unlink()
     refused("have no image: ['4.png']", *words)
 
