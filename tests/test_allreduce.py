@@ -247,14 +247,8 @@ def test_who_is_missing_is_named(changed, tmp_path):
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
 {there}"""
-    command = [
-        changed("multinode/allreduce.py", {there: fault}),
-        "--pairs",
-        "--seconds",
-        "0.05",
-        "--timeout",
-        "2",
-    ]
+    words = "--pairs --seconds 0.05 --timeout 2".split()
+    command = [changed("multinode/allreduce.py", {there: fault}), *words]
 
     def attempt(count, started, lost, expected):
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | LOOPBACK
