@@ -87,9 +87,7 @@ class Images(TensorDataset):
 
     def __getitems__(self, indices):
         """Returns a whole batch: images (B, C, H, W) uint8 and labels (B,)."""
-        images, labels = (
-            tensor.numpy()[indices] for tensor in self.tensors
-        )  # NumPy indexes faster
+        images, labels = (tensor.numpy()[indices] for tensor in self.tensors)  # NumPy is faster
         return torch.from_numpy(images), torch.from_numpy(labels).long()
 
 
