@@ -250,8 +250,11 @@ def comparison(group):
     """Returns the lines on a group."""
     facts = [pair for pair in group["same"].iloc[0] if pair[1] not in ("", "0", "0.0", "False")]
     for name in ("comm_hook", "threads", *LAUNCH):
-        if set(group[name]) != {"-"}:
-            facts.append((name, " / ".join(map(str, group[name].unique()))))
+        values = group[name]
+        if name == "comm_hook" and len(group[group["processes"] > 1]):
+            values = values[group["processes"] > 1]  # one process sends nothing
+        if set(values) != {"-"}:
+            facts.append((name, " / ".join(map(str, values.unique()))))
     facts = ", ".join(map(" ".join, facts))
     facts += f". Times are those of an epoch of {group['steps_per_epoch'].iloc[0]} steps"
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]

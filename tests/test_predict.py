@@ -169,12 +169,21 @@ def test_what_helps(tmp_path):
     [pair] = [change for change in gains if " and " in change]
     assert gains[pair] == pytest.approx(4, rel=0.04)
     assert "The most helps: " in text and "times as fast (predicted)." in text
+    assert f"The best two, {pair}: {gains[pair]:.2f} times." in text
     slow_data = write(tmp_path / "b.jsonl", rows_of("b", 1, [10, 10], data=9))
     told = run_predict(
         slow_data, link(tmp_path / "f", 2, 0, 1e12, nodes=2), "--out", tmp_path / "o"
     )
     assert "The most helps: no time in data, " in told.stdout
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"predicted.png"}
+
+
+def test_measured_beside_predicted(tmp_path):
+    """The speedup of runs with the same settings. A run of uneven speed is a doubt."""
+    log = write(tmp_path / "a", rows_of("a", 1, [10, 14]), rows_of("b", 2, [6], comm_hook="none"))
+    text, strong, *_ = predicted(log, link(tmp_path / "l", 2, 0, 1e9, nodes=2))
+    assert float(strong[0]["measured"]) == pytest.approx(12 / 6, rel=0.01)
+    assert "some rows of its log are 29% slower than others" in text
 
 
 @pytest.mark.parametrize("script", ("singlegpu/gpt.py", "multigpu/gpt.py", "hybrid/gpt_fsdp.py"))
