@@ -10,15 +10,15 @@ What ends in .json is a link, all else are logs of --log, or folders of them. Th
 Li et al. 2020, "PyTorch Distributed") starts from a step of a run of one process. The time of data,
 forward and backward pass is proportional to the batch; with logs of several batches it is
 interpolated. The time of the optimizer is constant. The log of multigpu with one process tells the
-bytes of each bucket of gradients and when it is ready. For singlegpu, buckets of 1 MiB and then 25
-MiB are ready in proportion to their bytes. A bucket waits for the one before. While its all-reduce
+bytes of each bucket of gradients and when it is ready. For singlegpu, DDP's default buckets, 1 MiB
+and then 25 MiB, are taken to fill evenly. A bucket waits for the one before. While its all-reduce
 runs, the backward pass is as slow as allreduce.py (--min_bytes 1048576) has measured.
 
 An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth of the slowest link.
 The latency is that of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small
 messages through trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
 src/graph/tuning.cc). Where a link was measured with as many processes as the row has, its figures
-are taken as they are; the column link tells it, or from what number the row is extrapolated. The
+are taken as they are; the column link says so, or from what number the row is extrapolated. The
 link between nodes is measured with one process a node, beside one inside a node and
 --gpus_per_node, or with all GPUs of each node, which use all of its network cards.
 

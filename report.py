@@ -5,10 +5,10 @@
     python report.py run.jsonl --step --out report     # also draws the last step of the log
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
-however they are launched: in stages, in shards, in micro-batches. Strong scaling keeps the global
-batch, weak scaling keeps the batch of a process. Times are seconds of an epoch: the seconds of a
-step, mean over all steps and processes, times the steps of an epoch. So it does not matter how long
-a run was, how often it was resumed or validated. - is what is not known.
+whether they used a pipeline, FSDP or micro-batches. Strong scaling keeps the global batch, weak
+scaling keeps the batch of a process. Times are seconds of an epoch: the seconds of a step, mean
+over all steps and processes, times the steps of an epoch. So it does not matter how long a run was,
+how often it was resumed or validated. A dash means unknown.
 
     steps         steps after the warmup, over which the times are means
     seconds       time of an epoch without warmup, validation and saves

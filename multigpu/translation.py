@@ -367,7 +367,7 @@ def finish(model, data, args, device):
 
 # ========================= The run: steps, rows, snapshots, processes. Keep. ======================
 # launch() starts main() in each process. main() has the loop over all steps.
-# Of the first section, the run needs parse_args, read_data, create_model, create_optimizer and
+# Of the first section, the run calls parse_args, read_data, create_model, create_optimizer and
 # batch_loss. It also calls training_order, learning_rate_factor and finish, if they are there.
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -394,9 +394,7 @@ def parse_run_args(parser, **defaults):
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add(
-        "--learning_rate", type=float, default=1e-3, help="learning rate, or the peak of a schedule"
-    )
+    add("--learning_rate", type=float, default=1e-3, help="learning rate, highest of a schedule")
     add("--max_grad_norm", type=float, default=0.0, help="clip longer gradients; 0: do not clip")
     add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
@@ -405,7 +403,7 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
+    add("--timeout", type=int, default=600, help="seconds that a step may take, or compiling")
     parser.set_defaults(**defaults)
     return parser.parse_args()
 
@@ -413,7 +411,7 @@ def parse_run_args(parser, **defaults):
 def launch(args):
     """Starts the processes, asks them to stop when it gets a signal, and exits as they do."""
     if not 1 <= args.num_gpus <= (torch.accelerator.device_count() or args.num_gpus):
-        sys.exit(f"--num_gpus {args.num_gpus}: there are {torch.accelerator.device_count()} GPUs")
+        sys.exit(f"this machine has {torch.accelerator.device_count()} GPUs, not {args.num_gpus}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
@@ -460,9 +458,7 @@ def main(local_rank, args, init_method):
     run.local_rank = local_rank  # on this node
     run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
     run.world_size = int(os.environ["WORLD_SIZE"])
-    run.id = (
-        f"{time.time_ns():x}"  # names the run in the log: that of rank 0. A resumed run keeps it.
-    )
+    run.id = f"{time.time_ns():x}"  # rank 0's names the run in the log. A resumed run keeps it.
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
@@ -504,7 +500,7 @@ def main(local_rank, args, init_method):
     bar = tqdm(total=run.num_steps, initial=run.step, disable=hides_bar, leave=False)
     for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
-    expect_progress(args)
+    expect_progress(args.timeout)
     first_step = look_step = run.step
     first_row = run.row_step
     look_time = time.perf_counter()
@@ -512,8 +508,8 @@ def main(local_rank, args, init_method):
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
     # About once a second, after the same step, all processes look(): is the loss finite, must they
-    # stop? A validation writes a row. Both come before train_step(): a run that was stopped before
-    # a validation begins with it.
+    # stop? A validation writes a row. Both come before train_step(): a run that was stopped just
+    # before a validation begins with it when it resumes.
     while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
@@ -543,7 +539,7 @@ def main(local_rank, args, init_method):
         log_row(run, {}, args)  # what was measured since the last row
     elif run.row_step > first_row:
         save_snapshot(run, args)  # with the new row_step: the same command then does nothing more
-    faulthandler.cancel_dump_traceback_later()
+    expect_progress(0)
     for signum in SIGNALS:  # all is saved: another signal must not change the exit status
         signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
     del run.ddp_model  # before torch 2.14, a process can hang if DDP outlives the group
@@ -584,7 +580,8 @@ def connect(run, args, init_method):
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
         num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
-        if num_processes > num_devices > 1:  # 1: Slurm may show each process its own alone
+        has_own = num_devices == 1 and "SLURM_PROCID" in os.environ  # Slurm can show one to each
+        if num_processes > num_devices and not has_own:
             sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)
@@ -599,14 +596,15 @@ def connect(run, args, init_method):
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
-    group["timeout"] = timedelta(seconds=args.timeout)
+    group["timeout"] = timedelta(seconds=args.timeout)  # NCCL then writes down its last operations
     run.store.set_timeout(group["timeout"])  # from now on, its calls time out
-    expect_progress(args)
+    expect_progress(args.timeout)
     try:
         dist.init_process_group(backend, **group, **bound)
     except RuntimeError as error:
-        sys.exit(f"cannot connect; does GLOO_SOCKET_IFNAME name the network's interface? {error}")
-    faulthandler.cancel_dump_traceback_later()  # creating the model may take long
+        hint = "do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network's interface?"
+        sys.exit(f"cannot connect: {error}\n{hint} NCCL_DEBUG=INFO tells more")
+    expect_progress(0)  # creating the model may take long
     return data
 
 
@@ -624,9 +622,12 @@ def note_stop(signum, frame):
         signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
 
-def expect_progress(args):
-    """Ends this process with its stack, unless this is called again within --timeout seconds."""
-    faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
+def expect_progress(seconds):
+    """Shows this process's stack in so many seconds, and ends it in twice as many. 0: never."""
+    faulthandler.cancel_dump_traceback_later()
+    if seconds > 0:
+        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)
+    signal.alarm(2 * seconds)
 
 
 def look(run, look_step, look_time, args):
@@ -634,7 +635,7 @@ def look(run, look_step, look_time, args):
 
     Returns whether any process was asked to stop, and the steps per second. Waits for the GPU.
     """
-    expect_progress(args)
+    expect_progress(args.timeout)
     sums = {name: float(value) for name, value in run.sums.items()}  # waits for the GPU
     speed = (run.step - look_step) / (time.perf_counter() - look_time)
     # The slash keeps these names apart from those of batch_loss.
@@ -715,10 +716,7 @@ def all_reduce_sums(sums):
 def evaluate(run, data, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     ignored = getattr(run.model, "_ddp_params_and_buffers_to_ignore", ())
-    for (
-        name,
-        buffer,
-    ) in run.model.named_buffers():  # BatchNorm's statistics: rank 0's, which it saves
+    for name, buffer in run.model.named_buffers():  # rank 0's statistics of BatchNorm for all
         if name not in ignored and buffer.is_contiguous():
             dist.broadcast(buffer, src=0)
     share = range(run.rank, len(data), run.world_size)
@@ -729,7 +727,7 @@ def evaluate(run, data, args):
     run.model.eval()
     sums = {}
     for number, batch in enumerate(create_loader(data, requests, run, args)):
-        expect_progress(args)
+        expect_progress(args.timeout)
         set_seeds(run.device, args.seed, run.rank, number)  # the same in each validation
         compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
         if STOP_REQUESTS:
@@ -777,9 +775,7 @@ def create_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork"
-        if args.num_workers > 0
-        else None,  # workers share the memory of the data
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # to share the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
@@ -846,7 +842,7 @@ def save_snapshot(run, args):
     """Saves in rank 0, while the other processes wait, however long it takes."""
     if not args.snapshot:
         return
-    faulthandler.cancel_dump_traceback_later()
+    expect_progress(0)
     if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
         sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     key = f"snapshot {run.step} {run.row_step}"
@@ -855,7 +851,7 @@ def save_snapshot(run, args):
         run.store.set(key, "is saved")
     wait_for(run, key)
     run.watch.mark("save")
-    expect_progress(args)
+    expect_progress(args.timeout)
 
 
 def write_snapshot(run, args):
@@ -961,7 +957,7 @@ class Stopwatch:
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
-        _, now = self.marks[-1]  # all left an all-reduce together: their common time 0
+        _, now = self.marks[-1]  # all have just left the same all-reduce: time 0 of all
         marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
         phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
         all_reduces = []  # as phases: (name, start, end, bytes), in seconds after now: negative
@@ -1043,7 +1039,7 @@ def print_summary(watch):
 
     R is the time of computing divided by that of sending. If nothing is hidden, N processes
     are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
-    turn, some of the waiting counts as sending.
+    turn, part of the waiting counts as sending.
     """
     if not watch.rows:
         return

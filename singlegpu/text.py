@@ -279,7 +279,7 @@ def batch_loss(model, batch, args):
 
 # ========================= The run: steps, rows, snapshots, processes. Keep. ======================
 # main() has the loop over all steps.
-# Of the first section, the run needs parse_args, read_data, create_model, create_optimizer and
+# Of the first section, the run calls parse_args, read_data, create_model, create_optimizer and
 # batch_loss. It also calls training_order, learning_rate_factor and finish, if they are there.
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -302,9 +302,7 @@ def parse_run_args(parser, **defaults):
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add(
-        "--learning_rate", type=float, default=1e-3, help="learning rate, or the peak of a schedule"
-    )
+    add("--learning_rate", type=float, default=1e-3, help="learning rate, highest of a schedule")
     add("--max_grad_norm", type=float, default=0.0, help="clip longer gradients; 0: do not clip")
     add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
@@ -312,7 +310,7 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append rows, for report.py")
-    add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
+    add("--timeout", type=int, default=600, help="seconds that a step may take, or compiling")
     parser.set_defaults(**defaults)
     return parser.parse_args()
 
@@ -322,9 +320,7 @@ def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     run = SimpleNamespace()  # what these functions share
     run.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    run.id = (
-        f"{time.time_ns():x}"  # names the run in the log: that of rank 0. A resumed run keeps it.
-    )
+    run.id = f"{time.time_ns():x}"  # rank 0's names the run in the log. A resumed run keeps it.
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look, on the device
@@ -359,7 +355,7 @@ def main(args):
     bar = tqdm(total=run.num_steps, initial=run.step, disable=None, leave=False)  # on a terminal
     for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
-    expect_progress(args)
+    expect_progress(args.timeout)
     first_step = look_step = run.step
     first_row = run.row_step
     look_time = time.perf_counter()
@@ -397,7 +393,7 @@ def main(args):
         log_row(run, {}, args)  # what was measured since the last row
     elif run.row_step > first_row:
         save_snapshot(run, args)  # with the new row_step: the same command then does nothing more
-    faulthandler.cancel_dump_traceback_later()
+    expect_progress(0)
     for signum in SIGNALS:  # all is saved: another signal must not change the exit status
         signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
     print_summary(run.watch)
@@ -426,9 +422,12 @@ def note_stop(signum, frame):
         signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
 
-def expect_progress(args):
-    """Ends this process with its stack, unless this is called again within --timeout seconds."""
-    faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
+def expect_progress(seconds):
+    """Shows this process's stack in so many seconds, and ends it in twice as many. 0: never."""
+    faulthandler.cancel_dump_traceback_later()
+    if seconds > 0:
+        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)
+    signal.alarm(2 * seconds)
 
 
 def look(run, look_step, look_time, args):
@@ -436,7 +435,7 @@ def look(run, look_step, look_time, args):
 
     Returns whether a signal has asked the run to stop, and the steps per second. Waits for the GPU.
     """
-    expect_progress(args)
+    expect_progress(args.timeout)
     for name, value in run.sums.items():
         run.totals[name] = run.totals.get(name, 0.0) + float(value)  # waits for the GPU
     run.sums = {}
@@ -505,7 +504,7 @@ def evaluate(run, data, args):
     run.model.eval()
     sums = {}
     for number, batch in enumerate(create_loader(data, requests, run, args)):
-        expect_progress(args)
+        expect_progress(args.timeout)
         set_seeds(run.device, args.seed, number)  # the same in each validation
         compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
         if STOP_REQUESTS:
@@ -552,9 +551,7 @@ def create_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork"
-        if args.num_workers > 0
-        else None,  # workers share the memory of the data
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # to share the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
@@ -621,12 +618,12 @@ def save_snapshot(run, args):
     """Saves a snapshot, however long it takes."""
     if not args.snapshot:
         return
-    faulthandler.cancel_dump_traceback_later()
+    expect_progress(0)
     if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
         sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     write_snapshot(run, args)
     run.watch.mark("save")
-    expect_progress(args)
+    expect_progress(args.timeout)
 
 
 def write_snapshot(run, args):

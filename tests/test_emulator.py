@@ -446,7 +446,7 @@ def test_a_wait_in_each_step_is_seen(run, words, changed, name):
 WRONG_TIMES = {  # words of simulated(), {text: other}, times of the last process that this changes
     "side stream left out": (
         (*DDP, "", (1, 1, 3)),
-        {"            with stream:\n": "            with contextlib.nullcontext():\n"},
+        {"        with stream:\n": "        with contextlib.nullcontext():\n"},
         {"backward": 13, "comm": 3},
     ),
     "sums in each micro-batch": (

@@ -150,3 +150,16 @@ def test_validation_is_of_what_is_saved(run, tmp_path):
     model.eval()
     loss, _ = images.batch_loss(model, val_data.__getitems__(np.arange(20)), args)
     assert rows(log)[-1]["val_loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model squeezenet1_0", "its last layer is not linear"),
+        ("--model inception_v3", "or it has several outputs"),
+        ("--model cnn --pretrained", "there are no weights for cnn"),
+        ("--model resnet0", "--model resnet0: "),
+    ],
+)
+def test_networks_that_do_not_fit_are_named(refused, words, message):
+    refused(message, "multigpu/images.py", *words.split(), processes=1)
