@@ -138,10 +138,10 @@ class CachedBlock(nn.Module):
     def forward(self, x, cache, start):
         end = start + x.shape[1]
         qkv = self.qkv(self.norm1(x)).unflatten(2, (3, self.n_heads, -1))  # (B, T, 3, H, D / H)
-        q, *keys_values = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D / H) each
-        cache[:, :, :, start:end] = torch.stack(keys_values)
+        qkv = qkv.permute(2, 0, 3, 1, 4)  # (3, B, H, T, D / H)
+        cache[:, :, :, start:end] = qkv[1:]
         causal = True if start == 0 else False  # torch.compile needs a plain bool
-        y = F.scaled_dot_product_attention(q, *cache[:, :, :, :end], is_causal=causal)
+        y = F.scaled_dot_product_attention(qkv[0], *cache[:, :, :, :end], is_causal=causal)
         x = x + self.projection(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
