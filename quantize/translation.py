@@ -260,16 +260,12 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
 
-class EncoderLayer(nn.Module):
-    """nn.TransformerEncoderLayer for inference."""
+class EncoderLayer(nn.TransformerEncoderLayer):
+    """One layer for inference. Its attention is the one above."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(256, 8, 512, bias=False)
         self.self_attn = Attention()
-        self.linear1 = nn.Linear(256, 512, bias=False)
-        self.linear2 = nn.Linear(512, 256, bias=False)
-        self.norm1 = nn.LayerNorm(256, bias=False)
-        self.norm2 = nn.LayerNorm(256, bias=False)
 
     def forward(self, x, real):
         y = self.norm1(x)
@@ -277,13 +273,13 @@ class EncoderLayer(nn.Module):
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-class DecoderLayer(EncoderLayer):
-    """nn.TransformerDecoderLayer for inference. `past` has the keys and values of past tokens."""
+class DecoderLayer(nn.TransformerDecoderLayer):
+    """One layer for inference. `past` has the keys and values of past tokens."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(256, 8, 512, bias=False)
+        self.self_attn = Attention()
         self.multihead_attn = Attention()
-        self.norm3 = nn.LayerNorm(256, bias=False)
 
     def forward(self, x, past, memory, real):
         y = self.norm1(x)

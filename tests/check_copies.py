@@ -70,7 +70,7 @@ def drifted():
             if path.stem == "mnist":
                 group = ("mnist", folder if folder in OF_MNIST.get(name, ()) else "")
                 copies.setdefault((name, group), {})[path] = text
-            elif name not in [*OF_FOLDER, *own]:
+            elif name not in [*OF_FOLDER, *own] or (folder, name) == ("quantize", "main"):
                 group = common.get(name) if folder else "root"
                 copies.setdefault((name, group), {})[path] = text
     groups = [(name, texts) for (name, _), texts in copies.items() if len({*texts.values()}) > 1]
