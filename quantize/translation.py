@@ -18,6 +18,7 @@ The others are by torchao. Each is measured in turn with fp32 of the same mode: 
 as fast. A row that torch.compile cannot compile as a whole is left out.
 torchao leaves LSTMs as they are: of an lstm, the last layer alone changes. torch.ao changes LSTMs,
 too, but --out cannot save them: to load them is to run code. Embeddings do not change.
+torch.compile has no LSTMs: of an lstm, all rows are eager.
 Columns: MB is the file; peak MB adds what running allocates; same % is the share of
 sentences that are those of fp32.
 Shapes: B sentences of a batch, S source and T target tokens, D = d_model, H heads, V words.
