@@ -534,8 +534,8 @@ def main(args):
             cells.append(f"{100 * np.mean(answers == fp32_answers):.1f}")
             runs = dict.fromkeys([fp32_run, run])  # the row fp32 has one: its ratio is 1.00x
             # In turn, so that a slow moment of the machine meets both.
-            speeds = np.median([[each() for each in runs] for _ in range(args.rounds)], 0)
-            for fp32_speed, speed in zip(speeds[0], speeds[-1]):
+            rounds = [[each() for each in runs] for _ in range(args.rounds)]
+            for fp32_speed, speed in np.median(rounds, 0)[[0, -1]].T:
                 cells.append(f"{speed:.4g} {speed / fp32_speed:.2f}x")
             print("|", " | ".join(cells), "|", flush=True)
 

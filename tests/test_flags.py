@@ -337,7 +337,7 @@ def test_quantize(run, data, tmp_path, task):
     (copy := tmp_path / f"{task}.py").write_text(text.replace(end, f"            {spy}{end}"))
     words = ("--snapshot", tmp_path / "s.pt", "--data_dir", tmp_path / "moved", "--eager")
     more = ("--row", "fp32", "--batch_size", 4, "--num_samples", 8, "--rounds", 3)
-    assert "seen [4, 4] (3, 2, 1)\n" in run(copy, *words, *more)
+    assert "seen [4, 4] (3, 1, 1)\n" in run(copy, *words, *more)
 
 
 DROPPING = ("images.py", "gpt.py", "text.py --model transformer", "translation.py")
