@@ -23,9 +23,10 @@ link between nodes is measured with one process a node, beside one inside a node
 --gpus_per_node, or with all GPUs of each node, which use all of its network cards.
 
     speedup       samples/s divided by those of one process
+    measured      speedup of the fastest run with so many processes in the logs
     efficiency    speedup divided by the number of processes
     comm %        exposed communication as a share of the step
-    R             compute / sending, where compute is forward, backward and optimizer
+    R             compute / sending, where compute is forward, backward, bubble and optimizer
     time to loss  until the same loss, beside one process: the time of a step times 1 + noise scale
                   / batch, to which the number of steps is proportional (McCandlish et al. 2018)
 
@@ -49,7 +50,7 @@ TITLE = ["model", "dataset", "precision"]
 # The flags of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
 LAUNCH += ["checkpoint_activations"]
-COMPUTE = ["forward", "backward", "optimizer"]
+COMPUTE = ["forward", "backward", "bubble", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
 FEW_STEPS = 10  # fewer are a doubt
 
@@ -59,12 +60,12 @@ COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_pe
 TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]
 NUMBERS = [*TIMES, "rank", "step", "peak_MB"]
 MEASURED = "^(train_|val_|d_model$|num_layers$|seq_len$)"  # numbers, or missing
-DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "buckets": None}
+DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "last_step": None}
 DEFAULTS |= dict.fromkeys(["compile", *LAUNCH], "-") | {"stages": [1]}  # hybrid/images.py has more
 DEFAULTS |= dict.fromkeys("train_loss val_loss d_model num_layers seq_len".split(), math.nan)
 
 STRONG = ["processes", "local batch", "ms a step", "samples/s", "speedup", "efficiency"]
-STRONG += ["comm %", "R", "link"]
+STRONG += ["comm %", "R", "measured", "link"]
 WEAK = [*STRONG[:7], "time to loss", "link"]
 HELP = ["change", "ms a step", "samples/s", "times as fast", "speedup", "comm %"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
@@ -116,7 +117,7 @@ def read_logs(paths):
             except OSError as error:
                 sys.exit(f"cannot read {file}: {error}")
             found = [row for row in map(read_row, lines) if row]
-            rows += found
+            rows += [row | {"log": str(file)} for row in found]
             if len(found) < len(lines) or not lines:
                 damaged = len(lines) - len(found)
                 notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
@@ -200,6 +201,9 @@ def runs_of(rows):
     runs = of_run.last()
     runs[[*PHASES, "comm_total"]] = of_run[[*PHASES, "comm_total"]].sum().div(steps, axis=0)
     totals = rows.groupby([*RUN, "rank"])["comm_total"].sum().groupby(RUN)
+    speed = rows["steps"] / rows[PHASES].sum(axis=1).clip(lower=1e-9)
+    speed = speed[rows["steps"] >= FEW_STEPS].groupby([rows[name] for name in RUN])
+    runs["varies"] = 100 * (1 - speed.min() / speed.max())
     runs["waits"] = 1 - totals.min() / totals.mean() > 0.1
     runs["eval"] = of_run["eval"].sum() / of_run["val_loss"].count().clip(lower=1)
     runs["save"] = of_run["save"].mean()
@@ -223,7 +227,10 @@ def step_of(run, alike, links, gpus_per_node=0):
     phases = pd.concat([no_batch, alike.set_index("batch_size")[PHASES].sort_index()])
     own = phases.loc[run["batch_size"]]
     try:
-        sizes, leads = np.array(run["buckets"], float).T  # bytes, seconds before the last is ready
+        step = pd.DataFrame(run["last_step"], columns=["name", "start", "end", "bytes"])
+        buckets = step[step["name"] == "all-reduce"].sort_values("start").astype({"bytes": float})
+        sizes = buckets["bytes"].to_numpy()
+        leads = buckets["start"].iloc[-1] - buckets["start"].to_numpy(float)  # the last has 0
         ready = 1 - leads / own["backward"]
         if not (np.isfinite(ready).all() and (sizes >= 0).all() and sizes.sum() < 1e15):
             raise ValueError
@@ -368,7 +375,11 @@ def what_helps(step, processes):
     if best["times as fast"] < 1.01:
         return rows, "None of these changes helps by itself (predicted)."
     gain = f"{best['times as fast']:.2f} times as fast (predicted)"
-    return rows, f"The most helps: {best['change']}, {gain}."
+    sentence = f"The most helps: {best['change']}, {gain}."
+    pair = rows[rows["count"] == 2].iloc[0]
+    if pair["times as fast"] > 1.01 * best["times as fast"]:
+        sentence += f" The best two, {pair['change']}: {pair['times as fast']:.2f} times."
+    return rows, sentence
 
 
 def with_whole_training(strong, run, num_steps):
@@ -426,6 +437,7 @@ def doubts_of(run, runs, strong, step):
     is_one_node = run["device"] == "CPU" and step["links"][0]["nodes"] == 1
     doubts = [
         (run["steps"] < FEW_STEPS, f"only {run['steps']:.0f} step(s) after the warmup were timed"),
+        (run["varies"] > 20, f"some rows of its log are {run['varies']:.0f}% slower than others"),
         (len(short), f"steps are shorter than 10 ms from {short.min()} process(es) on"),
         (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
         (is_one_node, "CPU processes of one node share its cores and memory"),
@@ -484,6 +496,10 @@ def report_on(run, alike, runs, number, args):
     counts = args.processes or default_counts(args.gpus_per_node)
     num_steps = args.steps or int(float(run.get("epochs") or 1) * run["steps_per_epoch"])
     strong = with_whole_training(predict(step, "strong", counts), run, num_steps)
+    is_same = (runs["same"] == run["same"]) & (runs["batch_size"] == run["batch_size"])
+    measured = runs[is_same & (runs["comm_hook"] == run["comm_hook"]) & (runs["processes"] > 1)]
+    measured = measured.assign(speedup=measured["samples/s"] / run["samples/s"])
+    strong["measured"] = strong["processes"].map(measured.groupby("processes")["speedup"].max())
     weak = predict(step, "weak", counts)
     if args.noise:
         weak = with_times_to_loss(weak, args.noise)
@@ -501,9 +517,6 @@ def report_on(run, alike, runs, number, args):
     print(table(["processes", "nodes", "hours", "device-hours"], strong), end="\n\n")
     print(*(sbatch_line(row, run) for row in strong.to_dict("records")), "", sep="\n")
     if args.out:
-        is_same = (runs["same"] == run["same"]) & (runs["batch_size"] == run["batch_size"])
-        measured = runs[is_same & (runs["processes"] > 1)]
-        measured = measured.assign(speedup=measured["samples/s"] / run["samples/s"])
         end = ".png" if number == 1 else f"_{number}.png"
         draw(strong, measured, title, args.out / f"predicted{end}")
 

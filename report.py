@@ -1,8 +1,8 @@
 """Compare training runs by their logs, and draw them.
 
-    python report.py runs/                       # a folder of logs, which --log has written
-    python report.py runs/ --out report          # also writes report.md, measured.csv and pictures
-    python report.py trace.json --out report     # draws a file of --trace
+    python report.py runs/                             # a folder of logs that --log has written
+    python report.py runs/ --out report                # also writes report.md and pictures
+    python report.py run.jsonl --step --out report     # also draws the last step of the log
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
 however they are launched: in stages, in shards, in micro-batches. Strong scaling keeps the global
@@ -22,13 +22,15 @@ a run was, how often it was resumed or validated. - is what is not known.
     sending       seconds of communication in the process that comes last: it waits for no other
     waiting       mean seconds of communication over all processes, minus sending
     late rank     the process that comes last, on the node late host
-    R             compute / sending, where compute is forward, backward and optimizer
+    R             compute / sending, where compute is forward, backward, bubble and optimizer
     warmup        seconds of the first three steps after each start of the run, in all
     eval, save    seconds of one validation, and of one snapshot
     peak_MB       memory of the process that has held the most
     val_ppl       perplexity: exp(val_loss)
 
 More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times.
+
+For run.jsonl, --step writes run_step.png, and run_step.json for ui.perfetto.dev.
 """
 
 import argparse
@@ -49,8 +51,9 @@ TITLE = ["model", "dataset", "precision"]
 # The flags of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
 LAUNCH += ["checkpoint_activations"]
-COMPUTE = ["forward", "backward", "optimizer"]
+COMPUTE = ["forward", "backward", "bubble", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
+COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter"]
 FEW_STEPS = 10  # fewer are a doubt
 
 # What a row must hold, and what is taken where a script does not log it.
@@ -59,7 +62,7 @@ COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_pe
 TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]
 NUMBERS = [*TIMES, "rank", "step", "peak_MB"]
 MEASURED = "^(train_|val_|d_model$|num_layers$|seq_len$)"  # numbers, or missing
-DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "buckets": None}
+DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "last_step": None}
 DEFAULTS |= dict.fromkeys(["compile", *LAUNCH], "-") | {"stages": [1]}  # hybrid/images.py has more
 DEFAULTS |= dict.fromkeys("train_loss val_loss d_model num_layers seq_len".split(), math.nan)
 
@@ -113,7 +116,7 @@ def read_logs(paths):
             except OSError as error:
                 sys.exit(f"cannot read {file}: {error}")
             found = [row for row in map(read_row, lines) if row]
-            rows += found
+            rows += [row | {"log": str(file)} for row in found]
             if len(found) < len(lines) or not lines:
                 damaged = len(lines) - len(found)
                 notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
@@ -247,9 +250,13 @@ def comparison(group):
     """Returns the lines on a group."""
     facts = [pair for pair in group["same"].iloc[0] if pair[1] not in ("", "0", "0.0", "False")]
     for name in ("comm_hook", "threads", *LAUNCH):
-        if set(group[name]) != {"-"}:
-            facts.append((name, " / ".join(map(str, group[name].unique()))))
+        values = group[name]
+        if name == "comm_hook" and len(group[group["processes"] > 1]):
+            values = values[group["processes"] > 1]  # one process sends nothing
+        if set(values) != {"-"}:
+            facts.append((name, " / ".join(map(str, values.unique()))))
     facts = ", ".join(map(" ".join, facts))
+    facts += f". Times are those of an epoch of {group['steps_per_epoch'].iloc[0]} steps"
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
     lines += [*tables(SPEED, group), pays_up_to(group)[1], ""]
     if (group["efficiency"] > 1.1).any():
@@ -321,42 +328,72 @@ def draw_models(groups, path):
     save(figure, f"More processes help {best} most", path, title="processes")
 
 
-def draw_trace(trace, path):
-    """Draws a --trace: for each rank its phases and, below them, its all-reduces.
+def events_of(rows, log):
+    """Returns the phases and the collectives of the last step in the log, two tables.
+
+    Their times are in ms after the start of the step. The clocks of all processes agree, since all
+    have just left an all-reduce when they note their times.
+    """
+    rows = rows[rows["log"] == log].sort_index()  # in the order in which they were written
+    last = rows.iloc[-1]
+    rows = rows[(rows[[*RUN, "step"]] == last[[*RUN, "step"]]).all(axis=1)]
+    events = []
+    try:
+        for row in rows.itertuples():
+            name = f"rank {row.rank:.0f} on {row.host}"
+            events += [(int(row.rank), name, *event) for event in row.last_step]
+        columns = {"rank": int, "process": str, "name": str, "start": float, "end": float}
+        columns["bytes"] = float
+        events = pd.DataFrame(events, columns=list(columns)).astype(columns)
+    except (TypeError, ValueError) as error:
+        sys.exit(f"{log}: the last row holds no step: {error}")
+    events[["start", "end"]] = 1000 * (events[["start", "end"]] - events["start"].min())
+    events["ms"] = events["end"] - events["start"]
+    is_sent = events["name"].isin(COLLECTIVES)
+    return events[~is_sent], events[is_sent]
+
+
+def write_trace(phases, sent, path):
+    """Writes a step as a Chrome trace: for each rank a line of phases and one of collectives."""
+    events = []
+    for rank, process in phases.groupby("rank")["process"].last().items():
+        events.append({"pid": rank, "name": "process_name", "ph": "M", "args": {"name": process}})
+    for thread, part in enumerate((phases, sent)):
+        for event in part.itertuples():
+            span = {"pid": event.rank, "tid": thread, "name": event.name, "ph": "X"}
+            span |= {"ts": 1000 * event.start, "dur": 1000 * event.ms}  # in microseconds
+            events.append(span | {"args": {"bytes": event.bytes}})
+    path.write_text(json.dumps({"traceEvents": events}))
+
+
+def draw_step(phases, sent, path):
+    """Draws the phases of each rank and, below them, its all-reduces.
 
     An all-reduce waits until it has begun in all processes: that part of it is hatched.
     """
-    try:
-        events = pd.DataFrame(json.loads(trace.read_text())["traceEvents"])
-        hosts = events[events["ph"] == "M"].set_index("pid")["args"].str["name"]
-        bars = events[events["ph"] == "X"].sort_values("ts")
-        bars["ts"] = (bars["ts"] - bars["ts"].min()) / 1000  # in ms
-        bars["dur"] /= 1000
-        phases, sent = bars[bars["tid"] == 0], bars[bars["tid"] > 0]
-        names = phases["name"].str.split().str[0]  # "forward 3" is of micro-batch 3
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"cannot read the trace {trace}: {error!r}")
-    begun = sent.groupby(sent.groupby("pid").cumcount())["ts"].transform("max")
-    waits = (begun - sent["ts"]).clip(0, sent["dur"])
+    names = phases["name"].str.split().str[0]  # "forward 3" is of micro-batch 3
+    begun = sent.groupby(sent.groupby("rank").cumcount())["start"].transform("max")
+    waits = (begun - sent["start"]).clip(0, sent["ms"])
+    hosts = phases.groupby("rank")["process"].last()
     figure, axes = plt.subplots(figsize=(6.4, 1.6 + 0.8 * len(hosts)))
     colours = names.map(COLOURS).fillna("#CC79A7")
     edges = {"edgecolor": "white", "linewidth": 0.5}
     hatched = {"facecolor": "white", "edgecolor": "black", "hatch": "////"}
-    axes.barh(phases["pid"], phases["dur"], 0.5, phases["ts"], color=colours, **edges)
-    axes.barh(sent["pid"] + 0.4, waits, 0.2, sent["ts"], **hatched)
-    axes.barh(sent["pid"] + 0.4, sent["dur"] - waits, 0.2, sent["ts"] + waits, color="black")
+    axes.barh(phases["rank"], phases["ms"], 0.5, phases["start"], color=colours, **edges)
+    axes.barh(sent["rank"] + 0.4, waits, 0.2, sent["start"], **hatched)
+    axes.barh(sent["rank"] + 0.4, sent["ms"] - waits, 0.2, sent["start"] + waits, color="black")
     axes.invert_yaxis()
     axes.set_yticks(hosts.index, hosts)
     axes.set(xlabel="time (ms)")
-    waits = waits.groupby(sent["pid"]).sum()
+    waits = waits.groupby(sent["rank"]).sum()
     sentence = "Nobody waits"
     if waits.max() > 0:
-        most = phases[phases["pid"] == waits.idxmax()]
-        exposed = most.loc[names[most.index] == "comm", "dur"].sum()
+        most = phases[phases["rank"] == waits.idxmax()]
+        exposed = most.loc[names[most.index] == "comm", "ms"].sum()
         wait = f"waits {waits.max():.3g} ms in all-reduces"
         sentence = f"Rank {waits.idxmax()} {wait} for rank {waits.idxmin()}"
         sentence += f", {exposed:.3g} ms exposed"
-    spans = phases["dur"].groupby(names, sort=False).sum()
+    spans = phases["ms"].groupby(names, sort=False).sum()
     if "bubble" in spans:  # stages wait for each other, whoever is late
         share = spans["bubble"] / spans.sum()
         sentence = f"{share:.0%} of this step is bubble: stages wait for each other"
@@ -394,21 +431,16 @@ def write_all(groups, rows, lines, out):
 def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("paths", nargs="+", type=Path, help="logs (.jsonl), folders of them, traces (.json)")
+    add("paths", nargs="+", type=Path, help="logs, or folders of logs")
     add("--out", type=Path, metavar="FOLDER", help="write the report and pictures there")
+    add("--step", action="store_true", help="also draw the last step of each log")
     args = parser.parse_args()
     plt.rcParams.update(STYLE)
-    traces = [path for path in args.paths if path.suffix == ".json"]
-    logs = [path for path in args.paths if path.suffix != ".json"]
-    if traces and not args.out:
-        parser.error("a trace needs --out: it becomes a picture there")
+    if args.step and not args.out:
+        parser.error("--step needs --out")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-    for path in traces:
-        draw_trace(path, args.out / f"{path.stem}.png")
-    if not logs:
-        return
-    rows, notes = read_logs(logs)
+    rows, notes = read_logs(args.paths)
     runs = runs_of(rows, notes)
     groups = groups_of(runs)
     lines = []
@@ -422,6 +454,10 @@ def main():
     print("\n".join(lines))
     if args.out:
         write_all(groups, rows, lines, args.out)
+    for log in sorted(set(rows["log"])) if args.step else []:
+        phases, sent = events_of(rows, log)
+        write_trace(phases, sent, args.out / f"{Path(log).stem}_step.json")
+        draw_step(phases, sent, args.out / f"{Path(log).stem}_step.png")
 
 
 if __name__ == "__main__":

@@ -5,19 +5,20 @@ r"""Train a GPT whose parameters are split over processes: FSDP, also known as Z
         hybrid/gpt_fsdp.py --shard_size 4 --precision bf16 --snapshot gpt.pt  # on each of two nodes
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_fsdp.slurm --checkpoint_activations
 
-For a model that does not fit on one GPU. With bf16, parameters are sent and used in bf16, and so
-is what blocks add up (the residual stream): under multinode/gpt.py's autocast it is fp32. Norms and
-the loss are computed in fp32 in both. Snapshots have the format of multinode/gpt.py. Rank 0 needs
-4 bytes of RAM a parameter while it starts, and 12 while it saves: 84 GB for 7 billion parameters.
+The model need not fit on one GPU. Each process has samples of its own, as in DDP. With --precision
+bf16, parameters are sent and used in bf16, and gradients are sent in fp32. The residual stream is
+bf16, too; under multinode/gpt.py's autocast it is fp32. Snapshots have the format of
+multinode/gpt.py. Rank 0 needs 4 bytes of RAM a parameter while it starts, and 12 while it saves: 84
+GB for 7 billion parameters.
 
 For your own data and model, replace the first section, as in multinode/gpt.py. The model must have
-`blocks`, and its operations must run on the device "meta", where tensors take no memory.
+`blocks` and no BatchNorm, and its operations must run on the device "meta", where tensors take no
+memory.
 `diff multinode/gpt.py hybrid/gpt_fsdp.py` shows what sharding adds.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
-import contextlib
 import faulthandler
 import io
 import itertools
@@ -192,7 +193,7 @@ def learning_rate_factor(args, done):
 
 
 def batch_loss(model, batch, args):
-    """Returns the mean loss of a batch, and sums over its tokens. Rows show sums / count."""
+    """Returns the mean loss of a batch, and sums over its tokens. A row shows sums / count."""
     tokens, targets = batch
     loss = model(tokens, targets)  # in nats; exp(loss) is the perplexity
     return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
@@ -220,25 +221,27 @@ def finish(model, data, args, device):
 #
 #              rows of each parameter, its gradient and its optimizer state
 #              first half      second half
-#     copy 0   rank 0          rank 1         all-gather along a row: a whole block, for its pass
-#     copy 1   rank 2          rank 3         reduce-scatter along a row: sums of its gradients
+#     copy 0   rank 0          rank 1
+#     copy 1   rank 2          rank 3
 #
-# Then an all-reduce averages the gradients of a half over the copies, along a column, as DDP does.
-# With --grad_accum_steps, gradients are sent for the last micro-batch alone, and are whole until
-# then.
+# For its pass, a block is made whole by an all-gather among the ranks of a copy. After its backward
+# pass, a reduce-scatter leaves each of them its half of the gradients, and an all-reduce adds the
+# same half of the other copies: rank 0 with 2, rank 1 with 3. Together they average over all
+# processes, as DDP does. With --grad_accum_steps, each process adds up whole gradients, and sends
+# their sum after the last micro-batch.
 
 
 def shard_model(model, device, args):
-    """Leaves this process a shard of each block, and of what stands outside the blocks."""
-    timeout = timedelta(seconds=args.timeout)  # init_device_mesh() would not take it
+    """Leaves this process a shard of each block and, in the end, of all that is in no block."""
+    timeout = timedelta(seconds=args.timeout)  # init_device_mesh() makes such groups without it
     ranks = torch.arange(dist.get_world_size()).view(-1, args.shard_size)  # (copies, shards)
-    copies_of_shard, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    shards_of_copy, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
+    copy_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
+    shard_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
     mesh = DeviceMesh.from_group(
-        [copies_of_shard, shards_of_copy],
+        [copy_group, shard_group],
         device.type,
         mesh=ranks,
-        mesh_dim_names=("copy", "shard"),  # FSDP keeps copies along the first dimension
+        mesh_dim_names=("copy", "shard"),  # FSDP wants the copies in the first dimension
     )
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[args.precision],
@@ -250,7 +253,7 @@ def shard_model(model, device, args):
         if args.checkpoint_activations:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    if args.compile:  # what stands outside the blocks, too: the head and the loss
+    if args.compile:  # the head and the loss, too
         model.forward = torch.compile(model.forward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -265,17 +268,17 @@ def load_shards(run, snapshot, data, args):
             whole.load_state_dict(snapshot["model"])
         weights = whole.state_dict()
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    dcp.set_model_state_dict(run.model, weights, options=options)
+    dcp.set_model_state_dict(run.model, weights, options=options)  # the other ranks receive
     for name, buffer in run.model.named_buffers():  # also those that no state dict holds
         if run.rank == 0:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, src=0)
-    if snapshot:  # each process takes its shards of the file, which is mapped, not read
+    if snapshot:  # each process cuts its shards from the file, which is mapped, and sends nothing
         parameters = [param for group in run.optimizer.param_groups for param in group["params"]]
         for number, moments in snapshot["optimizer"]["state"].items():
             mesh, placements = parameters[number].device_mesh, parameters[number].placements
             for name, tensor in moments.items():
-                if tensor.dim() > 0:  # the number of steps is whole in all processes
+                if tensor.dim() > 0:  # the number of steps is not split
                     moments[name] = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
         run.optimizer.load_state_dict(snapshot["optimizer"])
 
@@ -285,7 +288,7 @@ def gather_shards(run):
 
     def gather(part):
         if isinstance(part, DTensor):
-            part = part.full_tensor()  # one parameter at a time
+            part = part.full_tensor()  # one parameter at a time, in all processes together
         if not isinstance(part, torch.Tensor):
             return part
         return part.detach().cpu() if run.rank == 0 else None
@@ -299,10 +302,10 @@ def gather_shards(run):
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
-MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
+STATES = ("model", "optimizer", "scaler")  # the parts of a run that a snapshot saves
+MAY_CHANGE = (  # the flags of all scripts that a resumed run may change. Others shape weights.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
-    "data_dir snapshot log trace sample reconstructions shard_size checkpoint_activations"
+    "data_dir snapshot log sample reconstructions shard_size checkpoint_activations"
 ).split()
 ONE_DAY = timedelta(days=1)
 
@@ -310,7 +313,7 @@ ONE_DAY = timedelta(days=1)
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
     num_gpus = torch.accelerator.device_count()
-    # AMD's TF32 is as inexact as bf16, so that it is not the default there.
+    # AMD's TF32 is as inexact as bf16, so it is not the default there.
     has_tf32 = num_gpus > 0 and torch.version.cuda is not None
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
@@ -318,18 +321,18 @@ def parse_run_args(parser, **defaults):
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
+    add(
+        "--learning_rate", type=float, default=1e-3, help="learning rate, or the peak of a schedule"
+    )
     add("--max_grad_norm", type=float, default=0.0, help="clip longer gradients; 0: do not clip")
     add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    add("--shard_size", type=int, default=world_size, help="processes that share a copy")
-    add("--checkpoint_activations", action="store_true", help="compute blocks twice, save memory")
+    add("--shard_size", type=int, default=0, help="processes that share a copy; 0: all of them")
+    add("--checkpoint_activations", action="store_true", help="recompute blocks, to save memory")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
-    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -354,6 +357,21 @@ def join_launcher():
         print(f"{os.environ['WORLD_SIZE']} processes do not use all {num_gpus} GPUs of a node")
 
 
+def start(local_rank, args, init_method):
+    """Runs main(). If it ends with a message in all processes, one of them prints it."""
+    try:
+        main(local_rank, args, init_method)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            for signum in SIGNALS:  # the launcher ends the processes that wait here
+                signal.signal(signum, signal.SIG_DFL)
+            rank = int(os.environ["RANK"])
+            time.sleep(1 + 10 * min(rank, 6))  # 1 s, in which the others finish connecting
+            where = f"rank {rank} on {os.uname().nodename}: " if rank > 0 else ""
+            sys.exit(where + end.code)
+        raise
+
+
 def main(local_rank, args, init_method):
     """Trains in one process. Every process runs it; rank 0 also prints and saves."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
@@ -361,7 +379,9 @@ def main(local_rank, args, init_method):
     run.local_rank = local_rank  # on this node
     run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
     run.world_size = int(os.environ["WORLD_SIZE"])
-    run.id = f"{time.time_ns():x}"  # names the run in the log. A resumed run keeps it.
+    run.id = (
+        f"{time.time_ns():x}"  # names the run in the log: that of rank 0. A resumed run keeps it.
+    )
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
@@ -369,30 +389,31 @@ def main(local_rank, args, init_method):
     check_args(run, args)
     snapshot = read_snapshot(args)
     train_data, val_data = connect(run, args, init_method)  # sets run.device and run.store
-    run.steps_per_epoch = len(train_data) // args.batch_size  # the rest does not fill a batch
+    run.steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
     if run.steps_per_epoch < 1 or len(val_data) < run.world_size:
-        fail(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
+        sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
 
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
-    with torch.device("meta"):  # it takes no memory, until the process has its shards
+    with torch.device("meta"):  # only shapes, until load_shards() fills the shards
         run.model = create_model(args, train_data)
     shard_model(run.model, run.device, args)
     run.model.to_empty(device=run.device)
     if not run.model.training:
-        run.model.train()  # if only a part is in eval(), create_model wants it so
+        run.model.train()  # parts that create_model has put into eval() stay in it
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
+        group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
     run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
     try:
         load_shards(run, snapshot, train_data, args)
         vars(run).update(snapshot["progress"] if snapshot else {})
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        fail(f"cannot resume from {args.snapshot}: {error}")
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        if not snapshot:
+            raise
+        sys.exit(f"cannot resume from {args.snapshot}: {error}")
     run.watch = ShardWatch(run)
     if run.rank == 0:
         print(f"processes {run.world_size}, device {run.device},", end=" ")
@@ -401,16 +422,18 @@ def main(local_rank, args, init_method):
     batches = iter(create_loader(train_data, training_requests(train_data, run, args), run, args))
     hides_bar = run.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(total=run.num_steps, initial=run.step, disable=hides_bar, leave=False)
-    for signum in SIGNALS:  # until here, a signal just ends the process
+    for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
     expect_progress(args)
     first_step = look_step = run.step
+    first_row = run.row_step
     look_time = time.perf_counter()
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    # About once a second, after the same step, all look: is the loss finite, must they stop? A look
-    # comes before the step: a run that was stopped before its row begins with this row.
+    # About once a second, after the same step, all processes look(): is the loss finite, must they
+    # stop? A validation writes a row. Both come before train_step(): a run that was stopped before
+    # a validation begins with it.
     while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
@@ -423,7 +446,7 @@ def main(local_rank, args, init_method):
                 save_snapshot(run, args)
             if is_due and not is_stopped:
                 val_totals = evaluate(run, val_data, args)
-                is_stopped = val_totals.pop("/stops") > 0  # then a resumed run validates again
+                is_stopped = val_totals.pop("/stops") > 0  # a resumed run then does it again
                 if not is_stopped:
                     log_row(run, val_totals, args)
                     run.row_step = run.step
@@ -437,11 +460,11 @@ def main(local_rank, args, init_method):
         bar.update()
     bar.close()
     if is_stopped and run.step > first_step:
-        log_row(run, {}, args)  # the times since the last row
-    elif run.step > first_step:
-        save_snapshot(run, args)  # now with the last row_step: the same command does nothing more
+        log_row(run, {}, args)  # what was measured since the last row
+    elif run.row_step > first_row:
+        save_snapshot(run, args)  # with the new row_step: the same command then does nothing more
     faulthandler.cancel_dump_traceback_later()
-    for signum in SIGNALS:  # all is saved: another signal must not change the status of a stop
+    for signum in SIGNALS:  # all is saved: another signal must not change the exit status
         signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
     print_summary(run.watch)
     if not is_stopped and "finish" in globals():
@@ -456,37 +479,29 @@ def main(local_rank, args, init_method):
     if is_stopped:
         saved = args.snapshot or "nothing, as there is no --snapshot"
         print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
-        has_saved = args.snapshot and run.step > first_step  # else, to run again would not help
+        has_saved = args.snapshot and run.step > first_step  # else running it again would not help
         if "SLURM_STEP_NUM_TASKS" in os.environ:
-            time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
+            time.sleep(10)  # Slurm ends all when one fails: let the others end first
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
-
-
-def fail(message):
-    """Ends the run with a message. If all fail, one says so, and its launcher ends the others."""
-    rank = int(os.environ["RANK"])
-    for signum in SIGNALS:  # the launcher ends those that wait
-        signal.signal(signum, signal.SIG_DFL)
-    time.sleep(1 + 10 * min(rank, 6))  # 1: no other is left in the midst of connecting
-    sys.exit(message if rank == 0 else f"rank {rank} on {os.uname().nodename}: {message}")
 
 
 def check_args(run, args):
     """Ends the run if the batch cannot be divided, or if a file could not be written."""
+    args.shard_size = args.shard_size or run.world_size
     if args.shard_size < 1 or run.world_size % args.shard_size:
-        fail(f"--shard_size must divide the number of processes, {run.world_size}")
+        sys.exit(f"--shard_size must divide the number of processes, {run.world_size}")
     divisor = run.world_size * args.grad_accum_steps
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
-        fail(f"--batch_size must be a multiple of {run.world_size} x --grad_accum_steps")
-    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
+        sys.exit(f"--batch_size must be a multiple of {run.world_size} x --grad_accum_steps")
+    for path in filter(None, (args.snapshot, args.log)):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            fail(f"cannot write {path}: a folder, or in one that is missing or read-only")
+            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
 
 
 def connect(run, args, init_method):
     """Connects this process with the others, and returns the data.
 
-    Rank 0 prepares the data first, then one process of each other node. They may take long.
+    Rank 0 prepares the data first, then one process of each other node. Reading may take long.
     """
     run.device = torch.device("cpu")
     backend = "gloo"
@@ -494,8 +509,8 @@ def connect(run, args, init_method):
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
         num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
-        if num_processes > num_devices > 1:  # Slurm may show each process one, its own
-            fail(f"{num_devices} GPUs are too few for the processes of this node")
+        if num_processes > num_devices > 1:  # 1: Slurm may show each process its own alone
+            sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)
         backend = dist.get_default_backend_for_device(run.device)
@@ -505,13 +520,18 @@ def connect(run, args, init_method):
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
         wait_for(run, f"data of {first}")
-    set_seeds(run.device, args.seed)  # all processes draw the same random split
+    set_seeds(run.device, args.seed)  # a random split is the same in all processes
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
     group["timeout"] = timedelta(seconds=args.timeout)
-    run.store.set_timeout(group["timeout"])  # from now on, a lost process is not waited for
-    dist.init_process_group(backend, **group, **bound)
+    run.store.set_timeout(group["timeout"])  # from now on, its calls time out
+    expect_progress(args)
+    try:
+        dist.init_process_group(backend, **group, **bound)
+    except RuntimeError as error:
+        sys.exit(f"cannot connect; does GLOO_SOCKET_IFNAME name the network's interface? {error}")
+    faulthandler.cancel_dump_traceback_later()  # creating the model may take long
     return data
 
 
@@ -530,14 +550,14 @@ def note_stop(signum, frame):
 
 
 def expect_progress(args):
-    """Ends this process in --timeout seconds, with its stack, if it is not called again by then."""
+    """Ends this process with its stack, unless this is called again within --timeout seconds."""
     faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
 
 
 def look(run, look_step, look_time, args):
     """Adds up the sums of all processes. Ends the run if the loss is not finite.
 
-    Returns whether any process was asked to stop, and the steps a second. Waits for the GPU.
+    Returns whether any process was asked to stop, and the steps per second. Waits for the GPU.
     """
     expect_progress(args)
     sums = {name: float(value) for name, value in run.sums.items()}  # waits for the GPU
@@ -551,9 +571,9 @@ def look(run, look_step, look_time, args):
     run.watch.mark("comm")
     run.watch.flush()
     if news["/step"] != run.step * run.world_size:
-        fail(f"the nodes have different files {args.snapshot}: use a shared file system")
+        sys.exit(f"the nodes have different files {args.snapshot}: use a shared file system")
     if not math.isfinite(run.totals["loss"]):
-        fail(f"the loss is not finite at step {run.step}")
+        sys.exit(f"the loss is not finite at step {run.step}")
     return news["/stops"] > 0, news["/speed"] / run.world_size
 
 
@@ -565,7 +585,7 @@ def train_step(run, batches, args):
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
         batch = to_device(next(batches), run.device)
-        set_seeds(run.device, args.seed, run.rank, run.step, micro_step)  # a resume draws the same
+        set_seeds(run.device, args.seed, run.rank, run.step, micro_step)  # the same after a resume
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
         run.model.set_requires_gradient_sync(is_last)  # False: no reduce-scatter, as in no_sync()
@@ -574,7 +594,8 @@ def train_step(run, batches, args):
         run.scaler.scale(loss / args.grad_accum_steps).backward()
         run.watch.mark("backward")
     if args.max_grad_norm > 0:
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in run.model.parameters()])
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor()  # an all-reduce: the norm of the gradients of all shards
         run.watch.mark("comm")
         nn.utils.clip_grads_with_norm_(run.model.parameters(), args.max_grad_norm, norm)
@@ -586,7 +607,7 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
+    seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
@@ -618,10 +639,10 @@ def all_reduce_sums(sums):
     return {name: totals[name] for name in sums}
 
 
-def all_stops():
-    """Returns how often all processes have been asked to stop: all go on alike."""
+def all_stops(group=None):
+    """Returns the stop requests of a group, so that all of it stops after the same batch."""
     stops = torch.tensor(len(STOP_REQUESTS))
-    dist.all_reduce(stops)
+    dist.all_reduce(stops, group=group)
     return stops.item()
 
 
@@ -630,21 +651,21 @@ def evaluate(run, data, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     share = np.arange(run.rank, len(data), run.world_size)
     size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
-    # All processes need the same number of batches: each waits in FSDP's collectives for all.
+    # All processes need the same number of batches, none empty: all take part in each all-gather.
     num_batches = min(math.ceil(len(data) / run.world_size / size), len(data) // run.world_size)
     batches_of_indices = [part.tolist() for part in np.array_split(share, num_batches)]
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    set_seeds(run.device, args.seed, run.rank)  # each validation draws the same
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
     sums = {}
-    for batch in create_loader(data, requests, run, args):
+    for number, batch in enumerate(create_loader(data, requests, run, args)):
         expect_progress(args)
+        set_seeds(run.device, args.seed, run.rank, number)  # the same in each validation
         compute_loss(run, run.model, to_device(batch, run.device), sums, args)
         if all_stops() > 0:
             break
     sums["/stops"] = len(STOP_REQUESTS)
-    run.model.reshard()  # without a backward pass, what stands outside the blocks stays whole
+    run.model.reshard()  # else what is in no block stays whole, until a backward pass
     for part in trained:
         part.training = True
     return all_reduce_sums(sums)
@@ -673,7 +694,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # of augmentation
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # for augmentation
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -687,21 +708,23 @@ def create_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share its memory
+        multiprocessing_context="fork"
+        if args.num_workers > 0
+        else None,  # workers share the memory of the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
 
 
 def init_worker(worker):
-    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
+    """Lets a worker outlive a signal to the whole job. It ends with its parent."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:  # the loader ends it
+            if received and received.si_pid == parent:  # from the loader, to end it
                 break
         os._exit(0)
 
@@ -714,7 +737,7 @@ def to_device(batch, device):
 
 
 def settings_of(args):
-    """Returns the flags that shape the weights, as numbers and words."""
+    """Returns the flags that shape the weights, as numbers and strings."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
     return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
 
@@ -724,7 +747,7 @@ def load(path):
 
 
 def read_snapshot(args):
-    """Returns the snapshot, or None if there is none yet. One of other settings ends the run."""
+    """Returns the snapshot, or None if there is none yet. One with other settings ends the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return None
     try:
@@ -737,7 +760,7 @@ def read_snapshot(args):
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        fail(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error}")
 
 
 def save_snapshot(run, args):
@@ -745,10 +768,10 @@ def save_snapshot(run, args):
     if not args.snapshot:
         return
     faulthandler.cancel_dump_traceback_later()
-    parts = [parameter.to_local() for parameter in run.model.parameters()]
+    parts = [p.to_local() for p in run.model.parameters() if p.requires_grad]
     num_bad = sum(int(not part.isfinite().all()) for part in parts)
     if all_reduce_sums({"bad": num_bad})["bad"] > 0:
-        fail(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
+        sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     key = f"snapshot {run.step} {run.row_step}"
     snapshot = gather_shards(run)
     if run.rank == 0:
@@ -798,7 +821,7 @@ def log_row(run, val_totals, args):
     }
     means = {}
     for split, totals in (("train", run.totals), ("val", val_totals)):
-        count = totals.pop("count", 0)  # 0 if no sample had a label
+        count = totals.pop("count", 0)  # 0: not validated, or no sample had a label
         means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
     row |= means
     row |= run.watch.take_times(args.batch_size)
@@ -806,7 +829,6 @@ def log_row(run, val_totals, args):
     dist.gather_object(row, rows)
     if run.rank > 0:
         return
-    run.watch.write_trace(rows, args.trace)
     run.watch.add_rows(rows)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
@@ -818,7 +840,7 @@ def log_row(run, val_totals, args):
                 file.write(json.dumps(process_row, default=str) + "\n")
 
 
-# == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
+# == Where the time goes. To remove it, delete up to the main guard, and each line with watch. =====
 
 STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
@@ -827,9 +849,9 @@ WARMUP_STEPS = 3  # these first steps allocate memory, search for kernels, compi
 
 
 class Stopwatch:
-    """Times the phases of training, and the all-reduces that the backward pass hides.
+    """Times the phases of training, and the all-reduces, also those during the backward pass.
 
-    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    A moment is a time in seconds or, on a GPU, an event. Only flush() waits for the GPU.
     """
 
     def __init__(self, device):
@@ -838,13 +860,10 @@ class Stopwatch:
         self.num_steps = 0  # since the start
         self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
-        self.rows = []  # the last row of each process; rank 0 alone has it,
-        self.totals = []  # and the sums of the times of all their rows
+        self.rows = []  # the last row of each process, in rank 0 alone
+        self.totals = []  # the summed times of each process, in rank 0 alone
         self.spans = []  # (name, start, end, bytes) of all-reduces since the last flush
-        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces, for --trace
-        self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
-        if self.has_events:
-            self.streams = [torch.Stream(device, priority=-1) for _ in range(2)]
+        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces
 
     def now(self):
         if not self.has_events:
@@ -856,41 +875,16 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000 if self.has_events else end - start
 
     def mark(self, phase):
-        """Gives the time since the last mark to this phase or, in the first steps, to warmup."""
+        """Counts the time since the last mark as this phase or, in the first steps, as warmup."""
         is_warmup = phase in STEP_PHASES and self.num_steps < WARMUP_STEPS
         self.num_steps += phase == "optimizer"
         self.marks.append(("warmup" if is_warmup else phase, self.now()))
-
-    def timed(self, comm_hook):
-        """Returns a hook that DDP calls for each bucket of gradients: comm_hook, and its times."""
-
-        def timed_hook(process_group, bucket):
-            if bucket.is_last():
-                self.mark("backward")
-            start = self.now()
-            size = 0 if bucket.buffer().is_sparse else bucket.buffer().nbytes
-
-            def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
-                if self.num_steps >= WARMUP_STEPS:
-                    self.spans.append(("all-reduce", start, self.now(), size))
-                return future.value()
-
-            # comm_hook may make the current stream wait for its all-reduce. In a side stream it
-            # does not stop the backward pass. Two streams take turns: a bucket does not wait for
-            # the all-reduce of the bucket before it.
-            stream = self.streams[bucket.index() % 2]
-            if self.has_events:
-                stream.wait_stream(torch.accelerator.current_stream())  # which makes the gradients
-            with stream:
-                return comm_hook(process_group, bucket).then(note_end)
-
-        return timed_hook
 
     def flush(self):
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
-        _, now = self.marks[-1]  # all have just left an all-reduce: time 0 of a common clock
+        _, now = self.marks[-1]  # all left an all-reduce together: their common time 0
         marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
         phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
         all_reduces = []  # as phases: (name, start, end, bytes), in seconds after now: negative
@@ -906,14 +900,14 @@ class Stopwatch:
         step_ends = [end for phase, _, end, _ in phases if phase == "optimizer"]
         self.times["steps"] += len(step_ends)
         if step_ends:
-            first, last = [-math.inf, *step_ends][-2:]
+            first, last = [-math.inf, *step_ends][-2:]  # the ends of the last two steps
             self.last_step = [event for event in phases + all_reduces if first <= event[1] < last]
         del self.marks[:-1]
         self.spans.clear()
 
     def take_times(self, batch_size):
         """Returns the columns of time and memory. The times start again from 0."""
-        self.mark("eval")
+        self.mark("eval")  # a validation has just ended
         self.flush()
         row = with_speed(self.times, batch_size)
         self.times = dict.fromkeys(TIMES, 0.0)
@@ -921,43 +915,23 @@ class Stopwatch:
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         row["last_step"] = self.last_step
-        sent = sorted(
-            (start, size) for name, start, _, size in self.last_step if name == "all-reduce"
-        )
-        row["buckets"] = [(size, sent[-1][0] - start) for start, size in sent]
         return row
 
     def add_rows(self, rows):
-        """Keeps what the summary is about: a row of each process, and the sums of their times."""
+        """Keeps what the summary needs: a row of each process, and the sums of their times."""
         self.rows = rows
         self.totals = self.totals or [Counter() for _ in rows]
         for row, total in zip(rows, self.totals):
             total.update({name: row[name] for name in TIMES})
 
-    def write_trace(self, rows, path):
-        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
-        steps = [row.pop("last_step") for row in rows]
-        first = min((start for step in steps for _, start, *_ in step), default=0.0)
-        events = []
-        for row, step in zip(rows, steps):
-            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
-            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
-            for name, start, end, size in step:
-                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
-                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
-                events.append(event | {"dur": 1e6 * (end - start)})
-        if path:
-            Path(path).write_text(json.dumps({"traceEvents": events}))
-
 
 class ShardWatch(Stopwatch):
     """Also times the collectives of FSDP, and counts the bytes of the shards.
 
-    On a CPU a pass waits for each collective: this time is taken out of the pass, and is comm. All
-    of it is exposed. On a GPU the pass goes on meanwhile, and only comm_total has this time. How
-    long a pass waits in its stream for a collective is not seen: it counts as forward or backward,
-    so comm has the all-reduce of the norm alone, and what is hidden is not known. Nor is copying
-    between parameters and the buffers that are sent.
+    On a CPU a pass waits for each collective. This time counts as comm, not as the pass: all of it
+    is exposed. On a GPU a pass goes on meanwhile, and the time of collectives counts as comm_total
+    alone. Where a pass waits for them in its stream, that counts as forward or backward. So the
+    share that is hidden is not known. Copies into the buffers that are sent are not timed.
     """
 
     def __init__(self, run):
@@ -971,11 +945,12 @@ class ShardWatch(Stopwatch):
             module.set_all_reduce_hook(timed_reduce_scatter.note_end)
 
     def mark(self, phase):
-        """Also takes the collectives of a forward or backward pass."""
+        """Also counts the collectives of the pass that ends here."""
         if phase in ("forward", "backward") and self.num_steps >= WARMUP_STEPS:
             self.spans += self.recent
-            for _, start, end, _ in self.recent if not self.has_events else ():
-                self.marks += [(phase, start), ("comm", end)]  # the pass goes on until `start`
+            if not self.has_events:
+                for _, start, end, _ in self.recent:
+                    self.marks += [(phase, start), ("comm", end)]  # the pass goes on until `start`
         self.recent.clear()
         super().mark(phase)
 
@@ -1022,7 +997,7 @@ class ReduceScatter:
         self.watch = watch
 
     def allocate(self, size, *, dtype, device):
-        self.start = self.watch.now()  # that of the second call counts: now FSDP sends
+        self.start = self.watch.now()  # the second call, before FSDP sends, overwrites the first
         self.size = math.prod(size) * dtype.itemsize
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -1043,9 +1018,9 @@ def with_speed(times, batch_size):
 def print_summary(watch):
     """Prints where the time since the start has gone, and a row for results.md.
 
-    R says how many times as long a process computes as it sends. If nothing is hidden, N processes
+    R is the time of computing divided by that of sending. If nothing is hidden, N processes
     are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
-    turn, some of the waiting for them counts as sending.
+    turn, some of the waiting counts as sending.
     """
     if not watch.rows:
         return
@@ -1062,7 +1037,7 @@ def print_summary(watch):
         late = totals.index(sending)
         hidden = f"{max(0.0, 1 - mean['comm'] / mean['comm_total']):.0%} of it hidden"
         if last["device"] != "CPU":  # passes include the communication that they wait for
-            hidden = "an unknown part of it hidden, R an upper bound"
+            hidden = "how much is hidden is unknown, R is at most this"
         ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
         verdict = "below 3: more processes hardly pay off"
@@ -1086,4 +1061,4 @@ def print_summary(watch):
 if __name__ == "__main__":
     args = parse_args()
     join_launcher()
-    main(int(os.environ["LOCAL_RANK"]), args, "env://")
+    start(int(os.environ["LOCAL_RANK"]), args, "env://")

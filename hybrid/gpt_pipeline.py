@@ -1,18 +1,19 @@
-r"""Train a GPT whose blocks are split over a pipeline of processes, in one or many pipelines.
+r"""Train a GPT whose blocks are split over the processes of a pipeline, in one pipeline or many.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/gpt_pipeline.py             # one pipeline
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
         hybrid/gpt_pipeline.py --num_stages 4 --num_microbatches 16    # on each of two nodes
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_pipeline.slurm --num_microbatches 16
 
-For a model that does not fit on one GPU. A process first builds or loads the whole model in RAM,
-4 bytes a parameter, and moves its own layers to its GPU. Rank 0 keeps the others in RAM, to save
-them, and to draw --sample there. Snapshots have the format of multinode/gpt.py.
+The model need not fit on one GPU. A process first builds or loads the whole model in RAM, 4 bytes a
+parameter, and moves its own layers to its GPU. Rank 0 keeps the others in RAM, with their moments
+once it has saved (12 bytes a parameter), and draws --sample there. Snapshots have the format of
+multinode/gpt.py.
 
 For your own data and model, replace the first section, as in multinode/gpt.py, and in the second
-one, what cuts the model: Stage, head_loss and SUMS.
+section Stage, head_loss, SUMS and the shapes in create_schedule. A stage must have no buffers.
 `diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages add.
-Shapes: B sequences of a micro-batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
+Shapes: B sequences of a batch or micro-batch, T tokens of one, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
@@ -186,7 +187,7 @@ def learning_rate_factor(args, done):
 
 
 def batch_loss(model, batch, args):
-    """Returns the mean loss of a batch, and sums over its tokens. Rows show sums / count."""
+    """Returns the mean loss of a batch, and sums over its tokens. A row shows sums / count."""
     tokens, targets = batch
     loss = model(tokens, targets)  # in nats; exp(loss) is the perplexity
     return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
@@ -214,21 +215,28 @@ def finish(model, data, args, device):
 #
 #                   stage 0             stage 1             stage 2
 #                   embedding, blocks   blocks              blocks, norm, embedding as head
-#     pipeline 0    rank 0          ->  rank 1          ->  rank 2       forward: activations
-#                   rank 0          <-  rank 1          <-  rank 2       backward: their gradients
-#     pipeline 1    rank 3              rank 4              rank 5
+#     pipeline 0    rank 0         <->  rank 1         <->  rank 2
+#     pipeline 1    rank 3         <->  rank 4         <->  rank 5
 #
-# A pipeline has its share of a batch, and passes it through its stages in m micro-batches. All-
-# reduces add up gradients over the ranks of a column (replica_group) and, as the first and the last
-# stage hold a copy each, those of the embedding over the two ends of a row (embedding_group).
+# A pipeline passes its share of a batch through its stages in m micro-batches: activations to the
+# right, their gradients to the left. An all-reduce adds the gradients of a stage over the pipelines
+# (replica_group). The embedding is in the first and in the last stage: its gradients are also added
+# over both ends of a pipeline (embedding_group).
 #
-# A stage waits while the first micro-batch is on its way to it, and while the last ones are in
-# other stages: the bubble. With S stages, and f and b seconds of a micro-batch's forward and
-# backward pass, it is (S - 1)(f + b) of (m + S - 1)(f + b) (Huang et al. 2019, "GPipe").
+#     gpipe, m = 4:   stage 0   f0 f1 f2 f3 .. .. .. .. b0 b1 b2 b3       f0: forward pass of
+#                     stage 1   .. f0 f1 f2 f3 .. .. b0 b1 b2 b3 ..           micro-batch 0
+#                     stage 2   .. .. f0 f1 f2 f3 b0 b1 b2 b3 .. ..       b0: its backward pass
+#     1f1b, m = 4:    stage 0   f0 f1 f2 .. .. b0 f3 b1 .. b2 .. b3       ..: bubble
+#                     stage 1   .. f0 f1 .. b0 f2 b1 f3 b2 .. b3 ..
+#                     stage 2   .. .. f0 b0 f1 b1 f2 b2 f3 b3 .. ..
+#
+# Both have the same bubble. With S stages, and f and b seconds of a pass through a stage, it is
+# (S - 1)(f + b) of (m + S - 1)(f + b) (Huang et al. 2019, "GPipe"). With gpipe, a stage holds the
+# activations of m micro-batches, with 1f1b of at most S.
 
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SUMS = ("loss", "count")  # the sums of batch_loss, which the last stage alone knows
+SUMS = ("loss", "count")  # the names of batch_loss's sums. All stages but the last count 0
 IGNORED = -100  # the targets of rows that only fill up a batch
 
 
@@ -249,7 +257,7 @@ class Stage(nn.Module):
             self.positions = model.positions
             self.dropout = model.dropout
         size = args.num_layers // args.num_stages
-        self.blocks = model.blocks[number * size : (number + 1) * size]  # with their names
+        self.blocks = model.blocks[number * size : (number + 1) * size]
         if self.is_last:
             self.norm = model.norm
 
@@ -258,7 +266,7 @@ class Stage(nn.Module):
             if self.is_first:
                 x = self.dropout(self.embedding(x) + self.positions.weight)
             elif torch.is_grad_enabled():
-                x.requires_grad_()  # torch 2.11 forgets it if a resumed run begins by validating
+                x.requires_grad_()  # torch 2.11 fails to, if a resumed run begins by validating
             x = self.blocks(x)
             if self.is_last:
                 x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
@@ -270,16 +278,16 @@ def head_loss(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def micro_batch_loss(logits, targets, head_loss, run, args):
-    """Returns a micro-batch's part of the mean loss of a batch. The gradients just add up."""
-    if not torch.is_grad_enabled():  # a validation: without the rows that fill up a batch
+def micro_batch_loss(logits, targets, loss_of_head, run, args):
+    """Returns a micro-batch's part of the mean loss of a batch, so that gradients just add up."""
+    if not torch.is_grad_enabled():  # a validation: drop the rows that fill up a batch
         is_real = targets[:, 0] != IGNORED
         logits = logits[is_real]
         targets = targets[is_real]
         if len(targets) == 0:
-            return logits.sum()  # 0; it is not used
-    # Here batch_loss gets the head's loss as its model, and (logits, targets) as its batch.
-    loss = compute_loss(run, head_loss, (logits, targets), run.pass_sums, args)
+            return logits.sum()  # 0, and unused
+    # batch_loss calls its model with its batch: here head_loss, with logits and targets.
+    loss = compute_loss(run, loss_of_head, (logits, targets), run.pass_sums, args)
     if set(run.pass_sums) != set(SUMS):
         sys.exit(f"SUMS must name what batch_loss sums up: {', '.join(run.pass_sums)}")
     return loss / args.num_microbatches / run.num_pipelines
@@ -302,7 +310,7 @@ def create_groups(run, args):
 def create_schedule(run, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
     size = args.batch_size // run.num_pipelines // args.num_microbatches  # B
-    # What a stage receives and sends. All but ids and logits have gradients, which come back.
+    # What a stage receives and sends. Gradients come back for all but ids and logits.
     with torch.device("meta"):  # only types and shapes
         inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
         outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
@@ -322,24 +330,24 @@ def create_schedule(run, args):
     if args.compile:
         run.stage.compile()
     compiled_loss = torch.compile(head_loss) if args.compile else head_loss
-    loss = partial(micro_batch_loss, head_loss=compiled_loss, run=run, args=args)
+    loss_function = partial(micro_batch_loss, loss_of_head=compiled_loss, run=run, args=args)
     run.watch.time_passes(pipeline_stage)
-    loss = run.watch.timed_pass(loss, "forward")
+    loss_function = run.watch.timed_pass(loss_function, "forward")
     schedule = SCHEDULES[args.schedule]
-    return schedule(pipeline_stage, args.num_microbatches, loss, scale_grads=False)
+    return schedule(pipeline_stage, args.num_microbatches, loss_function, scale_grads=False)
 
 
-def pass_batch(run, schedule, tokens, targets):
-    """Passes a batch through the stages, by the step or the eval of the schedule.
+def pass_batch(run, schedule_pass, tokens, targets):
+    """Passes a batch through the stages, by schedule.step or, to validate, schedule.eval.
 
     In the last stage, micro_batch_loss() adds the sums of the batch to run.pass_sums.
     """
     if run.stage.is_first:
-        schedule(tokens.contiguous(), return_outputs=False)  # torch 2.11 needs contiguous ids
+        schedule_pass(tokens.contiguous(), return_outputs=False)  # torch 2.11 needs contiguous ids
     elif run.stage.is_last:
-        schedule(target=targets, return_outputs=False)
+        schedule_pass(target=targets, return_outputs=False)
     else:
-        schedule(return_outputs=False)
+        schedule_pass(return_outputs=False)
 
 
 def join_gradients(stage, device):
@@ -364,7 +372,7 @@ def squared_norm(stage):
 
 
 def forget_other_stages(run):
-    """Frees what the model and the optimizer hold of other stages. Rank 0 keeps it."""
+    """Frees what the model and the optimizer hold of other stages. Rank 0 needs it, to save it."""
     own = set(run.stage.parameters())
     for group in run.optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in own]
@@ -375,19 +383,19 @@ def forget_other_stages(run):
 
 def gather_stages(run, args):
     """Brings the stages of the first pipeline together in the model and optimizer of rank 0."""
-    for number in range(1, args.num_stages):
-        if run.rank not in (0, number):
-            continue
-        stage = run.stage if run.rank > 0 else Stage(run.model, number, args)
-        for name, parameter in stage.named_parameters():
-            if name == "embedding.weight":  # rank 0 has it, too
-                continue
-            if run.rank > 0:
+    if 0 < run.rank < args.num_stages:
+        for name, parameter in run.stage.named_parameters():
+            if name != "embedding.weight":  # rank 0 has it, too
                 for tensor in (parameter.detach(), *run.optimizer.state[parameter].values()):
                     dist.send(tensor.cpu(), dst=0)
+    if run.rank > 0:
+        return
+    moments = run.optimizer.state[run.stage.embedding.weight]  # others have the same keys and types
+    for number in range(1, args.num_stages):
+        for name, parameter in Stage(run.model, number, args).named_parameters():
+            if name == "embedding.weight":
                 continue
             dist.recv(parameter.data, src=number)
-            moments = run.optimizer.state[run.stage.embedding.weight]  # none before the first step
             for key, tensor in moments.items():
                 shape = parameter.shape if tensor.dim() > 0 else ()
                 moment = torch.empty(shape, dtype=tensor.dtype)
@@ -401,10 +409,10 @@ def gather_stages(run, args):
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
-MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
+STATES = ("model", "optimizer", "scaler")  # the parts of a run that a snapshot saves
+MAY_CHANGE = (  # the flags of all scripts that a resumed run may change. Others shape weights.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
-    "data_dir snapshot log trace sample reconstructions num_stages num_microbatches schedule"
+    "data_dir snapshot log sample reconstructions num_stages num_microbatches schedule"
 ).split()
 ONE_DAY = timedelta(days=1)
 
@@ -412,14 +420,16 @@ ONE_DAY = timedelta(days=1)
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
     num_gpus = torch.accelerator.device_count()
-    # AMD's TF32 is as inexact as bf16, so that it is not the default there.
+    # AMD's TF32 is as inexact as bf16, so it is not the default there.
     has_tf32 = num_gpus > 0 and torch.version.cuda is not None
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="optimizer steps in all; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
+    add(
+        "--learning_rate", type=float, default=1e-3, help="learning rate, or the peak of a schedule"
+    )
     add("--max_grad_norm", type=float, default=0.0, help="clip longer gradients; 0: do not clip")
     add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
@@ -430,7 +440,6 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
-    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -455,6 +464,21 @@ def join_launcher():
         print(f"{os.environ['WORLD_SIZE']} processes do not use all {num_gpus} GPUs of a node")
 
 
+def start(local_rank, args, init_method):
+    """Runs main(). If it ends with a message in all processes, one of them prints it."""
+    try:
+        main(local_rank, args, init_method)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            for signum in SIGNALS:  # the launcher ends the processes that wait here
+                signal.signal(signum, signal.SIG_DFL)
+            rank = int(os.environ["RANK"])
+            time.sleep(1 + 10 * min(rank, 6))  # 1 s, in which the others finish connecting
+            where = f"rank {rank} on {os.uname().nodename}: " if rank > 0 else ""
+            sys.exit(where + end.code)
+        raise
+
+
 def main(local_rank, args, init_method):
     """Trains in one process. Every process runs it; rank 0 also prints and saves."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
@@ -462,7 +486,9 @@ def main(local_rank, args, init_method):
     run.local_rank = local_rank  # on this node
     run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
     run.world_size = int(os.environ["WORLD_SIZE"])
-    run.id = f"{time.time_ns():x}"  # names the run in the log. A resumed run keeps it.
+    run.id = (
+        f"{time.time_ns():x}"  # names the run in the log: that of rank 0. A resumed run keeps it.
+    )
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
@@ -471,23 +497,23 @@ def main(local_rank, args, init_method):
     snapshot = read_snapshot(args)
     train_data, val_data = connect(run, args, init_method)  # sets run.device and run.store
     create_groups(run, args)
-    run.steps_per_epoch = len(train_data) // args.batch_size  # the rest does not fill a batch
+    run.steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
     if run.steps_per_epoch < 1 or len(val_data) < run.world_size:
-        fail(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
+        sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
 
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
+    set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data)  # on the CPU
     run.num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     if not run.model.training:
-        run.model.train()  # if only a part is in eval(), create_model wants it so
+        run.model.train()  # parts that create_model has put into eval() stay in it
     run.stage = Stage(run.model, run.rank % args.num_stages, args).to(run.device)
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
+        group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
     run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
     if snapshot:
         restore(run, snapshot, args)
@@ -503,16 +529,18 @@ def main(local_rank, args, init_method):
     batches = iter(create_loader(train_data, training_requests(train_data, run, args), run, args))
     hides_bar = run.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(total=run.num_steps, initial=run.step, disable=hides_bar, leave=False)
-    for signum in SIGNALS:  # until here, a signal just ends the process
+    for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
     expect_progress(args)
     first_step = look_step = run.step
+    first_row = run.row_step
     look_time = time.perf_counter()
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    # About once a second, after the same step, all look: is the loss finite, must they stop? A look
-    # comes before the step: a run that was stopped before its row begins with this row.
+    # About once a second, after the same step, all processes look(): is the loss finite, must they
+    # stop? A validation writes a row. Both come before train_step(): a run that was stopped before
+    # a validation begins with it.
     while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
@@ -525,7 +553,7 @@ def main(local_rank, args, init_method):
                 save_snapshot(run, args)
             if is_due and not is_stopped:
                 val_totals = evaluate(run, val_data, args)
-                is_stopped = val_totals.pop("/stops") > 0  # then a resumed run validates again
+                is_stopped = val_totals.pop("/stops") > 0  # a resumed run then does it again
                 if not is_stopped:
                     log_row(run, val_totals, args)
                     run.row_step = run.step
@@ -539,11 +567,11 @@ def main(local_rank, args, init_method):
         bar.update()
     bar.close()
     if is_stopped and run.step > first_step:
-        log_row(run, {}, args)  # the times since the last row
-    elif run.step > first_step:
-        save_snapshot(run, args)  # now with the last row_step: the same command does nothing more
+        log_row(run, {}, args)  # what was measured since the last row
+    elif run.row_step > first_row:
+        save_snapshot(run, args)  # with the new row_step: the same command then does nothing more
     faulthandler.cancel_dump_traceback_later()
-    for signum in SIGNALS:  # all is saved: another signal must not change the status of a stop
+    for signum in SIGNALS:  # all is saved: another signal must not change the exit status
         signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
     if not is_stopped and not args.snapshot:  # else it has gathered them to save them
         gather_stages(run, args)  # for finish()
@@ -555,43 +583,36 @@ def main(local_rank, args, init_method):
     if is_stopped:
         saved = args.snapshot or "nothing, as there is no --snapshot"
         print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
-        has_saved = args.snapshot and run.step > first_step  # else, to run again would not help
+        has_saved = args.snapshot and run.step > first_step  # else running it again would not help
         if "SLURM_STEP_NUM_TASKS" in os.environ:
-            time.sleep(10)  # Slurm ends the others when one ends with a status: they end first
+            time.sleep(10)  # Slurm ends all when one fails: let the others end first
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     if "finish" in globals():
-        set_seeds(run.device, args.seed)  # on CPUs, gpt_fsdp.py draws the same text
+        set_seeds(run.device, args.seed)
         globals()["finish"](run.model.cpu().eval(), val_data, args, torch.device("cpu"))
-
-
-def fail(message):
-    """Ends the run with a message. If all fail, one says so, and its launcher ends the others."""
-    rank = int(os.environ["RANK"])
-    for signum in SIGNALS:  # the launcher ends those that wait
-        signal.signal(signum, signal.SIG_DFL)
-    time.sleep(1 + 10 * min(rank, 6))  # 1: no other is left in the midst of connecting
-    sys.exit(message if rank == 0 else f"rank {rank} on {os.uname().nodename}: {message}")
 
 
 def check_args(run, args):
     """Ends the run if the batch cannot be divided, or if a file could not be written."""
     stages = args.num_stages
     if stages < 2 or run.world_size % stages or args.num_layers % stages:
-        fail("--num_stages must be 2 or more, and divide the processes and --num_layers")
+        sys.exit("--num_stages must be 2 or more, and divide the processes and --num_layers")
     if args.num_microbatches < (stages if args.schedule == "1f1b" else 1):
-        fail("--num_microbatches must be at least --num_stages, or 1 with --schedule gpipe")
+        sys.exit("--num_microbatches must be at least --num_stages, or 1 with --schedule gpipe")
     divisor = run.world_size // stages * args.num_microbatches
     if args.batch_size < 1 or args.batch_size % divisor:
-        fail(f"--batch_size must be a multiple of {run.world_size // stages} x --num_microbatches")
-    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
+        sys.exit(
+            f"--batch_size must be a multiple of {run.world_size // stages} x --num_microbatches"
+        )
+    for path in filter(None, (args.snapshot, args.log)):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            fail(f"cannot write {path}: a folder, or in one that is missing or read-only")
+            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
 
 
 def connect(run, args, init_method):
     """Connects this process with the others, and returns the data.
 
-    Rank 0 prepares the data first, then one process of each other node. They may take long.
+    Rank 0 prepares the data first, then one process of each other node. Reading may take long.
     """
     run.device = torch.device("cpu")
     backend = "gloo"
@@ -599,8 +620,8 @@ def connect(run, args, init_method):
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
         num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
-        if num_processes > num_devices > 1:  # Slurm may show each process one, its own
-            fail(f"{num_devices} GPUs are too few for the processes of this node")
+        if num_processes > num_devices > 1:  # 1: Slurm may show each process its own alone
+            sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)
         backend = dist.get_default_backend_for_device(run.device)
@@ -610,13 +631,18 @@ def connect(run, args, init_method):
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
         wait_for(run, f"data of {first}")
-    set_seeds(run.device, args.seed)  # all processes draw the same random split
+    set_seeds(run.device, args.seed)  # a random split is the same in all processes
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
     group["timeout"] = timedelta(seconds=args.timeout)
-    run.store.set_timeout(group["timeout"])  # from now on, a lost process is not waited for
-    dist.init_process_group(backend, **group, **bound)
+    run.store.set_timeout(group["timeout"])  # from now on, its calls time out
+    expect_progress(args)
+    try:
+        dist.init_process_group(backend, **group, **bound)
+    except RuntimeError as error:
+        sys.exit(f"cannot connect; does GLOO_SOCKET_IFNAME name the network's interface? {error}")
+    faulthandler.cancel_dump_traceback_later()  # creating the model may take long
     return data
 
 
@@ -635,14 +661,14 @@ def note_stop(signum, frame):
 
 
 def expect_progress(args):
-    """Ends this process in --timeout seconds, with its stack, if it is not called again by then."""
+    """Ends this process with its stack, unless this is called again within --timeout seconds."""
     faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
 
 
 def look(run, look_step, look_time, args):
     """Adds up the sums of all processes. Ends the run if the loss is not finite.
 
-    Returns whether any process was asked to stop, and the steps a second. Waits for the GPU.
+    Returns whether any process was asked to stop, and the steps per second. Waits for the GPU.
     """
     expect_progress(args)
     sums = {name: float(value) for name, value in run.sums.items()}  # waits for the GPU
@@ -656,9 +682,9 @@ def look(run, look_step, look_time, args):
     run.watch.mark("comm")
     run.watch.flush()
     if news["/step"] != run.step * run.world_size:
-        fail(f"the nodes have different files {args.snapshot}: use a shared file system")
+        sys.exit(f"the nodes have different files {args.snapshot}: use a shared file system")
     if not math.isfinite(run.totals["loss"]):
-        fail(f"the loss is not finite at step {run.step}")
+        sys.exit(f"the loss is not finite at step {run.step}")
     return news["/stops"] > 0, news["/speed"] / run.world_size
 
 
@@ -673,7 +699,7 @@ def train_step(run, batches, args):
     run.watch.mark("data")
     if not run.stage.is_last:
         run.sums = dict.fromkeys(SUMS, 0.0)
-    run.pass_sums = run.sums
+    run.pass_sums = run.sums  # micro_batch_loss() adds to them
     pass_batch(run, run.schedule.step, tokens, targets)
     # The gradients of this stage are added up over the pipelines, while other stages work.
     reducing = dist.all_reduce(run.gradients, group=run.replica_group, async_op=True)
@@ -695,7 +721,7 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
+    seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
@@ -727,10 +753,10 @@ def all_reduce_sums(sums):
     return {name: totals[name] for name in sums}
 
 
-def all_stops():
-    """Returns how often all processes have been asked to stop: all go on alike."""
+def all_stops(group=None):
+    """Returns the stop requests of a group, so that all of it stops after the same batch."""
     stops = torch.tensor(len(STOP_REQUESTS))
-    dist.all_reduce(stops)
+    dist.all_reduce(stops, group=group)
     return stops.item()
 
 
@@ -741,18 +767,18 @@ def evaluate(run, data, args):
     size = args.batch_size // run.num_pipelines  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    set_seeds(run.device, args.seed, run.rank)  # each validation draws the same
     trained = [part for part in run.stage.modules() if part.training]
     run.stage.eval()
     run.pass_sums = {} if run.stage.is_last else dict.fromkeys(SUMS, 0.0)
-    for batch in create_loader(data, requests, run, args):
+    for number, batch in enumerate(create_loader(data, requests, run, args)):
         expect_progress(args)
+        set_seeds(run.device, args.seed, run.rank, number)  # the same in each validation
         tokens, targets = to_device(batch, run.device)
         missing = size - len(tokens)  # a pipeline takes batches of one size only
         tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
         targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
         pass_batch(run, run.schedule.eval, tokens, targets)
-        if all_stops() > 0:
+        if all_stops(run.pipeline_group) > 0:  # pipelines can differ in the number of batches
             break
     for part in trained:
         part.training = True
@@ -770,7 +796,7 @@ def training_requests(data, run, args):
             order = np.asarray(draw_order(data, args, epoch))
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         indices = order[step_of_epoch, run.pipeline :: run.num_pipelines].tolist()
-        yield (args.seed, step), indices  # its stages draw the same samples
+        yield (args.seed, step), indices  # all stages of a pipeline load the same samples
 
 
 class Batches(Dataset):
@@ -781,7 +807,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # of augmentation
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # for augmentation
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -795,21 +821,23 @@ def create_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share its memory
+        multiprocessing_context="fork"
+        if args.num_workers > 0
+        else None,  # workers share the memory of the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
 
 
 def init_worker(worker):
-    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
+    """Lets a worker outlive a signal to the whole job. It ends with its parent."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:  # the loader ends it
+            if received and received.si_pid == parent:  # from the loader, to end it
                 break
         os._exit(0)
 
@@ -822,7 +850,7 @@ def to_device(batch, device):
 
 
 def settings_of(args):
-    """Returns the flags that shape the weights, as numbers and words."""
+    """Returns the flags that shape the weights, as numbers and strings."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
     return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
 
@@ -832,7 +860,7 @@ def load(path):
 
 
 def read_snapshot(args):
-    """Returns the snapshot, or None if there is none yet. One of other settings ends the run."""
+    """Returns the snapshot, or None if there is none yet. One with other settings ends the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return None
     try:
@@ -845,17 +873,17 @@ def read_snapshot(args):
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
-        fail(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error}")
 
 
 def restore(run, snapshot, args):
-    """Takes over what the snapshot holds."""
+    """Loads the snapshot into the run."""
     try:
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
         vars(run).update(snapshot["progress"])
     except Exception as error:
-        fail(f"cannot resume from {args.snapshot}: {error}")
+        sys.exit(f"cannot resume from {args.snapshot}: {error}")
 
 
 def save_snapshot(run, args):
@@ -863,9 +891,10 @@ def save_snapshot(run, args):
     if not args.snapshot:
         return
     faulthandler.cancel_dump_traceback_later()
-    num_bad = sum(int(not part.isfinite().all()) for part in run.stage.parameters())
+    parts = [parameter for parameter in run.stage.parameters() if parameter.requires_grad]
+    num_bad = sum(int(not part.isfinite().all()) for part in parts)
     if all_reduce_sums({"bad": num_bad})["bad"] > 0:
-        fail(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
+        sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     key = f"snapshot {run.step} {run.row_step}"
     gather_stages(run, args)
     if run.rank == 0:
@@ -916,7 +945,7 @@ def log_row(run, val_totals, args):
     }
     means = {}
     for split, totals in (("train", run.totals), ("val", val_totals)):
-        count = totals.pop("count", 0)  # 0 if no sample had a label
+        count = totals.pop("count", 0)  # 0: not validated, or no sample had a label
         means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
     row |= means
     row |= run.watch.take_times(args.batch_size)
@@ -924,7 +953,6 @@ def log_row(run, val_totals, args):
     dist.gather_object(row, rows)
     if run.rank > 0:
         return
-    run.watch.write_trace(rows, args.trace)
     run.watch.add_rows(rows)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
@@ -936,19 +964,20 @@ def log_row(run, val_totals, args):
                 file.write(json.dumps(process_row, default=str) + "\n")
 
 
-# == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
+# == Where the time goes. To remove it, delete up to the main guard, and each line with watch. =====
 
 # bubble: waiting for other stages, and for what they send
 STEP_PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
+COMPUTE = ("forward", "backward", "bubble", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 TIMES = (*PHASES, "comm_total", "steps")
 WARMUP_STEPS = 3  # these first steps allocate memory, search for kernels, compile
 
 
 class Stopwatch:
-    """Times the phases of training, and the all-reduces that the backward pass hides.
+    """Times the phases of training, and the all-reduces, also those during the backward pass.
 
-    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    A moment is a time in seconds or, on a GPU, an event. Only flush() waits for the GPU.
     """
 
     def __init__(self, device):
@@ -957,13 +986,10 @@ class Stopwatch:
         self.num_steps = 0  # since the start
         self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
-        self.rows = []  # the last row of each process; rank 0 alone has it,
-        self.totals = []  # and the sums of the times of all their rows
+        self.rows = []  # the last row of each process, in rank 0 alone
+        self.totals = []  # the summed times of each process, in rank 0 alone
         self.spans = []  # (name, start, end, bytes) of all-reduces since the last flush
-        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces, for --trace
-        self.streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
-        if self.has_events:
-            self.streams = [torch.Stream(device, priority=-1) for _ in range(2)]
+        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces
 
     def now(self):
         if not self.has_events:
@@ -975,41 +1001,16 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000 if self.has_events else end - start
 
     def mark(self, phase):
-        """Gives the time since the last mark to this phase or, in the first steps, to warmup."""
+        """Counts the time since the last mark as this phase or, in the first steps, as warmup."""
         is_warmup = phase in STEP_PHASES and self.num_steps < WARMUP_STEPS
         self.num_steps += phase == "optimizer"
         self.marks.append(("warmup" if is_warmup else phase, self.now()))
-
-    def timed(self, comm_hook):
-        """Returns a hook that DDP calls for each bucket of gradients: comm_hook, and its times."""
-
-        def timed_hook(process_group, bucket):
-            if bucket.is_last():
-                self.mark("backward")
-            start = self.now()
-            size = 0 if bucket.buffer().is_sparse else bucket.buffer().nbytes
-
-            def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
-                if self.num_steps >= WARMUP_STEPS:
-                    self.spans.append(("all-reduce", start, self.now(), size))
-                return future.value()
-
-            # comm_hook may make the current stream wait for its all-reduce. In a side stream it
-            # does not stop the backward pass. Two streams take turns: a bucket does not wait for
-            # the all-reduce of the bucket before it.
-            stream = self.streams[bucket.index() % 2]
-            if self.has_events:
-                stream.wait_stream(torch.accelerator.current_stream())  # which makes the gradients
-            with stream:
-                return comm_hook(process_group, bucket).then(note_end)
-
-        return timed_hook
 
     def flush(self):
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
-        _, now = self.marks[-1]  # all have just left an all-reduce: time 0 of a common clock
+        _, now = self.marks[-1]  # all left an all-reduce together: their common time 0
         marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
         phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
         all_reduces = []  # as phases: (name, start, end, bytes), in seconds after now: negative
@@ -1025,14 +1026,14 @@ class Stopwatch:
         step_ends = [end for phase, _, end, _ in phases if phase == "optimizer"]
         self.times["steps"] += len(step_ends)
         if step_ends:
-            first, last = [-math.inf, *step_ends][-2:]
+            first, last = [-math.inf, *step_ends][-2:]  # the ends of the last two steps
             self.last_step = [event for event in phases + all_reduces if first <= event[1] < last]
         del self.marks[:-1]
         self.spans.clear()
 
     def take_times(self, batch_size):
         """Returns the columns of time and memory. The times start again from 0."""
-        self.mark("eval")
+        self.mark("eval")  # a validation has just ended
         self.flush()
         row = with_speed(self.times, batch_size)
         self.times = dict.fromkeys(TIMES, 0.0)
@@ -1040,33 +1041,14 @@ class Stopwatch:
         if self.has_events:
             row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
         row["last_step"] = self.last_step
-        sent = sorted(
-            (start, size) for name, start, _, size in self.last_step if name == "all-reduce"
-        )
-        row["buckets"] = [(size, sent[-1][0] - start) for start, size in sent]
         return row
 
     def add_rows(self, rows):
-        """Keeps what the summary is about: a row of each process, and the sums of their times."""
+        """Keeps what the summary needs: a row of each process, and the sums of their times."""
         self.rows = rows
         self.totals = self.totals or [Counter() for _ in rows]
         for row, total in zip(rows, self.totals):
             total.update({name: row[name] for name in TIMES})
-
-    def write_trace(self, rows, path):
-        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
-        steps = [row.pop("last_step") for row in rows]
-        first = min((start for step in steps for _, start, *_ in step), default=0.0)
-        events = []
-        for row, step in zip(rows, steps):
-            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
-            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
-            for name, start, end, size in step:
-                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
-                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
-                events.append(event | {"dur": 1e6 * (end - start)})
-        if path:
-            Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 class PipelineWatch(Stopwatch):
@@ -1074,13 +1056,16 @@ class PipelineWatch(Stopwatch):
 
     def __init__(self, device):
         super().__init__(device)
-        self.zero = torch.zeros(1, device=device)
+        self.zero = torch.zeros(1, device=device)  # what mark_bubble() sends
+        self.stream = contextlib.nullcontext()
+        if self.has_events:
+            self.stream = torch.Stream(device, priority=-1)
 
     def timed_pass(self, function, phase):
-        """Returns the function with marks: its time is the phase, the time before it is bubble."""
+        """Returns the function with marks. Its time counts as the phase, that before as bubble."""
 
         def timed_function(*args, **kwargs):
-            if not torch.is_grad_enabled():  # a validation is one phase
+            if not torch.is_grad_enabled():  # a validation is timed as a whole
                 return function(*args, **kwargs)
             self.mark("bubble")
             output = function(*args, **kwargs)
@@ -1096,9 +1081,9 @@ class PipelineWatch(Stopwatch):
             setattr(pipeline_stage, name, self.timed_pass(getattr(pipeline_stage, name), phase))
 
     def mark_bubble(self, pipeline_group):
-        """Waits for the other stages, so that this time is not taken for communication.
+        """Waits for the other stages, so that this wait counts as bubble, not as comm.
 
-        dist.barrier() would do, but makes the CPU wait for its GPU. This all-reduce does not.
+        Unlike dist.barrier(), this all-reduce does not make the CPU wait for its GPU.
         """
         dist.all_reduce(self.zero, group=pipeline_group)
         self.mark("bubble")
@@ -1114,7 +1099,7 @@ class PipelineWatch(Stopwatch):
             if self.num_steps >= WARMUP_STEPS:
                 self.spans.append(("all-reduce", start, self.now(), size))
 
-        with self.streams[0]:
+        with self.stream:
             work.get_future().then(note_end)
 
 
@@ -1128,9 +1113,9 @@ def with_speed(times, batch_size):
 def print_summary(watch):
     """Prints where the time since the start has gone, and a row for results.md.
 
-    R says how many times as long a process computes as it sends. If nothing is hidden, N pipelines
+    R is the time of computing divided by that of sending. If nothing is hidden, N pipelines
     are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different pipelines are late in
-    turn, some of the waiting for them counts as sending.
+    turn, some of the waiting counts as sending.
     """
     if not watch.rows:
         return
@@ -1150,10 +1135,10 @@ def print_summary(watch):
     sending = min(totals)  # the pipeline that comes last never waits in an all-reduce
     if len(totals) > 1 and sending > 0:
         first = totals.index(sending) * stages
-        # The stages of a pipeline wait for the slowest one: its own bubble is the smallest.
+        # The slowest stage, for which the others wait, has the smallest bubble.
         late = min(range(first, first + stages), key=lambda rank: watch.totals[rank]["bubble"])
         hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
-        ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
+        ratio = sum(mean[phase] for phase in COMPUTE) / sending
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
         verdict = "above 3: more pipelines pay off" if ratio > 3 else "below 3: more hardly pay off"
         print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
@@ -1179,7 +1164,7 @@ def print_bubbles(watch):
             total.update(times)
         steps = max(1, total["steps"])
         passes = total["forward"] + total["backward"]
-        share = total["bubble"] / (total["bubble"] + passes or 1)
+        share = total["bubble"] / max(1e-9, total["bubble"] + passes)
         ideal = (num_stages - 1) * passes / num_microbatches / steps  # (S - 1)(f + b)
         measured = (
             f"stage {number}: bubble {1000 * total['bubble'] / steps:.1f} ms a step, {share:.0%}"
@@ -1190,4 +1175,4 @@ def print_bubbles(watch):
 if __name__ == "__main__":
     args = parse_args()
     join_launcher()
-    main(int(os.environ["LOCAL_RANK"]), args, "env://")
+    start(int(os.environ["LOCAL_RANK"]), args, "env://")

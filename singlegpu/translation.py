@@ -198,7 +198,7 @@ def training_order(data, args, epoch):
     """Returns the indices of all pairs that fill a batch, in the order of an epoch."""
     lengths = data.arrays["source_length"] + data.arrays["target_length"]
     size = args.batch_size
-    num_rows = len(lengths) // size * size  # the rest does not fill a batch
+    num_rows = len(lengths) // size * size  # an incomplete last batch is left out
     generator = np.random.default_rng((args.seed, epoch))
     shuffled = generator.permutation(len(lengths))[:num_rows]
     # 100 random batches at a time are sorted by length, so that a batch needs little padding.
@@ -300,7 +300,7 @@ def learning_rate_factor(args, done):
 
 
 def batch_loss(model, batch, args):
-    """Returns the loss of a batch, and sums over its target tokens. Rows show sums / count.
+    """Returns the loss of a batch, and sums over its target tokens. A row shows sums / count.
 
     The number of tokens differs between processes. The sum of losses, divided by a constant, has
     the same mean over processes as over the whole batch; a mean over tokens has not.
@@ -359,20 +359,22 @@ def finish(model, data, args, device):
 
 # ========================= The run: steps, rows, snapshots, processes. Keep. ======================
 # main() has the loop over all steps.
+# Of the first section, the run needs parse_args, read_data, create_model, create_optimizer and
+# batch_loss. It also calls training_order, learning_rate_factor and finish, if they are there.
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
-STATES = ("model", "optimizer", "scaler")  # what a snapshot holds the state of
-MAY_CHANGE = (  # flags that a resumed run may change. All others shape the weights.
+STATES = ("model", "optimizer", "scaler")  # the parts of a run that a snapshot saves
+MAY_CHANGE = (  # the flags of all scripts that a resumed run may change. Others shape weights.
     "epochs max_steps eval_every grad_accum_steps compile num_workers timeout "
-    "data_dir snapshot log trace sample reconstructions"
+    "data_dir snapshot log sample reconstructions"
 ).split()
 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
-    # AMD's TF32 is as inexact as bf16, so that it is not the default there.
+    # AMD's TF32 is as inexact as bf16, so it is not the default there.
     has_tf32 = torch.accelerator.is_available() and torch.version.cuda is not None
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
@@ -380,7 +382,9 @@ def parse_run_args(parser, **defaults):
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches of a batch, to save memory")
-    add("--learning_rate", type=float, default=1e-3, help="highest learning rate of the schedule")
+    add(
+        "--learning_rate", type=float, default=1e-3, help="learning rate, or the peak of a schedule"
+    )
     add("--max_grad_norm", type=float, default=0.0, help="clip longer gradients; 0: do not clip")
     add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
@@ -388,7 +392,6 @@ def parse_run_args(parser, **defaults):
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
     add("--log", metavar="FILE.jsonl", help="append rows, for report.py")
-    add("--trace", metavar="FILE.json", help="write the stopwatch's last step, for ui.perfetto.dev")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     parser.set_defaults(**defaults)
     return parser.parse_args()
@@ -399,7 +402,9 @@ def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     run = SimpleNamespace()  # what these functions share
     run.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    run.id = f"{time.time_ns():x}"  # names the run in the log. A resumed run keeps it.
+    run.id = (
+        f"{time.time_ns():x}"  # names the run in the log: that of rank 0. A resumed run keeps it.
+    )
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look, on the device
@@ -408,7 +413,7 @@ def main(args):
     snapshot = read_snapshot(args)
     set_seeds(run.device, args.seed)  # a resumed run draws the same random split
     train_data, val_data = read_data(args)
-    run.steps_per_epoch = len(train_data) // args.batch_size  # the rest does not fill a batch
+    run.steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
     if run.steps_per_epoch < 1 or len(val_data) < 1:
         sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
@@ -416,13 +421,13 @@ def main(args):
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(run.device, args.seed)  # the same weights, whatever read_data has drawn
+    set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data).to(run.device)
     if not run.model.training:
-        run.model.train()  # if only a part is in eval(), create_model wants it so
+        run.model.train()  # parts that create_model has put into eval() stay in it
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])  # which the schedule scales, as LambdaLR does
+        group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
     run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
     if snapshot:
         restore(run, snapshot, args)
@@ -432,16 +437,17 @@ def main(args):
 
     batches = iter(create_loader(train_data, training_requests(train_data, run, args), run, args))
     bar = tqdm(total=run.num_steps, initial=run.step, disable=None, leave=False)  # on a terminal
-    for signum in SIGNALS:  # until here, a signal just ends the process
+    for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
     expect_progress(args)
     first_step = look_step = run.step
+    first_row = run.row_step
     look_time = time.perf_counter()
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    # About once a second the run looks: is the loss finite, must it stop? The look comes before the
-    # step: a run that was stopped before its row begins with this row.
+    # About once a second the run looks: is the loss finite, must it stop? A validation gives a row.
+    # Both come before train_step(): a run that was stopped before a validation begins with it.
     while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
@@ -454,7 +460,7 @@ def main(args):
                 save_snapshot(run, args)
             if is_due and not is_stopped:
                 val_totals = evaluate(run, val_data, args)
-                is_stopped = val_totals.pop("/stops") > 0  # then a resumed run validates again
+                is_stopped = val_totals.pop("/stops") > 0  # a resumed run then does it again
                 if not is_stopped:
                     log_row(run, val_totals, args)
                     run.row_step = run.step
@@ -468,17 +474,17 @@ def main(args):
         bar.update()
     bar.close()
     if is_stopped and run.step > first_step:
-        log_row(run, {}, args)  # the times since the last row
-    elif run.step > first_step:
-        save_snapshot(run, args)  # now with the last row_step: the same command does nothing more
+        log_row(run, {}, args)  # what was measured since the last row
+    elif run.row_step > first_row:
+        save_snapshot(run, args)  # with the new row_step: the same command then does nothing more
     faulthandler.cancel_dump_traceback_later()
-    for signum in SIGNALS:  # all is saved: another signal must not change the status of a stop
+    for signum in SIGNALS:  # all is saved: another signal must not change the exit status
         signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
     print_summary(run.watch)
     if is_stopped:
         saved = args.snapshot or "nothing, as there is no --snapshot"
         print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
-        has_saved = args.snapshot and run.step > first_step  # else, to run again would not help
+        has_saved = args.snapshot and run.step > first_step  # else running it again would not help
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     if "finish" in globals():
         globals()["finish"](run.model.eval(), val_data, args, run.device)
@@ -489,9 +495,9 @@ def check_args(run, args):
     divisor = args.grad_accum_steps
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
         sys.exit("--batch_size must be a multiple of --grad_accum_steps")
-    for path in filter(None, map(vars(args).get, ("snapshot", "log", "trace"))):
+    for path in filter(None, (args.snapshot, args.log)):
         if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            sys.exit(f"cannot write {path}: a folder, or in one that is missing or read-only")
+            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
 
 
 def note_stop(signum, frame):
@@ -501,14 +507,14 @@ def note_stop(signum, frame):
 
 
 def expect_progress(args):
-    """Ends this process in --timeout seconds, with its stack, if it is not called again by then."""
+    """Ends this process with its stack, unless this is called again within --timeout seconds."""
     faulthandler.dump_traceback_later(args.timeout, exit=True, file=sys.__stderr__)
 
 
 def look(run, look_step, look_time, args):
     """Adds up the sums since the last look. Ends the run if the loss is not finite.
 
-    Returns whether a signal has asked the run to stop, and the steps a second. Waits for the GPU.
+    Returns whether a signal has asked the run to stop, and the steps per second. Waits for the GPU.
     """
     expect_progress(args)
     for name, value in run.sums.items():
@@ -546,7 +552,7 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # a tuple of numbers always has the same hash
+    seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
@@ -575,12 +581,12 @@ def evaluate(run, data, args):
     size = args.batch_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(range(len(data)), size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    set_seeds(run.device, args.seed)  # each validation draws the same
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
     sums = {}
-    for batch in create_loader(data, requests, run, args):
+    for number, batch in enumerate(create_loader(data, requests, run, args)):
         expect_progress(args)
+        set_seeds(run.device, args.seed, number)  # the same in each validation
         compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
         if STOP_REQUESTS:
             break
@@ -612,7 +618,7 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # of augmentation
+        set_seeds(torch.device("cpu"), *seeds, *indices)  # for augmentation
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -626,21 +632,23 @@ def create_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # they share its memory
+        multiprocessing_context="fork"
+        if args.num_workers > 0
+        else None,  # workers share the memory of the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
 
 
 def init_worker(worker):
-    """Lets a worker outlive a signal to the whole job. It ends with the process that it serves."""
+    """Lets a worker outlive a signal to the whole job. It ends with its parent."""
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:  # the loader ends it
+            if received and received.si_pid == parent:  # from the loader, to end it
                 break
         os._exit(0)
 
@@ -653,7 +661,7 @@ def to_device(batch, device):
 
 
 def settings_of(args):
-    """Returns the flags that shape the weights, as numbers and words."""
+    """Returns the flags that shape the weights, as numbers and strings."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
     return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
 
@@ -663,7 +671,7 @@ def load(path):
 
 
 def read_snapshot(args):
-    """Returns the snapshot, or None if there is none yet. One of other settings ends the run."""
+    """Returns the snapshot, or None if there is none yet. One with other settings ends the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return None
     try:
@@ -680,7 +688,7 @@ def read_snapshot(args):
 
 
 def restore(run, snapshot, args):
-    """Takes over what the snapshot holds."""
+    """Loads the snapshot into the run."""
     try:
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
@@ -738,27 +746,24 @@ def log_row(run, val_totals, args):
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "step": run.step,
         "steps_per_epoch": run.steps_per_epoch,
+        "run": run.id,
     }
     means = {}
     for split, totals in (("train", run.totals), ("val", val_totals)):
-        count = totals.pop("count", 0)  # 0 if no sample had a label
+        count = totals.pop("count", 0)  # 0: not validated, or no sample had a label
         means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
     row |= means
     row |= run.watch.take_times(args.batch_size)
-    rows = [row]
-    run.watch.write_trace(rows, args.trace)
-    run.watch.add_rows(rows)
+    run.watch.add_row(row)
     words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
     words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
     tqdm.write(textwrap.fill("  ".join(words), 100))
     if args.log:
         with open(args.log, "a") as file:
-            for process_row in rows:
-                process_row["run"] = run.id  # that of rank 0
-                file.write(json.dumps(process_row, default=str) + "\n")
+            file.write(json.dumps(row, default=str) + "\n")
 
 
-# == Where the time goes. To do without it, delete up to the main guard and each line with watch. ==
+# == Where the time goes. To remove it, delete up to the main guard, and each line with watch. =====
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
@@ -769,7 +774,7 @@ WARMUP_STEPS = 3  # these first steps allocate memory, search for kernels, compi
 class Stopwatch:
     """Times the phases of training.
 
-    A moment is a time in seconds or, on a GPU, an event. Nothing but flush() waits for the GPU.
+    A moment is a time in seconds or, on a GPU, an event. Only flush() waits for the GPU.
     """
 
     def __init__(self, device):
@@ -778,9 +783,9 @@ class Stopwatch:
         self.num_steps = 0  # since the start
         self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
         self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
-        self.last_step = []  # (phase, start, end, bytes), for --trace
-        self.rows = []  # the last row,
-        self.totals = []  # and the sums of the times of all rows
+        self.last_step = []  # (phase, start, end, bytes), for report.py --step
+        self.row = {}  # the last row
+        self.totals = Counter()  # the summed times of all rows
 
     def now(self):
         if not self.has_events:
@@ -792,7 +797,7 @@ class Stopwatch:
         return start.elapsed_time(end) / 1000 if self.has_events else end - start
 
     def mark(self, phase):
-        """Gives the time since the last mark to this phase or, in the first steps, to warmup."""
+        """Counts the time since the last mark as this phase or, in the first steps, as warmup."""
         is_warmup = phase in STEP_PHASES and self.num_steps < WARMUP_STEPS
         self.num_steps += phase == "optimizer"
         self.marks.append(("warmup" if is_warmup else phase, self.now()))
@@ -809,13 +814,13 @@ class Stopwatch:
         step_ends = [end for phase, _, end, _ in phases if phase == "optimizer"]
         self.times["steps"] += len(step_ends)
         if step_ends:
-            first, last = [-math.inf, *step_ends][-2:]
+            first, last = [-math.inf, *step_ends][-2:]  # the ends of the last two steps
             self.last_step = [event for event in phases if first <= event[1] < last]
         del self.marks[:-1]
 
     def take_times(self, batch_size):
         """Returns the columns of time and memory. The times start again from 0."""
-        self.mark("eval")
+        self.mark("eval")  # a validation has just ended
         self.flush()
         row = with_speed(self.times, batch_size)
         self.times = dict.fromkeys(TIMES, 0.0)
@@ -825,27 +830,10 @@ class Stopwatch:
         row["last_step"] = self.last_step
         return row
 
-    def add_rows(self, rows):
-        """Keeps what the summary is about: a row of each process, and the sums of their times."""
-        self.rows = rows
-        self.totals = self.totals or [Counter() for _ in rows]
-        for row, total in zip(rows, self.totals):
-            total.update({name: row[name] for name in TIMES})
-
-    def write_trace(self, rows, path):
-        """Moves the last step from the rows to a file, a Chrome trace in microseconds."""
-        steps = [row.pop("last_step") for row in rows]
-        first = min((start for step in steps for _, start, *_ in step), default=0.0)
-        events = []
-        for row, step in zip(rows, steps):
-            process = {"pid": row["rank"], "ph": "M", "name": "process_name"}
-            events.append(process | {"args": {"name": f"rank {row['rank']} on {row['host']}"}})
-            for name, start, end, size in step:
-                event = {"pid": row["rank"], "ph": "X", "name": name, "args": {"bytes": size}}
-                event |= {"tid": int(name not in PHASES), "ts": 1e6 * (start - first)}
-                events.append(event | {"dur": 1e6 * (end - start)})
-        if path:
-            Path(path).write_text(json.dumps({"traceEvents": events}))
+    def add_row(self, row):
+        """Keeps what the summary needs: the last row, and the sums of the times."""
+        self.row = row
+        self.totals.update({name: row[name] for name in TIMES})
 
 
 def with_speed(times, batch_size):
@@ -857,20 +845,18 @@ def with_speed(times, batch_size):
 
 def print_summary(watch):
     """Prints where the time since the start has gone, and a row for results.md."""
-    if not watch.rows:
+    if not watch.row:
         return
-    last = watch.rows[0]
-    mean = {name: sum(total[name] for total in watch.totals) / len(watch.rows) for name in TIMES}
-    mean = with_speed(mean, last["batch_size"])
-    print(f"\ntime by phase, {mean['seconds']:.2f} s in all")
+    total = with_speed(watch.totals, watch.row["batch_size"])
+    print(f"\ntime by phase, {total['seconds']:.2f} s in all")
     for phase in PHASES:
-        share = mean[phase] / mean["seconds"]
-        print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
+        share = total[phase] / total["seconds"]
+        print(f"{phase:9} {total[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(last.get(name, "-")) for name in names}
-    cells |= {name: f"{last[name]:.4g}" for name in last if name.startswith("val_")}
-    mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
-    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    cells = {name: str(watch.row.get(name, "-")) for name in names}
+    cells |= {k: f"{value:.4g}" for k, value in watch.row.items() if k.startswith("val_")}
+    total["peak_MB"] = watch.row["peak_MB"]
+    cells |= {name: f"{value:.4g}" for name, value in total.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 

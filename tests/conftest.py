@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fork_server import run_all, torchrun_env
+from fork_server import Fork, run_all, torchrun_env
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
@@ -38,10 +38,18 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = """test_slurm test_emulator test_launchers test_training test_project test_hybrid
+    test_habits test_quantize test_mnist test_flags test_benchmark test_examples""".split()
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # of pytest-xdist, to which the longest has most tests
+
+
 def pytest_collection_modifyitems(items):
     """The longest files first, since a file is one worker's, and nobody shall wait at the end."""
-    first = ("test_training", "test_slurm", "test_launchers")
-    items.sort(key=lambda item: not item.path.stem.startswith(first))
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 def pytest_sessionfinish():
@@ -142,6 +150,57 @@ def start(tmp_path):
         job.end()
 
 
+def forks_of(script, arguments, processes, before=(), **env):
+    """The commands of a script that torchrun does not start, and their environments."""
+    words, agents, each = words_of(script, arguments, processes)
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env |= LOOPBACK if agents > 1 else {}
+    envs = [torchrun_env(rank, agents, each) | env for rank in range(agents * each)] or [env]
+    return [[*map(str, before), *words]] * len(envs), envs
+
+
+class Forks:
+    """A started script, in a fork for each rank that torchrun would start."""
+
+    def __init__(self, commands, envs, cwd):
+        self.forks = [Fork(command, cwd, env) for command, env in zip(commands, envs)]
+        self.process = self.forks[0]
+
+    def wait(self, timeout=TIMEOUT):
+        """Returns (exit status, stdout, stderr): the worst, and all output."""
+        outs, errs = zip(*[fork.communicate(timeout) for fork in self.forks])
+        return max(abs(fork.returncode) for fork in self.forks), "".join(outs), "".join(errs)
+
+    def processes(self):
+        """Its living processes, {id: that of the parent}: those of the sessions of its forks."""
+        sessions, found = {str(fork.pid) for fork in self.forks}, {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, parent, _, session, *_ = (entry / "stat").read_text().rsplit(")")[1].split()
+                if session in sessions and state != "Z":
+                    found[int(entry.name)] = int(parent)
+        return found
+
+    def workers(self):
+        """The ids of the processes that train, of a job of multigpu."""
+        return sorted(pid for pid, parent in self.processes().items() if parent == self.process.pid)
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """fork(script, *arguments, processes=1) starts it without torchrun and a start's imports."""
+    jobs = []
+
+    def fork(script, *arguments, processes=1, **more):
+        jobs.append(Forks(*forks_of(script, arguments, processes, **more), tmp_path))
+        return jobs[-1]
+
+    yield fork
+    for each in jobs:
+        for part in each.forks:
+            part.end()
+
+
 @pytest.fixture(scope="session")
 def attempt(tmp_path_factory):
     """attempt(script, *arguments, processes=1) runs it without torchrun and a start's imports.
@@ -152,11 +211,7 @@ def attempt(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cwd")
 
     def attempt(script, *arguments, processes=1, before=(), cwd=folder, **env):
-        words, agents, each = words_of(script, arguments, processes)
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        env |= LOOPBACK if agents > 1 else {}
-        envs = [torchrun_env(rank, agents, each) | env for rank in range(agents * each)] or [env]
-        commands = [[*map(str, before), *words]] * len(envs)
+        commands, envs = forks_of(script, arguments, processes, before, **env)
         statuses, outs, errs = zip(*run_all(commands, envs, cwd, TIMEOUT))
         return max(map(abs, statuses)), "".join(outs), "".join(errs)
 
@@ -182,6 +237,51 @@ def run(attempt):
         return out
 
     return run
+
+
+@pytest.fixture(scope="session")
+def refused(attempt):
+    """refused(message, script, *arguments): it ends, and its error has the message; the errors."""
+
+    def refused(message, *words, **more):
+        status, _, err = attempt(*words, **more)
+        assert status in (1, 2) and message in err and "Traceback" not in err, (words, err)
+        return err
+
+    return refused
+
+
+def replaced(text, changes):
+    """The text with {piece: another} in place of its pieces, each of which must be there once."""
+    for piece, other in changes.items():
+        assert text.count(piece) == 1, piece
+        text = text.replace(piece, other)
+    return text
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """changed(script, {text: other, ...}) is the path of such a copy."""
+
+    def changed(script, changes):
+        (copy := tmp_path / script).parent.mkdir(exist_ok=True)
+        copy.write_text(replaced((ROOT / script).read_text(), changes))
+        return copy
+
+    return changed
+
+
+@pytest.fixture
+def paste(tmp_path):
+    """paste(band, folder, task="images") is the path of this script with the band in its place."""
+    from prediction import with_band  # here, as it imports pandas
+
+    def paste(band, folder="singlegpu", task="images"):
+        (script := tmp_path / folder / "mine.py").parent.mkdir(exist_ok=True)
+        script.write_text(with_band(band, f"{folder}/{task}.py"))
+        return script
+
+    return paste
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,9 @@ import importlib
 import multiprocessing.connection
 import os
 import runpy
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -67,8 +69,51 @@ def run(command, cwd, env, files):
     if "EMU_DEVICES" in env:
         sys.path.insert(0, str(Path(__file__).with_name("emulator")))
         importlib.import_module("emu").register()
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__")
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+class Fork:
+    """A command in a fork, with what tests use of subprocess.Popen."""
+
+    def __init__(self, command, cwd, env):
+        self.args = command
+        self.folder = tempfile.mkdtemp()
+        self.files = [Path(self.folder, name) for name in ("out", "err")]
+        for file in self.files:
+            file.touch()  # a process that is ended at once has not made them
+        words = (list(map(str, command)), cwd, env, self.files)
+        self.child = CONTEXT.Process(target=run, args=words)
+        self.child.start()
+        self.pid = self.child.pid
+
+    def poll(self):
+        return self.child.exitcode
+
+    def send_signal(self, signum):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
+    def communicate(self, timeout=None):
+        self.child.join(timeout)
+        if self.child.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        self.returncode = self.child.exitcode
+        return [file.read_text() for file in self.files]
+
+    def end(self):
+        self.child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # and what it has left behind
+        self.child.join()
+        found = self.communicate()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return found
 
 
 def run_all(commands, envs, cwd, timeout=600, ends_others=True):
@@ -77,37 +122,24 @@ def run_all(commands, envs, cwd, timeout=600, ends_others=True):
     Where one fails, the others get SIGTERM, as from torchrun, and 20 s later SIGKILL. The status of
     one that SIGTERM has ended is 0.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for number, (command, env) in enumerate(zip(commands, envs, strict=True)):
-            files = [f"{folder}/{number}.{name}" for name in ("out", "err")]
-            for file in files:
-                Path(file).touch()  # a process that is ended at once has not made them
-            words = (list(map(str, command)), cwd, env, files)
-            children.append(CONTEXT.Process(target=run, args=words))
-            children[-1].start()
-        left, end = {child.sentinel: child for child in children}, time.monotonic() + timeout
-        failed = []  # the first one is why the others were ended
-        try:
-            while left and time.monotonic() < end:
-                for sentinel in multiprocessing.connection.wait(left, end - time.monotonic()):
-                    child = left.pop(sentinel)
-                    child.join()
-                    if child.exitcode and not failed:
-                        end = min(end, time.monotonic() + 20)
-                        for other in left.values() if ends_others else ():
-                            other.terminate()
-                    failed += [child] if child.exitcode else []
-        finally:
-            for child in children:
-                child.kill()
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)  # and what it has left behind
+    forks = [Fork(command, cwd, env) for command, env in zip(commands, envs, strict=True)]
+    left, end = {fork.child.sentinel: fork.child for fork in forks}, time.monotonic() + timeout
+    failed = []  # the first one is why the others were ended
+    try:
+        while left and time.monotonic() < end:
+            for sentinel in multiprocessing.connection.wait(left, end - time.monotonic()):
+                child = left.pop(sentinel)
                 child.join()
-        answers = []
-        for number, child in enumerate(children):
-            out, err = (Path(f"{folder}/{number}.{name}").read_text() for name in ("out", "err"))
-            is_ended = child in failed[1:] and child.exitcode == -signal.SIGTERM
-            answers.append((0 if is_ended else child.exitcode, out, err))
-        assert failed or not left, f"no end after {timeout} s: {commands}, {answers}"
-        return answers
+                if child.exitcode and not failed:
+                    end = min(end, time.monotonic() + 20)
+                    for other in left.values() if ends_others else ():
+                        other.terminate()
+                failed += [child] if child.exitcode else []
+    finally:
+        outputs = [fork.end() for fork in forks]
+    answers = []
+    for fork, output in zip(forks, outputs):
+        is_ended = fork.child in failed[1:] and fork.returncode == -signal.SIGTERM
+        answers.append((0 if is_ended else fork.returncode, *output))
+    assert failed or not left, f"no end after {timeout} s: {commands}, {answers}"
+    return answers

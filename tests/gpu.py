@@ -41,6 +41,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch._functorch.config
+from benchmark import module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +138,7 @@ def copy_of(script, *replacements):
 def few_images(num_images=160, shape=(1, 28, 28)):
     """The flag of a small data set. On a GPU, small images are those of the default one."""
     with tempfile.TemporaryDirectory() as folder:
+        num_images = 20 if options.dry_run else num_images
         for split, count in (("train", num_images), ("test", 20)):
             labels = np.arange(count) % 10
             images = np.broadcast_to(labels.reshape(-1, 1, 1, 1), (count, *shape))
@@ -176,6 +178,12 @@ def in_turn(sides, rounds=3):
         for name, (script, words, environment) in sides.items():
             rates[name].append(rate(run(script, words, **environment)[0]))
     return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def tell_rates(what, sides, rounds=3):
+    """Reports the samples/s of the sides, which run in turn."""
+    rates = in_turn(sides, rounds)
+    tell(f"- {what}: {', '.join(f'{name} {value:,.0f}' for name, value in rates.items())}")
 
 
 def check_losses(script):
@@ -434,9 +442,7 @@ def plain_gpt(size, steps):
     """Returns the tokens/s of gpt.py's model, compiled, in a loop of nothing but a step."""
     if options.dry_run:
         return 1.0
-    spec = importlib.util.spec_from_file_location("gpt", ROOT / "singlegpu/gpt.py")
-    gpt = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpt)
+    gpt = module("singlegpu/gpt.py")
     device = torch.device(options.device)
     sizes = dict(re.findall(r"--(\w+) (\d+)", size))
     args = {"vocab_size": 50304, "n_heads": 4} | {name: int(value) for name, value in sizes.items()}
@@ -492,9 +498,8 @@ def check_shapes(script):
     with copy_of(
         f"singlegpu/{script}", ("enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)")
     ) as on:
-        rates = in_turn({"without": (f"singlegpu/{script}", words, {}), "with": (on, words, {})})
-    told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
-    tell(f"- {script}, transformer in bf16, samples/s with and without cuDNN's attention: {told}")
+        sides = {"without": (f"singlegpu/{script}", words, {}), "with": (on, words, {})}
+        tell_rates(f"{script}, transformer in bf16, samples/s by cuDNN's attention", sides)
 
 
 def check_cnn(batch):
@@ -507,9 +512,7 @@ def check_cnn(batch):
             words = f"{words} {data}".replace(f"--batch_size {batch}", f"--batch_size {batch // 4}")
         sides = {"eager": (SCRIPT, words, {}), "compiled": (SCRIPT, f"{words} --compile", {})}
         sides["CUDA graphs"] = (graphs, f"{words} --compile", {})
-        rates = in_turn(sides)
-    told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
-    tell(f"- cnn, batch {batch}, images/s: {told}")
+        tell_rates(f"cnn, batch {batch}, images/s", sides)
 
 
 def check_precision(model, pixels):
@@ -530,9 +533,7 @@ def check_precision(model, pixels):
             more = f"{words} --precision {precision}"
             sides[precision] = (SCRIPT, more, {})
             sides[f"{precision}, channels_last"] = (last, more, {})
-        rates = in_turn(sides, rounds=2)
-    told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
-    tell(f"- {model} at {pixels} pixels, images/s: {told}")
+        tell_rates(f"{model} at {pixels} pixels, images/s", sides, rounds=2)
 
 
 def check_loading():
@@ -541,9 +542,8 @@ def check_loading():
     words = f"--model resnet18 --precision bf16 --learning_rate 1e-4 --batch_size {batch}"
     with few_images(count, (3, 224, 224)) as data:
         words = f"{words} {data} {in_rows(3, 16)} --num_workers"
-        rates = in_turn({str(workers): (SCRIPT, f"{words} {workers}", {}) for workers in (0, 2, 4)})
-    told = ", ".join(f"{name} {value:,.0f}" for name, value in rates.items())
-    tell(f"- resnet18 at 224 pixels, images/s by the number of workers: {told}")
+        sides = {str(workers): (SCRIPT, f"{words} {workers}", {}) for workers in (0, 2, 4)}
+        tell_rates("resnet18 at 224 pixels, images/s by the number of workers", sides)
 
 
 def check_quantize():

@@ -49,19 +49,21 @@ def test_fit_finds_the_line():
     assert fit_line([1000, 2000], [1e-6, 3e-6], 2)[0] == 0
 
 
-def test_a_wrong_sum_is_found(attempt, tmp_path):
+CHECK = "        if (buffer !="
+
+
+def test_a_wrong_sum_is_found(attempt, changed):
     """A sum that is wrong in one element on one process ends the measurement."""
-    text, check = (ROOT / "multigpu/allreduce.py").read_text(), "        if (buffer !="
-    (copy := tmp_path / "multigpu/allreduce.py").parent.mkdir()
-    copy.write_text(text.replace(check, f"        buffer[5] += dist.get_rank()\n{check}"))
+    wrong = f"        buffer[5] += dist.get_rank()\n{CHECK}"
+    copy = changed("multigpu/allreduce.py", {CHECK: wrong})
     status, _, err = attempt(copy, *SIZES, processes=2)
     assert status and "rank 1: an all-reduce of 4096 bytes gave a wrong sum" in err, err
 
 
-def test_more_seconds_are_more_repeats(run, tmp_path):
-    text, repeats = (ROOT / "multigpu/allreduce.py").read_text(), "        times = [time_all_reduce"
-    (copy := tmp_path / "multigpu/allreduce.py").parent.mkdir()
-    copy.write_text(text.replace(repeats, f"        print('repeats', repeats)\n{repeats}"))
+def test_more_seconds_are_more_repeats(run, changed):
+    repeats = "        times = [time_all_reduce"
+    told = f"        print('repeats', repeats)\n{repeats}"
+    copy = changed("multigpu/allreduce.py", {repeats: told})
     counts = []
     for seconds in ("0.001", "0.3"):
         out = run(copy, *SIZES[:4], "--seconds", seconds, processes=2)
@@ -69,11 +71,10 @@ def test_more_seconds_are_more_repeats(run, tmp_path):
     assert counts[1] > 5 * counts[0], counts
 
 
-def test_a_hung_process_ends_the_measurement(attempt, tmp_path):
+def test_a_hung_process_ends_the_measurement(attempt, changed):
     """Of two processes one hangs: the other one ends the run after --timeout, not in 10 minutes."""
-    text, check = (ROOT / "multigpu/allreduce.py").read_text(), "        if (buffer !="
-    (copy := tmp_path / "multigpu/allreduce.py").parent.mkdir()
-    copy.write_text(text.replace(check, f"        time.sleep(300 * dist.get_rank())\n{check}"))
+    hang = f"        time.sleep(300 * dist.get_rank())\n{CHECK}"
+    copy = changed("multigpu/allreduce.py", {CHECK: hang})
     start = time.monotonic()
     status, _, err = attempt(copy, *SIZES, "--timeout", 3, processes=2)
     assert status and "imed out" in err and time.monotonic() - start < 200, err
@@ -233,10 +234,9 @@ FAULTS = {  # (processes, those that are started, those that are killed or hang,
 }
 
 
-def test_who_is_missing_is_named(tmp_path):
+def test_who_is_missing_is_named(changed, tmp_path):
     """One line, from one process, two seconds after the last sign of life."""
-    text, there = (ROOT / "multinode/allreduce.py").read_text(), "        progress |= {"
-    assert text.count(there) == 1
+    there = "        progress |= {"
     fault = f"""
         if progress["round"] == 1 and rank in map(int, os.environ["LOST"].split()):
             if rank == 2:
@@ -247,8 +247,8 @@ def test_who_is_missing_is_named(tmp_path):
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
 {there}"""
-    (script := tmp_path / "allreduce.py").write_text(text.replace(there, fault))
-    command = [script, "--pairs", "--seconds", "0.05", "--timeout", "2"]
+    words = "--pairs --seconds 0.05 --timeout 2".split()
+    command = [changed("multinode/allreduce.py", {there: fault}), *words]
 
     def attempt(count, started, lost, expected):
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | LOOPBACK

@@ -16,7 +16,8 @@ def test_sides_of_a_ratio_take_turns(run, data, tmp_path):
     """Its sides are train.py, whose first steps do not count, two of them at once, and a script."""
     (tmp_path / "train.py").write_text(NANOGPT)
     nanogpt = f"{BENCHMARK} nanogpt --folder {tmp_path}"
-    script = f"OMP_NUM_THREADS=1 singlegpu/gpt.py --dataset {data}/words.txt --max_steps 5"
+    small = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 12 --max_steps 5"
+    script = f"OMP_NUM_THREADS=1 singlegpu/gpt.py --dataset {data}/words.txt {small}"
     sides = [nanogpt, f"{nanogpt} & {nanogpt}", script]
     out = run(BENCHMARK, "ratio", *sides, "--rounds", 1, "--columns", "forward")
     rows = [line.strip("| ").split(" | ") for line in out.splitlines()[-3:]]
@@ -38,7 +39,7 @@ def test_steps_to_a_loss(run, data):
     out = run(BENCHMARK, "steps", *words)
     small, large = [float(line.split(" | ")[2]) for line in out.splitlines()[-2:]]
     assert 0 < large < small < 200, out
-    assert "inf" in run(BENCHMARK, "steps", *words, "--loss", 0)
+    assert "inf" in run(BENCHMARK, "steps", *words, "--loss", 0, "--max_steps", 20)
 
 
 def test_ways_to_read_a_large_file(run, tmp_path):

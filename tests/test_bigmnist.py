@@ -83,10 +83,10 @@ def test_augmentation_is_torchvisions(monkeypatch):
         assert (one != torch.from_numpy(image)).float().mean() > 0.3, number
 
 
-def test_killed_and_started_again(big, start, run, tmp_path):
+def test_killed_and_started_again(big, fork, run, tmp_path):
     """The same command ends with the same bytes, and a third one does not write them again."""
     out = tmp_path / "bigmnist"
-    job = start(SCRIPT, *SMALL, "--out", out)
+    job = fork(SCRIPT, *SMALL, "--out", out)
     half_a_version, unfinished = 1 << 20, tmp_path / "bigmnist.tmp" / FILES[0]
     size = lambda: unfinished.exists() and unfinished.stat().st_size  # noqa: E731
     wait_for(lambda: size() > half_a_version or job.process.poll() is not None)

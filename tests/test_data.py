@@ -11,14 +11,10 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from conftest import ROOT, wait_for
 from PIL import Image
-from prediction import with_band
+from test_examples import network  # noqa: F401 - a fixture
 from test_models import module
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DistilBertConfig, DistilBertForSequenceClassification
-from transformers import PreTrainedTokenizerFast
 
 SCRIPT = "singlegpu/make_images.py"
 CLASSES = datasets.ClassLabel(names=["cat", "dog"])
@@ -54,11 +50,15 @@ def make(run, source, out, *more):
     return run(SCRIPT, source, "--size", 8, "--out", out, *more)
 
 
-def refuse(attempt, source, out, *more):
-    """The one line with which the script ends, before it has written an image."""
-    status, _, err = attempt(SCRIPT, source, "--size", 8, "--out", out, *more)
-    assert status == 1 and "Traceback" not in err and not out.exists(), err
-    return err.splitlines()[-1]
+@pytest.fixture
+def refuse(refused, tmp_path):
+    """refuse(message, source): the script ends with it before it has written an image."""
+
+    def refuse(message, source, out=tmp_path / "no"):
+        refused(message, SCRIPT, source, "--size", 8, "--out", out)
+        assert not out.exists()
+
+    return refuse
 
 
 @pytest.mark.parametrize("missing", [-1, None])
@@ -87,12 +87,12 @@ def test_which_labels_are_missing(run, tmp_path):
     assert (out / "classes.txt").read_text() == "1.0\n2.0\n10.0\n"
 
 
-def test_splits_that_do_not_serve(run, attempt, tmp_path):
+def test_splits_that_do_not_serve(run, refuse, tmp_path):
     """The split is named, before an image is decoded. Validation takes the place of test."""
     source = write_split(tmp_path / "secret", "train", [0, 1] * 30)
     write_split(source, "test", [-1] * 10)
     out = tmp_path / "out"
-    assert "test has no labels" in refuse(attempt, source, out)
+    refuse("test has no labels", source)
     write_split(source, "validation", [0, 1] * 5)
     assert "10 of 10 rows of test have no label" in make(run, source, out)
     assert arrays(out, "test")[0].shape == (10, 3, 8, 8)
@@ -106,10 +106,10 @@ def test_splits_that_do_not_serve(run, attempt, tmp_path):
     for number, (message, splits) in enumerate(cases.items()):
         for split, labels in splits.items():
             source = write_split(tmp_path / f"case{number}", split, labels, others)
-        assert message in refuse(attempt, source, tmp_path / "no")
+        refuse(message, source)
     source = write_split(tmp_path / "apart", "train", [0, 1] * 9)
     write_split(source, "test", [1, 2], others)
-    assert "differ in classes: ['bird']" in refuse(attempt, source, tmp_path / "no")
+    refuse("differ in classes: ['bird']", source)
 
 
 def write_folders(folder, levels=(50, 200), count=20, dtype=np.uint8, suffix="png"):
@@ -133,7 +133,7 @@ def test_pictures_of_16_bits_are_scaled(run, tmp_path, suffix, dtype):
         assert (images[:, 0, 0, 0] == np.where(labels == 1, 40000 // 256, 9000 // 256)).all()
 
 
-def test_pictures_that_have_no_range_are_refused(attempt, run, tmp_path):
+def test_pictures_that_have_no_range_are_refused(refuse, run, tmp_path):
     """32 bits, floats, and whatever becomes (nearly) one level of 256."""
     cases = {
         "int": ("i4", (9000, 40000)),
@@ -142,14 +142,13 @@ def test_pictures_that_have_no_range_are_refused(attempt, run, tmp_path):
     }
     for name, (dtype, levels) in cases.items():
         source = write_folders(tmp_path / name, levels, dtype=dtype, suffix="tif")
-        line = refuse(attempt, source, tmp_path / "no")
-        assert ("between 3 and 15" if name == "12 bits" else "none of the first 4 images") in line
+        refuse("between 3 and 15" if name == "12 bits" else "none of the first 4 images", source)
     source = write_folders(tmp_path / "some")
     Image.fromarray(np.full((8, 8), 0.5, "f4")).save(source / "class1/0.tif")
     assert "1 broken ones left out" in make(run, source, tmp_path / "out")
 
 
-def test_classes_of_folders(run, attempt, tmp_path):
+def test_classes_of_folders(run, refuse, tmp_path):
     """Hidden folders are none. Train numbers the classes, and those that differ are named."""
     photos = tmp_path / "photos"
     write_folders(photos / "train", (50, 120, 200))
@@ -163,12 +162,10 @@ def test_classes_of_folders(run, attempt, tmp_path):
     assert (images[:, 0, 0, 0] == np.where(labels == 2, 200, 50)).all() and len(labels) == 40
     assert len(arrays(out, "train")[1]) == 60
     (photos / "val/class2").rename(photos / "val/kiwi")
-    assert "val has classes that train has not: ['kiwi']" in refuse(
-        attempt, photos, tmp_path / "no"
-    )
+    refuse("val has classes that train has not: ['kiwi']", photos)
 
 
-def test_folders_of_splits(run, attempt, tmp_path):
+def test_folders_of_splits(run, refuse, tmp_path):
     """A split is no class, however its folder is written; valid is one, too."""
     write_folders(tmp_path / "photos/train")
     write_folders(tmp_path / "photos/valid", count=3)
@@ -176,10 +173,10 @@ def test_folders_of_splits(run, attempt, tmp_path):
     assert len(arrays(out, "train")[1]) == 40 and len(arrays(out, "test")[1]) == 6
     (tmp_path / "photos/train").rename(tmp_path / "photos/Train")
     (tmp_path / "photos/valid").rename(tmp_path / "photos/Val")
-    assert "in small letters" in refuse(attempt, tmp_path / "photos", tmp_path / "no")
+    refuse("in small letters", tmp_path / "photos")
     source = write_folders(tmp_path / "names")
     os.rename(source / "class0/0.png", os.fsencode(source / "class0") + b"/k\xf6ter.png")
-    assert "UTF-8" in refuse(attempt, source, tmp_path / "no")
+    refuse("UTF-8", source)
 
 
 def test_photographs(run, attempt, tmp_path):
@@ -202,7 +199,7 @@ def test_photographs(run, attempt, tmp_path):
         assert status == 1 and f"cannot read {path}" in err
 
 
-def test_files_that_do_not_fit_the_source(attempt, run, tmp_path):
+def test_files_that_do_not_fit_the_source(refuse, run, tmp_path):
     """An earlier run's files are gone on with only if its labels are those of the source."""
     source = write_folders(tmp_path / "photos")
     whole, out, unfinished = (tmp_path / name for name in ("whole", "out", "out.8rgb.tmp"))
@@ -214,10 +211,10 @@ def test_files_that_do_not_fit_the_source(attempt, run, tmp_path):
         unfinished.mkdir(exist_ok=True)
         (unfinished / "train_images.npy").write_bytes((whole / "train_images.npy").read_bytes())
         array.tofile(unfinished / "train_labels.tmp")
-        assert "remove their folder" in refuse(attempt, source, out)
+        refuse("remove their folder", source, out)
     labels.tofile(unfinished / "train_labels.tmp")
     os.truncate(unfinished / "train_images.npy", 1000)  # fewer images than labels
-    assert "remove their folder" in refuse(attempt, source, out)
+    refuse("remove their folder", source, out)
     (unfinished / "train_images.npy").write_bytes((whole / "train_images.npy").read_bytes())
     (unfinished / "train_labels.tmp").write_bytes(labels[:9].tobytes() + b"torn")
     make(run, source, out)
@@ -234,7 +231,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("script", ["make_images", "make_bigmnist"])
-def test_a_full_disk(attempt, run, tmp_path, script):
+def test_a_full_disk(refused, run, tmp_path, script):
     """It ends in one line, and the same command goes on. A limit on files stands for the disk."""
     limited, out = tmp_path / "limited.py", tmp_path / "out"
     limited.write_text(LIMITED)
@@ -243,15 +240,14 @@ def test_a_full_disk(attempt, run, tmp_path, script):
     if script == "make_images":
         words, size = [write_folders(tmp_path / "photos", count=40), "--size", 64], 200_000
     words = (f"singlegpu/{script}.py", *words, "--out", out)
-    status, _, err = attempt(*words, before=(limited, size))
-    assert status == 1 and "File too large" in err and "Traceback" not in err, err
+    err = refused("File too large", *words, before=(limited, size))
     assert "cannot write to" in err and "the same command goes on" in err
     run(*words)
     images, labels = arrays(out, "train")
     assert len(images) == len(labels) and images[-1].any()
 
 
-def test_stopped_at_a_time_limit(start, run, tmp_path):
+def test_stopped_at_a_time_limit(fork, run, tmp_path):
     """Status 75 says that it has written, and can go on."""
     source, out, fifo = tmp_path / "source", tmp_path / "out", tmp_path / "late.png"
     source.mkdir()
@@ -263,7 +259,7 @@ def test_stopped_at_a_time_limit(start, run, tmp_path):
         table = pd.DataFrame({"image": images, "label": np.arange(count) % 2})
         table.to_parquet(source / f"{split}.parquet")
     os.mkfifo(fifo)
-    job = start(SCRIPT, source, "--size", 8, "--out", out)
+    job = fork(SCRIPT, source, "--size", 8, "--out", out)
     labels = tmp_path / "out.8rgb.tmp/train_labels.tmp"
     wait_for(lambda: (labels.exists() and labels.stat().st_size) or job.process.poll() is not None)
     job.process.send_signal(signal.SIGUSR2)
@@ -286,15 +282,13 @@ def write_nothing(fifo):
     return True
 
 
-def paste(name, place, folder="singlegpu"):
-    """Write images.py of a folder, with this section in place of its own."""
-    script = place / folder / "mine.py"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(with_band((ROOT / f"examples/{name}.py").read_text(), f"{folder}/images.py"))
-    return script
+@pytest.fixture
+def example(paste):
+    """example(name, folder="singlegpu") is the path of images.py with this section in its place."""
+    return lambda name, *folder: paste((ROOT / f"examples/{name}.py").read_text(), *folder)
 
 
-def test_table(run, attempt, tmp_path):
+def test_table(run, refused, example, tmp_path):
     """A constant column, and targets that are not there; then cells that are not numbers."""
     numbers = np.random.default_rng(0).standard_normal((300, 3))
     seconds = 1.7e9 + numbers[:, 0]  # more digits than float32 has
@@ -304,18 +298,16 @@ def test_table(run, attempt, tmp_path):
     ]
     path = tmp_path / "table.csv"
     path.write_text("\n".join(["time,constant,b,target", *lines]))
-    two = paste("table", tmp_path, "multigpu")
-    out = run(two, "--table", path, "--max_steps", 1, processes=2)
+    out = run(example("table", "multigpu"), "--table", path, "--max_steps", 1, processes=2)
     assert out.count("10 of 300 rows have no target") == 1  # not by each process
-    script = paste("table", tmp_path)
+    script = example("table")
     out = run(script, "--table", path, "--epochs", 3)
     assert "10 of 300 rows have no target" in out
     losses = [float(loss) for loss in re.findall(r"val_loss ([\d.]+)  val_mae", out)]
     assert len(losses) == 3 and losses[-1] < 0.9, out
-    for cell, message in (("", "in time"), ("word", "in time"), ("inf", "in time")):
+    for cell in ("", "word", "inf"):
         path.write_text("\n".join(["time,constant,b,target", *lines, f"{cell},0.1,1,1"]))
-        status, _, err = attempt(script, "--table", path)
-        assert status == 1 and message in err and "Traceback" not in err, err
+        refused("in time", script, "--table", path)
     others = {
         "a;b;price\n0,12;0,3;1,2\n1,5;2,5;3,5": "Length of header",  # another separator
         "0.5,1.5\n2.5,3.5": "numbers, not names",
@@ -324,8 +316,7 @@ def test_table(run, attempt, tmp_path):
     }
     for text, message in others.items():
         path.write_text(text)
-        status, _, err = attempt(script, "--table", path)
-        assert status == 1 and message in err and "Traceback" not in err, err
+        refused(message, script, "--table", path)
     curves = []
     for has_numbers in (True, False):  # of its rows, which are no feature
         pd.DataFrame(numbers, columns=["a", "b", "c"]).to_csv(path, index=has_numbers)
@@ -334,15 +325,14 @@ def test_table(run, attempt, tmp_path):
     assert curves[0] == curves[1]
 
 
-def test_series(run, attempt, tmp_path):
+def test_series(run, refused, example, tmp_path):
     """A constant column trains; cells that are not numbers are named by their column."""
-    path, script = tmp_path / "series.csv", paste("forecast", tmp_path)
+    path, script = tmp_path / "series.csv", example("forecast")
     waves = np.sin(np.arange(300) / 4)
     lines = ["date,constant,wave", *(f"day {day},20.0,{wave}" for day, wave in enumerate(waves))]
     path.write_text("\n".join(lines))
     words = (script, "--series", path, "--window", 24, "--horizon", 6)
-    status, _, err = attempt(*words)
-    assert status == 1 and "no number in date" in err and "Traceback" not in err, err
+    refused("no number in date", *words)
     out = run(*words, "--skip", "date", "--epochs", 4)
     mae, naive = re.findall(r"val_mae ([\d.]+)\s+val_naive ([\d.]+)", out)[-1]
     assert float(mae) < float(naive) / 2, out
@@ -351,13 +341,12 @@ def test_series(run, attempt, tmp_path):
         ("day 300,20.0,1,2", "Expected 3 fields"),  # as with decimal commas
     ):
         path.write_text("\n".join([*lines, line]))
-        status, _, err = attempt(*words, "--skip", "date")
-        assert status == 1 and message in err and "Traceback" not in err, err
+        refused(message, *words, "--skip", "date")
 
 
-def test_masks(run, attempt, tmp_path):
+def test_masks(run, attempt, refused, example, tmp_path):
     """255 is no label, and no part of the mean. A mask of other classes is named."""
-    script = paste("segmentation", tmp_path)
+    script = example("segmentation")
     for split in ("train", "val"):
         for folder in ("images", "masks"):
             (tmp_path / split / folder).mkdir(parents=True)
@@ -376,49 +365,30 @@ def test_masks(run, attempt, tmp_path):
     status, _, err = attempt(*words)
     assert status and "masks/3.png is no grey image of 0 to --num_classes - 1" in err, err
     (tmp_path / "train/images/4.jpg").unlink()
-    status, _, err = attempt(*words)
-    assert status == 1 and "have no image: ['4.png']" in err and "Traceback" not in err, err
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    """A folder with a tiny network and its tokenizer, as the Hub has them."""
-    folder = tmp_path_factory.mktemp("network")
-    vocab = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *"abcdef123"])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    sizes = {"vocab_size": len(vocab), "max_position_embeddings": 16, "dim": 16, "hidden_dim": 32}
-    torch.manual_seed(0)  # the weights do not depend on what other tests have drawn
-    config = DistilBertConfig(**sizes, n_layers=1, n_heads=2, num_labels=3)
-    DistilBertForSequenceClassification(config).save_pretrained(folder)
-    return folder
+    refused("have no image: ['4.png']", *words)
 
 
 HEADERS = {"numbers": "1 2 3", "words": "bird sand wood"}
 
 
 @pytest.mark.parametrize("kind", HEADERS)
-def test_labels_of_texts(run, attempt, network, tmp_path, kind):
+def test_labels_of_texts(run, refused, network, example, tmp_path, kind):  # noqa: F811
     """Labels from 1, or words; some are not there. A text may be empty, or a number."""
     names = HEADERS[kind].split()
     rows = [f"{letters},{name}" for letters, name in zip(("a b", "c d", "1"), names)] * 20
     rows += [f",{names[0]}"] * 3 + ["a b,"] * 4
     for split in ("train", "test"):
         (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]))
-    script = paste("huggingface", tmp_path)
+    script = example("huggingface")
     words = ("--network", network, "--texts", tmp_path, "--seq_len", 4, "--learning_rate", 0.02)
-    out = run(script, *words, "--batch_size", 9, "--epochs", 3)
+    out = run(script, *words, "--batch_size", 9, "--epochs", 8)
     assert "4 of 67 rows of train have no label" in out
     assert float(re.findall(r"val_acc ([\d.]+)", out)[-1]) > 0.9, out
     if kind == "words":
         (tmp_path / "test.csv").write_text("text,label\na b,bird\nc,stone")
-        status, _, err = attempt(script, *words)
-        assert status == 1 and "test has labels that train has not: ['stone']" in err, err
+        refused("test has labels that train has not: ['stone']", script, *words)
         (tmp_path / "test.csv").write_text("text,label\na b,\nc d,")
-        status, _, err = attempt(script, *words)
-        assert status == 1 and "test has no labels" in err and "Traceback" not in err, err
+        refused("test has no labels", script, *words)
 
 
 TEXT = ("singlegpu/text.py", "--seq_len", 32, "--batch_size", 10, "--learning_rate", 0.02)
@@ -453,7 +423,7 @@ def test_texts_that_no_vocabulary_covers(run, tmp_path):
     assert len(re.findall(r"\d\d% of all tokens of train are \[UNK\]", out)) == 1, out
 
 
-def test_texts_whose_labels_do_not_serve(attempt, tmp_path):
+def test_texts_whose_labels_do_not_serve(run, refused, tmp_path):
     """The split is named, before anything is learned. Validation takes the place of test."""
     lines = ["a b,bird", "c d,stone"] * 10
     for test, message in (
@@ -461,11 +431,10 @@ def test_texts_whose_labels_do_not_serve(attempt, tmp_path):
         (["a b,", "c d,NA"], "test has no labels"),
     ):
         folder = write_texts(tmp_path / "texts", lines, test)
-        status, _, err = attempt(*TEXT, "--dataset", folder)
-        assert status == 1 and message in err and "Traceback" not in err, err
+        refused(message, *TEXT, "--dataset", folder)
     (folder / "validation.csv").write_text("\n".join(["text,label", *lines[:4]]))
-    status, out, err = attempt(*TEXT, "--dataset", folder, "--max_steps", 1)
-    assert status == 0 and "2 of 2 rows of test have no label" in out, err
+    out = run(*TEXT, "--dataset", folder, "--max_steps", 1)
+    assert "2 of 2 rows of test have no label" in out
     assert "20 and 4 texts, labels ['bird', 'stone']" in out
     folder = write_texts(tmp_path / "none", ["a b,-1"] * 9, ["a b,1"] * 9)
     one = write_texts(tmp_path / "one", ["a b,1"] * 9 + ["a b,-1"] * 9, ["a b,1"] * 9)
@@ -481,11 +450,10 @@ def test_texts_whose_labels_do_not_serve(attempt, tmp_path):
         (alone, "test is not there"),
         (mixed, "some labels are words, and others are numbers"),
     ):
-        status, _, err = attempt(*TEXT, "--dataset", case)
-        assert status == 1 and message in err and "Traceback" not in err, err
+        refused(message, *TEXT, "--dataset", case)
 
 
-def test_files_that_are_no_text(attempt, tmp_path):
+def test_files_that_are_no_text(refused, tmp_path):
     """Text of 16 bits a character, a file of ids in place of its folder, ids of 32 bits."""
     (tmp_path / "text").write_text("to be or not to be " * 99, encoding="utf-16")
     ids = np.arange(2000, dtype=np.uint32) % 256
@@ -494,11 +462,10 @@ def test_files_that_are_no_text(attempt, tmp_path):
         ids.tofile(tmp_path / f"{split}.bin")
     cases = {"text": "bytes of 0", "ids.bin": "bytes of 0", "": "more than 16 bits"}
     for name, message in cases.items():
-        status, _, err = attempt("singlegpu/gpt.py", "--dataset", tmp_path / name)
-        assert status == 1 and message in err and "Traceback" not in err, err
+        refused(message, "singlegpu/gpt.py", "--dataset", tmp_path / name)
 
 
-def test_pairs_of_the_hub(run, attempt, tmp_path):
+def test_pairs_of_the_hub(run, refused, tmp_path):
     """A column of dictionaries; Chinese; digits; pairs that lack a side are left out."""
     words = dict(zip("0123456789", "零一二三四五六七八九"))
     numbers = [str(number) for number in range(100, 160)]
@@ -511,8 +478,7 @@ def test_pairs_of_the_hub(run, attempt, tmp_path):
     script, sides = "singlegpu/translation.py", ("--source", "en", "--target", "zh")
     out = run(script, *words, *sides, "--max_steps", 1)
     assert "2 of 62 rows of train lack en or zh: left out" in out and "[UNK]" not in out, out
-    status, _, err = attempt(script, *words, "--source", "de")
-    assert status == 1 and "cannot read" in err and "Traceback" not in err, err
+    refused("cannot read", script, *words, "--source", "de")
     lines = [f"{number},{number}" for number in numbers]
     for split in ("train", "validation", "test"):
         (tmp_path / f"{split}.json").unlink()

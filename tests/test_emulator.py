@@ -1,44 +1,16 @@
-"""Scripts on an emulated accelerator: they train alike, and what a GPU would punish is told.
-
-Copies of the scripts are changed by replacing a piece of their text, which must be there once.
-"""
+"""Scripts on an emulated accelerator: they train alike, and what a GPU would punish is told."""
 
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import ENVIRONMENT, ROOT, curve, rows
+from conftest import ROOT, Job, curve, rows
 
-EMULATED = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "tests/emulator")}
 MNIST = {"singlegpu": 1, "multigpu": 2, "multinode": 3, "hybrid": 4}  # processes
 
 
 pytestmark = pytest.mark.usefixtures("emulator")
-
-
-def python(words, cwd, env=EMULATED):
-    """Starts Python as README says it. Returns status, stdout, stderr."""
-    words = [sys.executable, *map(str, words)]
-    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.fixture
-def changed(tmp_path):
-    """changed(script, {text: other, ...}) is the path of such a copy."""
-
-    def changed(script, changes):
-        content = (ROOT / script).read_text()
-        for text, other in changes.items():
-            assert content.count(text) == 1, text
-            content = content.replace(text, other)
-        (copy := tmp_path / script).parent.mkdir(exist_ok=True)
-        copy.write_text(content)
-        return copy
-
-    return changed
 
 
 # == They train as on the CPU, and the host waits in no step ==
@@ -161,9 +133,11 @@ def test_mnist_trains_alike(run, data, changed, tmp_path, folder):
 
 def test_a_users_start(data, tmp_path):
     """With PYTHONPATH alone, as README says, for the script and for the processes it starts."""
-    words = (ROOT / "multigpu/mnist.py", "--num_gpus", 2, "--data_dir", data, "--epochs", 1)
-    status, out, err = python(["-W", "error::UserWarning", *words], tmp_path)
-    assert status == 0 and "epoch 0: train_loss" in out and "| multigpu | 2 |" in out, err
+    words = [sys.executable, "-W", "error::UserWarning", ROOT / "multigpu/mnist.py"]
+    words += ["--num_gpus", 1, "--data_dir", data, "--epochs", 1]
+    job = Job(words, tmp_path, PYTHONPATH=str(ROOT / "tests/emulator"))
+    status, out, err = job.wait()
+    assert status == 0 and "epoch 0: train_loss" in out and "| multigpu | 1 |" in out, err
 
 
 def test_quantize(run, words, tmp_path):
@@ -348,99 +322,77 @@ SIDE = """        run.side = getattr(run, "side", None) or torch.Stream(run.devi
 SIDE_WAITED = SIDE + "        torch.accelerator.current_stream().wait_stream(run.side)\n"
 SAME = "Expected all tensors to be on the same device"
 ALONE = "No backend type associated with device type"
-ERRORS = {  # name: (script, {text: other}, flags, error)
+MORE = {  # flags that some of them need
+    "device in a worker": "--num_workers 1",
+    "memory not pinned": "--batch_size 240",
+    "pinned in vain": "--seq_len 352 --num_layers 1",
+}
+ERRORS = {  # name: (script, {text: other}, error)
     "device not set": (
         "multigpu/mnist.py",
         {"torch.accelerator.set_device_index(rank)": "pass"},
-        "",
         "event not ready",
     ),
     "event read early": (
         "multigpu/mnist.py",
         {"results.tolist()": "(0.0, torch.emu.sleep(1.0) or 0.0)"},
-        "",
         "event not ready",
     ),
-    "model not moved": ("multigpu/mnist.py", {"*layers).to(device)": "*layers)"}, "", ALONE),
+    "model not moved": ("multigpu/mnist.py", {"*layers).to(device)": "*layers)"}, ALONE),
     "CPU tensor sent": (
         "multigpu/mnist.py",
         {"dist.all_reduce(results)": "dist.all_reduce(results.cpu())"},
-        "",
         ALONE,
     ),
     "CPU's sums sent": (
         "multigpu/images.py",
         {'        backend = f"cpu:gloo,{run.device.type}:{backend}"\n': ""},
-        "",
         ALONE,
     ),
     "NumPy on the device": (
         "singlegpu/images.py",
         {"(logits.argmax(1) == labels).sum()": "(logits.argmax(1) == labels).numpy().sum()"},
-        "",
         "can't convert emu",
     ),
-    "batch not moved": (
-        "multinode/images.py",
-        {MOVED: "        batch = next(batches)\n"},
-        "",
-        SAME,
-    ),
+    "batch not moved": ("multinode/images.py", {MOVED: "        batch = next(batches)\n"}, SAME),
     "one device for all": (
         "multinode/images.py",
         {"torch.device(run.local_rank % num_devices)": "torch.device(0)"},
-        "",
         "Duplicate GPU detected",
     ),
     "event without timing": (
         "multigpu/images.py",
         {"torch.Event(self.device, enable_timing=True)": "torch.Event(self.device)"},
-        "",
         "enable_timing",
     ),
     "flush without waiting": (
         "multigpu/images.py",
         {"            torch.accelerator.synchronize()\n": "            pass\n"},
-        "",
         "event not ready",
     ),
     "hook before the gradients": (
         "multigpu/images.py",
         {"stream.wait_stream(torch.accelerator.current_stream())": "pass"},
-        "",
         "race",
     ),
-    "batch of a side stream": (
-        "singlegpu/images.py",
-        {MOVED: SIDE},
-        "",
-        "race",
-    ),
-    "no record_stream": (
-        "multigpu/images.py",
-        {MOVED: SIDE_WAITED},
-        "",
-        "record_stream is missing",
-    ),
+    "batch of a side stream": ("singlegpu/images.py", {MOVED: SIDE}, "race"),
+    "no record_stream": ("multigpu/images.py", {MOVED: SIDE_WAITED}, "record_stream is missing"),
     "device in a worker": (
         "singlegpu/images.py",
         {
             "        seeds, indices = request\n": "        seeds, indices = request\n"
             "        torch.zeros(1, device=0)\n"
         },
-        "--num_workers 1",
         "Cannot re-initialize emu in a forked subprocess",
     ),
     "activations not moved": (
         "hybrid/images.py",
         {"stage(activations.to(stage_device))": "stage(activations)"},
-        "",
         SAME,
     ),
     "logits not moved": (
         "hybrid/images.py",
         {"return activations.to(images.device)": "return activations"},
-        "",
         SAME,
     ),
     "buffers by gloo": (
@@ -450,19 +402,16 @@ ERRORS = {  # name: (script, {text: other}, flags, error)
             "nn.Dropout(args.dropout),\n            nn.Linear(512": "nn.BatchNorm1d(512),\n"
             "            nn.Linear(512",
         },
-        "",
         ALONE,
     ),
     "events of each stage's GPU": (
         "hybrid/images.py",
         {"clock, streams = self.comm_clock, [current]": "return super().now()"},
-        "",
         "events of two devices",
     ),
     "sums used before they are there": (
         "hybrid/gpt_pipeline.py",
         {"    reducing.wait()\n": ""},
-        "",
         "race",
     ),
 }
@@ -470,54 +419,41 @@ ERRORS = {  # name: (script, {text: other}, flags, error)
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_a_gpu_would_punish_is_told(attempt, data, words, changed, tmp_path, name):
-    script, changes, flags, told = ERRORS[name]
+    script, changes, told = ERRORS[name]
     task = ("--data_dir", data, "--epochs", 1)
     if "mnist" not in script:
         task = words("gpt" if "gpt" in script else "mlp")[1:]
     processes = 1 if "singlegpu" in script else 2
-    status, out, err = attempt(
-        changed(script, changes),
-        *task,
-        *flags.split(),
-        processes=processes,
-        cwd=tmp_path,
-        EMU_DEVICES="4",
-    )
+    words = (changed(script, changes), *task, *MORE.get(name, "").split())
+    status, out, err = attempt(*words, processes=processes, cwd=tmp_path, EMU_DEVICES="4")
     assert status and told in err, (out, err)
 
 
 FORWARD = '        run.watch.mark("forward")\n'
-WAITING = {  # name: (script, {text: other}, flags): the host waits in each step
-    "loss read": ("multigpu/images.py", {FORWARD: FORWARD + "        loss.item()\n"}, ""),
-    "loss of stages read": ("hybrid/images.py", {FORWARD: FORWARD + "        print(loss)\n"}, ""),
+WAITING = {  # name: (script, {text: other}): the host waits in each step
+    "loss read": ("multigpu/images.py", {FORWARD: FORWARD + "        loss.item()\n"}),
+    "loss of stages read": ("hybrid/images.py", {FORWARD: FORWARD + "        print(loss)\n"}),
     "norm read": (
         "hybrid/gpt_fsdp.py",
         {"    norm = norm.full_tensor()": "    norm = norm.full_tensor()\n        print(norm)"},
-        "",
     ),
     "GPU waited for in place of a stage": (
         "hybrid/gpt_pipeline.py",
         {"dist.all_reduce(self.zero, group=pipeline_group)": "torch.accelerator.synchronize()"},
-        "",
     ),
     "memory not pinned": (
         "multigpu/images.py",
         {'pin_memory=run.device.type not in ("cpu", "mps"),': "pin_memory=False,"},
-        "--batch_size 240",
     ),
-    "pinned in vain": (
-        "singlegpu/gpt.py",
-        {"ids[:, :-1].contiguous()": "ids[:, :-1]"},
-        "--seq_len 352 --num_layers 1",
-    ),
-    "blocking copy": ("singlegpu/gpt.py", {"x.to(device, non_blocking=True)": "x.to(device)"}, ""),
+    "pinned in vain": ("singlegpu/gpt.py", {"ids[:, :-1].contiguous()": "ids[:, :-1]"}),
+    "blocking copy": ("singlegpu/gpt.py", {"x.to(device, non_blocking=True)": "x.to(device)"}),
 }
 
 
 @pytest.mark.parametrize("name", WAITING)
 def test_a_wait_in_each_step_is_seen(run, words, changed, name):
-    script, changes, flags = WAITING[name]
-    flags = (*words("gpt" if "gpt" in script else "mlp")[1:], *flags.split())
+    script, changes = WAITING[name]
+    flags = (*words("gpt" if "gpt" in script else "mlp")[1:], *MORE.get(name, "").split())
     processes = 1 if "singlegpu" in script else 2
     out = run(changed(script, changes | WAITS), *flags, processes=processes, EMU_DEVICES="4")
     assert len(waits_of(out)) == 4 * processes and min(waits_of(out)) > 0

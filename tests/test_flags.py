@@ -30,7 +30,6 @@ FLAGS = f"""
 --snapshot | */TASK | test_launchers.test_resumed_weights_are_those_of_an_undisturbed_run
 --snapshot | hybrid/* | test_hybrid.test_resumed_weights_are_those_of_an_undisturbed_run
 --log | {RUNS} | test_training.test_one_loss_curve
---trace | {RUNS} | test_trace.test_trace_is_the_last_step
 --timeout | */TASK | test_launchers.test_a_hung_process_ends_the_run_and_says_where
 --timeout | hybrid/* | soak_faults.test_a_hung_process_ends_the_job
 --num_gpus | multigpu/TASK | test_training.test_one_loss_curve
@@ -70,6 +69,7 @@ FLAGS = f"""
 --eager | quantize/TASK | test_quantize.test_compiled_rows
 --batch_size --num_samples --rounds --data_dir | quantize/TASK | test_flags.test_quantize
 --out | report | test_report.test_speedup_and_efficiency_by_hand
+--step | report | test_report.test_the_last_step_is_drawn_and_written
 --out | predict | test_predict.test_what_helps
 --processes | predict | test_predict.test_any_number_of_processes_and_nodes
 --gpus_per_node | predict | test_predict.test_prediction_over_nodes

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import ROOT, assert_same_weights, curve, load, rows, saved_at
+from conftest import ROOT, TIMEOUT, assert_same_weights, curve, free_port, load, rows, saved_at
 from conftest import wait_for, wait_for_saves
+from fork_server import run_all
 
 IMAGES, PIPELINE, FSDP = "hybrid/images.py", "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
 MNIST = "--dataset mnist --batch_size 24 --learning_rate 3e-4"
@@ -78,70 +79,49 @@ CHANGES = {  # {text of the first section of gpt.py: what stands there instead}
 
 
 @pytest.mark.parametrize("script", CHANGES)
-def test_gpt_with_own_sections(run, words, tmp_path, script):
+def test_gpt_with_own_sections(run, words, changed, tmp_path, script):
     """Stages draw the same random samples; shards have the buffers that no state dict holds."""
     for processes, path in enumerate(("singlegpu/gpt.py", script), start=1):
-        text = (ROOT / path).read_text()
-        for old, new in CHANGES[script].items():
-            assert text.count(old) == 1
-            text = text.replace(old, new)
-        copy, log = tmp_path / path, tmp_path / f"{processes}.jsonl"
-        copy.parent.mkdir()
-        copy.write_text(text)
-        more = ("--max_steps", 8, "--eval_every", 4, "--log", log)
-        run(copy, *words, *more, processes=processes)
+        more = ("--max_steps", 8, "--eval_every", 4, "--log", tmp_path / f"{processes}.jsonl")
+        run(changed(path, CHANGES[script]), *words, *more, processes=processes)
     one, two = (curve(tmp_path / f"{processes}.jsonl")[:, 0] for processes in (1, 2))
     np.testing.assert_allclose(two, one, rtol=1e-5)
 
 
-def test_gpt_sums_that_a_pipeline_does_not_know(attempt, run, words, tmp_path):
+def test_gpt_sums_that_a_pipeline_does_not_know(attempt, run, words, changed, tmp_path):
     """They end the run with an error that names them; named in SUMS, they are logged."""
-    (copy := tmp_path / PIPELINE).parent.mkdir()
-    sums = '"count": targets.numel()'
-    copy.write_text((ROOT / PIPELINE).read_text().replace(sums, f'{sums}, "acc": 1'))
-    few = (*words, "--max_steps", 2)
-    status, _, err = attempt(copy, *few, processes=2)
+    count, known = '"count": targets.numel()', 'SUMS = ("loss", "count"'
+    changes, few = {count: f'{count}, "acc": 1'}, (*words, "--max_steps", 2)
+    status, _, err = attempt(changed(PIPELINE, changes), *few, processes=2)
     assert status and "SUMS must name what batch_loss sums up: loss, count, acc" in err, err
-    copy.write_text(
-        copy.read_text().replace('SUMS = ("loss", "count")', 'SUMS = ("loss", "count", "acc")')
-    )
+    copy = changed(PIPELINE, changes | {known: f'{known}, "acc"'})
     run(copy, *few, "--log", tmp_path / "log.jsonl", processes=2)
     assert (curve(tmp_path / "log.jsonl", "train_acc", "val_acc")[:, 2:] > 0).all()
 
 
-MOVES = {  # script, processes, arguments of a run, which the next one goes on from
-    "gpt": (
-        ("singlegpu/gpt.py", 1, ()),
-        (PIPELINE, 4, ()),
-        ("multinode/gpt.py", 3, ()),
-        (FSDP, 4, ("--shard_size", 2)),
-        ("multinode/gpt.py", 1, ()),
-        (PIPELINE, 2, ()),
-        (FSDP, 2, ()),
-    ),
-    "images": (
-        ("multinode/images.py", 2, ()),
-        (IMAGES, 1, ("--num_stages", 2)),
-        ("multinode/images.py", 1, ()),
-        (IMAGES, 2, ("--num_stages", 3)),
-    ),
-}
+MOVES = (  # script, processes, arguments of a run, which the next one goes on from
+    ("singlegpu/gpt.py", 1, ()),
+    (PIPELINE, 4, ()),
+    ("multinode/gpt.py", 3, ()),
+    (FSDP, 4, ("--shard_size", 2)),
+    ("multinode/gpt.py", 1, ()),
+    (PIPELINE, 2, ()),
+    (FSDP, 2, ()),
+)
 
 
-@pytest.mark.parametrize("task", MOVES)
-def test_snapshots_move(run, words, images, tmp_path, task):
-    """Each row in another script: the losses of one that did all of them."""
-    base = words if task == "gpt" else [*images, "--model", "cnn"]
-    moves, curves = MOVES[task], []
-    for name, steps in ("moved", moves), ("stayed", moves[:1] * len(moves)):
+def test_gpt_snapshots_move(run, words, tmp_path):
+    """Each row in another script: the losses of one that did all of them. Images: test_emulator."""
+    curves = []
+    for name, steps in ("moved", MOVES), ("stayed", MOVES[:1] * len(MOVES)):
         for number, (script, processes, more) in enumerate(steps, start=1):
             log = tmp_path / f"{name}{number}.jsonl"
             more = (*more, "--snapshot", tmp_path / f"{name}.pt", "--log", log)
             more += ("--eval_every", 3, "--max_steps", 3 * number)
-            run(script, *base, *more, processes=processes)
+            run(script, *words, *more, processes=processes)
             assert [row["step"] for row in rows(log) if row["rank"] == 0] == [3 * number]
             curves.append(curve(log)[-1])
-    np.testing.assert_allclose(curves[: len(moves)], curves[len(moves) :], rtol=1e-5)
+    np.testing.assert_allclose(curves[: len(MOVES)], curves[len(MOVES) :], rtol=1e-5)
 
 
 def test_gpt_shards_and_stages_draw_the_same_text(run, words):
@@ -154,18 +134,18 @@ def test_gpt_shards_and_stages_draw_the_same_text(run, words):
 
 @pytest.mark.parametrize("script", (PIPELINE, FSDP, IMAGES))
 def test_resumed_weights_are_those_of_an_undisturbed_run(
-    start, run, words, images, tmp_path, chance, script
+    fork, run, words, images, tmp_path, chance, script
 ):
     """All processes are told to stop: the weights of an undisturbed run. Killed ones: the soak."""
     whole, cut, log = tmp_path / "whole.pt", tmp_path / "cut.pt", tmp_path / "cut.jsonl"
     task = [*images, "--model", "cnn"] if script == IMAGES else words
     base = [*task, "--dropout", 0.1, "--max_steps", 24, "--eval_every", 4]
-    job = start(script, *base, "--snapshot", cut, processes=2)
+    job = fork(script, *base, "--snapshot", cut, processes=2)
     wait_for_saves(job, cut, chance.randint(1, 3))
-    for worker in job.workers():  # a launcher's signal reaches each process
-        os.kill(worker, signal.SIGTERM)
+    for each in job.forks:  # a launcher's signal reaches each process
+        each.send_signal(signal.SIGTERM)
     status, out, err = job.wait()
-    assert status, err
+    assert status == os.EX_TEMPFAIL, err
     wait_for(lambda: not job.processes())
     step = load(cut)["step"]
     assert f"stopped at step {step} of 24" in out, out
@@ -175,11 +155,11 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     assert_same_weights(cut, whole)
 
 
-def test_stages_and_shards_that_do_not_fit_are_named(attempt, words, tmp_path):
+def test_stages_and_shards_that_do_not_fit_are_named(run, refused, words, tmp_path):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
     foreign = tmp_path / "foreign.pt"
     run_one = (*words, "--max_steps", 1, "--snapshot", foreign)
-    assert attempt("singlegpu/gpt.py", *run_one)[0] == 0
+    run("singlegpu/gpt.py", *run_one)
     before = saved_at(foreign)
     mistakes = (
         (IMAGES, "--num_stages", 7),
@@ -190,7 +170,29 @@ def test_stages_and_shards_that_do_not_fit_are_named(attempt, words, tmp_path):
         (FSDP, *run_one, "--num_layers", 2),
     )
     with ThreadPoolExecutor() as pool:  # a refusal waits five seconds
-        ended = list(pool.map(lambda mistake: attempt(*mistake, processes=2), mistakes))
-    for (*_, flag, _), (status, _, err) in zip(mistakes, ended):
-        assert status and flag[2:] in err and "Traceback" not in err, err
+        list(pool.map(lambda words: refused(words[-2][2:], *words, processes=2), mistakes))
     assert saved_at(foreign) == before
+
+
+def test_pipelines_validate_different_numbers_of_batches(run, tmp_path):
+    """49 sequences to validate on, in batches of 24 of two pipelines: 2 batches and 1."""
+    np.save(tmp_path / "train.npy", np.resize(np.arange(200, dtype=np.uint16), 32 * 480 + 1))
+    np.save(tmp_path / "val.npy", np.resize(np.arange(190, dtype=np.uint16), 32 * 49 + 1))
+    base = [*GPT.split(), "--dataset", tmp_path, "--vocab_size", 256, "--max_steps", 3]
+    run("singlegpu/gpt.py", *base, "--log", tmp_path / "one")
+    more = ("--num_stages", 2, "--log", tmp_path / "four")
+    run(PIPELINE, *base, *more, processes=(2, 2))
+    np.testing.assert_allclose(curve(tmp_path / "four"), curve(tmp_path / "one"), rtol=1e-6)
+
+
+def test_srun_gives_each_process_a_shard(words, tmp_path):
+    """By default all processes share a copy, also where only Slurm's variables name them."""
+    command = [str(ROOT / FSDP), *map(str, words), "--max_steps", "4", "--log", "log"]
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meet |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    envs = [meet | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    for status, _, err in run_all([command] * 2, envs, tmp_path, TIMEOUT):
+        assert status == 0, err
+    for row in rows(tmp_path / "log"):
+        assert row["shard_size"] == 2
+        assert row["state_MB"] == pytest.approx(8e-6 * row["parameters"], rel=0.05)

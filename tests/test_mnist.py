@@ -1,14 +1,16 @@
 """The five mnist.py: one loss curve, times that add up, and what else their texts promise."""
 
+import functools
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
-TRAINING = {"singlegpu": 1, "multigpu": 2, "multinode": 3, "hybrid": 4}  # processes
+TRAINING = {"singlegpu": 1, "multigpu": 3, "multinode": (2, 1), "hybrid": 4}  # processes
 SHORT = ("--batch_size", 48, "--epochs", 3)  # 25 steps an epoch
 
 
@@ -23,37 +25,39 @@ def times(out):
 
 
 @pytest.fixture(scope="module")
-def one(run, data, tmp_path_factory):
-    """The folder in which one process has trained, and what it printed."""
-    folder = tmp_path_factory.mktemp("one")
-    return folder, run("singlegpu/mnist.py", *SHORT, "--data_dir", data, cwd=folder)
+def trained(run, data, tmp_path_factory):
+    """trained(folder, processes): where so many have trained, and what was printed."""
+
+    @functools.cache
+    def trained(folder, processes=1):
+        words = (f"{folder}/mnist.py", *SHORT, "--data_dir", data)
+        place = tmp_path_factory.mktemp(folder)
+        return place, run(*words, processes=processes, cwd=place)
+
+    return trained
 
 
 CASES = [("multigpu", 1), ("multigpu", 3), ("multinode", (2, 1)), ("hybrid", 2), ("hybrid", 4)]
 
 
 @pytest.mark.parametrize(("folder", "processes"), CASES)
-def test_trains_as_one_process(run, data, tmp_path, one, folder, processes):
+def test_trains_as_one_process(trained, folder, processes):
     """Loss, accuracy and the saved weights are those of one process, to rounding."""
-    words = (*SHORT, "--data_dir", data)
-    out = run(f"{folder}/mnist.py", *words, processes=processes, cwd=tmp_path)
-    where, expected = one
+    (place, out), (where, expected) = trained(folder, processes), trained("singlegpu")
     assert losses(out) == pytest.approx(losses(expected), abs=2e-4) and len(losses(out)) == 3
     assert losses(out)[2] < losses(out)[0] / 2, "it learns"
     accuracy = [re.findall(r"val_acc ([\d.]+)", text) for text in (out, expected)]
     assert list(map(float, accuracy[0])) == pytest.approx(list(map(float, accuracy[1])), abs=0.006)
-    weights = [torch.load(path / "mnist.pt", weights_only=True) for path in (tmp_path, where)]
+    weights = [torch.load(path / "mnist.pt", weights_only=True) for path in (place, where)]
     assert weights[0].keys() == weights[1].keys()
     for name in weights[0]:
         assert (weights[0][name] - weights[1][name]).abs().max() < 1e-4, name
 
 
-def test_each_epoch_has_another_order(run, data, tmp_path):
+def test_each_epoch_has_another_order(run, data, changed, tmp_path):
     """No batch of any process, epoch or step has the labels of another one."""
-    source = (ROOT / "multigpu/mnist.py").read_text()
     spy = 'mark("data")\n            print(*labels.tolist(), file=open(f"labels{rank}", "a"))'
-    (tmp_path / "multigpu").mkdir()
-    (copy := tmp_path / "multigpu/mnist.py").write_text(source.replace('mark("data")', spy))
+    copy = changed("multigpu/mnist.py", {'mark("data")': spy})
     words = ("--batch_size", 600, "--epochs", 2, "--data_dir", data)
     run(copy, *words, processes=2, cwd=tmp_path)
     batches = [(tmp_path / f"labels{rank}").read_text().splitlines() for rank in (0, 1)]
@@ -61,12 +65,10 @@ def test_each_epoch_has_another_order(run, data, tmp_path):
 
 
 @pytest.mark.parametrize("folder", TRAINING)
-def test_times_add_up(run, data, tmp_path, folder):
+def test_times_add_up(trained, folder):
     """Phases add up to the total, in the mean and in each process; the row has the same values."""
-    processes = TRAINING[folder]
-    words = (*SHORT, "--data_dir", data)
-    out = run(f"{folder}/mnist.py", *words, processes=processes, cwd=tmp_path)
-    table = times(out)
+    _, out = trained(folder, TRAINING[folder])
+    processes, table = np.prod(TRAINING[folder]), times(out)
     phases = {"data", "forward", "backward", "optimizer", "eval"}
     phases |= {"singlegpu": set(), "hybrid": {"comm", "bubble"}}.get(folder, {"comm"})
     assert set(table) == phases | {"total"}
@@ -79,12 +81,10 @@ def test_times_add_up(run, data, tmp_path, folder):
     assert all(len(line) <= 100 for line in out.splitlines() if not line.startswith("|"))
 
 
-def test_a_late_process_is_named(run, data, tmp_path):
+def test_a_late_process_is_named(run, data, changed, tmp_path):
     """Rank 1 of 3 sleeps in each forward pass: the others wait for it in comm."""
-    source = (ROOT / "multigpu/mnist.py").read_text()
     sleep = 'time.sleep(0.02 * (rank == 1))\n            mark("forward")'
-    (tmp_path / "multigpu").mkdir()
-    (copy := tmp_path / "multigpu/mnist.py").write_text(source.replace('mark("forward")', sleep))
+    copy = changed("multigpu/mnist.py", {'mark("forward")': sleep})
     out = run(copy, *SHORT, "--data_dir", data, processes=3, cwd=tmp_path)
     _, *comm = times(out)["comm"]
     _, *forward = times(out)["forward"]
@@ -94,7 +94,7 @@ def test_a_late_process_is_named(run, data, tmp_path):
 
 
 @pytest.mark.parametrize("folder", TRAINING)
-def test_the_timing_can_be_cut_off(run, data, tmp_path, one, folder):
+def test_the_timing_can_be_cut_off(run, data, tmp_path, trained, folder):
     """As its first line says. What is left trains alike, and names nothing that is not there."""
     lines = (ROOT / folder / "mnist.py").read_text().splitlines(keepends=True)
     start = next(number for number, line in enumerate(lines) if line.startswith("# =="))
@@ -107,7 +107,9 @@ def test_the_timing_can_be_cut_off(run, data, tmp_path, one, folder):
     assert subprocess.run(ruff).returncode == 0
     words = (*SHORT, "--data_dir", data)
     out = run(copy, *words, processes=TRAINING[folder], cwd=tmp_path)
-    assert losses(out) == pytest.approx(losses(one[1]), abs=2e-4) and not times(out)
+    assert losses(out) == pytest.approx(losses(trained("singlegpu")[1]), abs=2e-4) and not times(
+        out
+    )
 
 
 def test_a_table_of_many_processes_fits(run, data, tmp_path):
@@ -120,35 +122,28 @@ def test_a_table_of_many_processes_fits(run, data, tmp_path):
     assert all(len(line) <= 100 for line in out.splitlines() if not line.startswith("|"))
 
 
-def test_int8_is_small_and_as_good(run, data, tmp_path, one):
-    out = run("quantize/mnist.py", "--data_dir", data, "--model", one[0] / "mnist.pt", cwd=tmp_path)
+def test_int8_is_small_and_as_good(run, data, tmp_path, trained):
+    place, printed = trained("singlegpu")
+    words = ("--data_dir", data, "--model", place / "mnist.pt")
+    out = run("quantize/mnist.py", *words, cwd=tmp_path)
     found = re.findall(r"^\| quantize \| (\w+) \| (.*) \|$", out, re.M)
     rows = {precision: list(map(float, cells.split(" | "))) for precision, cells in found}
     (fp32_size, fp32_acc, *speeds), (int8_size, int8_acc, *_) = rows["fp32"], rows["int8"]
     assert int8_size < fp32_size / 3 and abs(int8_acc - fp32_acc) < 0.02 and min(speeds) > 0
-    assert fp32_acc == pytest.approx(float(re.findall(r"val_acc ([\d.]+)", one[1])[-1]), abs=1e-4)
+    assert fp32_acc == pytest.approx(float(re.findall(r"val_acc ([\d.]+)", printed)[-1]), abs=1e-4)
 
 
-@pytest.mark.parametrize("folder", ("singlegpu", "quantize"))
-def test_synthetic_needs_no_data(run, tmp_path, folder, one):
+def test_synthetic_needs_no_data(run, tmp_path):
     """It can be learned, and not at once: so fp32 and int8 have something to compare."""
-    if folder == "quantize":
-        model = ("--model", one[0] / "mnist.pt")  # trained on other images: as good as chance
-        assert "| quantize | int8 |" in run("quantize/mnist.py", "--synthetic", *model)
-        return
     out = run("singlegpu/mnist.py", "--synthetic", "--epochs", 2, cwd=tmp_path)
     first, last = map(float, re.findall(r"val_acc ([\d.]+)", out))
     assert 0.9 < last < 0.999 and losses(out)[0] > 0.5
 
 
+SIZES = "needs --epochs >= 1, and --batch_size from 1 to 60,000"
 REFUSED = [
-    (
-        "singlegpu",
-        1,
-        ("--batch_size", 70_000),
-        "needs --epochs >= 1, and --batch_size from 1 to 60,000",
-    ),
-    ("singlegpu", 1, ("--epochs", 0), "needs --epochs >= 1, and --batch_size from 1 to 60,000"),
+    ("singlegpu", 1, ("--batch_size", 70_000), SIZES),
+    ("singlegpu", 1, ("--epochs", 0), SIZES),
     ("multigpu", 2, ("--batch_size", 47), "--batch_size a multiple of 2 processes"),
     ("multigpu", -1, (), "--batch_size a multiple of -1 processes"),
     ("multinode", 2, ("--epochs", 0), "needs --epochs >= 1"),
@@ -160,11 +155,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("folder", "processes", "words", "message"), REFUSED)
-def test_a_mistake_ends_in_one_line(attempt, data, folder, processes, words, message):
-    status, out, err = attempt(
-        f"{folder}/mnist.py", "--data_dir", data, *words, processes=processes
-    )
-    assert status != 0 and "Traceback" not in err, err
+def test_a_mistake_ends_in_one_line(refused, data, folder, processes, words, message):
+    words = (f"{folder}/mnist.py", "--data_dir", data, *words)
+    err = refused(message, *words, processes=processes)
     assert [message in line for line in err.splitlines()].count(True) == 1, err
 
 

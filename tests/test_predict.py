@@ -48,9 +48,8 @@ def test_prediction_by_hand(tmp_path):
 
 
 def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
-    log = write(
-        tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, buckets=[[3e6, 0.3], [1e6, 0]])
-    )
+    sent = [["all-reduce", -0.4, -0.3, 3e6], ["all-reduce", -0.1, 0, 1e6]]
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, last_step=sent))
     _, strong, *_ = predicted(log, link(tmp_path / "l.json", 2, 0, 40e6, 0.5))
     # The first is ready after 0.05 s and takes 0.075 s, in which 0.0375 s of 0.15 s are computed.
     step = 0.05 + 0.15 + (0.05 + 0.075 + 0.1125) + 0.025 + 0.1
@@ -58,8 +57,8 @@ def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
     words = (*arguments_of("mlp", data), "--max_steps", 5, "--log", tmp_path / "b")
     run("multigpu/images.py", *words, processes=1)
     row = json.loads((tmp_path / "b").read_text())
-    sizes, leads = zip(*row["buckets"])
-    assert sum(sizes) == 4 * row["parameters"] and leads[0] > leads[-1] == 0
+    sizes = [size for name, *_, size in row["last_step"] if name == "all-reduce"]
+    assert sum(sizes) == 4 * row["parameters"] and len(sizes) > 1
 
 
 def test_prediction_over_nodes(tmp_path):
@@ -170,12 +169,21 @@ def test_what_helps(tmp_path):
     [pair] = [change for change in gains if " and " in change]
     assert gains[pair] == pytest.approx(4, rel=0.04)
     assert "The most helps: " in text and "times as fast (predicted)." in text
+    assert f"The best two, {pair}: {gains[pair]:.2f} times." in text
     slow_data = write(tmp_path / "b.jsonl", rows_of("b", 1, [10, 10], data=9))
     told = run_predict(
         slow_data, link(tmp_path / "f", 2, 0, 1e12, nodes=2), "--out", tmp_path / "o"
     )
     assert "The most helps: no time in data, " in told.stdout
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"predicted.png"}
+
+
+def test_measured_beside_predicted(tmp_path):
+    """The speedup of runs with the same settings. A run of uneven speed is a doubt."""
+    log = write(tmp_path / "a", rows_of("a", 1, [10, 14]), rows_of("b", 2, [6], comm_hook="none"))
+    text, strong, *_ = predicted(log, link(tmp_path / "l", 2, 0, 1e9, nodes=2))
+    assert float(strong[0]["measured"]) == pytest.approx(12 / 6, rel=0.01)
+    assert "some rows of its log are 29% slower than others" in text
 
 
 @pytest.mark.parametrize("script", ("singlegpu/gpt.py", "multigpu/gpt.py", "hybrid/gpt_fsdp.py"))
@@ -207,12 +215,12 @@ def test_slurm_takes_the_lines(tmp_path, request):
 def test_pictures_are_made_of_their_files(tmp_path):
     """The four of README, drawn again. Another version of matplotlib may place a letter apart."""
     pictures = ROOT / "pictures"
-    drawn = [pictures / name for name in ("step.json", "pipeline.json", "processes.jsonl")]
-    assert run_report(*drawn, "--out", tmp_path).returncode == 0
+    drawn = [pictures / name for name in ("late.jsonl", "pipeline.jsonl", "processes.jsonl")]
+    assert run_report(*drawn, "--step", "--out", tmp_path).returncode == 0
     nodes = (pictures / "nodes.jsonl", pictures / "link.json", "--processes", 2, 4, 8)
     assert run_predict(*nodes, "--out", tmp_path).returncode == 0
     kept = sorted(pictures.glob("*.png"))
-    assert [path.stem for path in kept] == ["phases", "pipeline", "predicted", "step"]
+    assert [path.stem for path in kept] == ["late_step", "phases", "pipeline_step", "predicted"]
     for path in kept:
         old, new = (np.array(Image.open(p).convert("L"), int) for p in (path, tmp_path / path.name))
         assert old.shape == new.shape and old.shape[1] == 800 and path.stat().st_size <= 60_000

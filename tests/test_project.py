@@ -4,12 +4,11 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, FOLDERS, LOOPBACK, ROOT, SCRIPTS, TIMEOUT, curve, free_port, rows
+from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, curve, free_port, rows
 from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
@@ -17,6 +16,7 @@ from torchvision.models import ResNet18_Weights, resnet18
 TINY = {  # how a command begins: flags that make it small. The first that fits counts.
     "multigpu/mnist.py": "--synthetic --epochs 1",
     "images.py --dataset photos": "--image_size 32 --batch_size 6 --epochs 1",
+    "images.py --log run.jsonl": "--model mlp --max_steps 6",
     "images.py": "--model mlp --max_steps 6 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --snapshot gpt.pt",
     "hybrid/gpt_fsdp.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --max_steps 2",
@@ -94,19 +94,16 @@ def test_readme_commands(photos, tmp_path):
     typed = re.findall(r"\| `((?:python|torchrun) [^`]*)` \|$", README, re.M)  # of the first table
     typed.remove("torchrun --nproc_per_node=4 train.py")  # test_timing_lines.py runs it
     assert len(typed) == 5
-    place = {"cwd": tmp_path, "env": ENVIRONMENT | LOOPBACK}
     for line in [*lines, *typed]:
         small = (more for name, more in TINY.items() if f"{name} " in f"{line} ")
         line += " " + next(small, "")
-        if line.startswith("python"):
-            env = {"TORCH_HOME": str(tmp_path)}
-            [(status, _, err)] = run_all([line.split()[1:]], [env], tmp_path)
-            assert status == 0, (line, err)
-            continue
         line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
-        words = f"{Path(sys.executable).parent}/{line}".replace("node=4", "node=1").split()
-        nodes = [subprocess.Popen(words, **place) for _ in range(1 + ("--nnodes=2" in line))]
-        assert [node.wait(TIMEOUT) for node in nodes] == [0] * len(nodes), line
+        line = re.sub("^torchrun ", "torchrun -m torch.distributed.run ", line)
+        words = line.replace("node=4", "node=1").split()[1:]
+        nodes = [words] * (1 + ("--nnodes=2" in line))
+        env = LOOPBACK | {"TORCH_HOME": str(tmp_path)}
+        for status, _, err in run_all(nodes, [env] * len(nodes), tmp_path):
+            assert status == 0, (line, err)
 
 
 def test_deprecations_do_not_fail(run, tmp_path):
@@ -120,21 +117,29 @@ def test_deprecations_do_not_fail(run, tmp_path):
         run(script)
 
 
-def test_gpu_dry_run(tmp_path):
+def test_gpu_dry_run(run, tmp_path):
     """What a GPU would run can be printed; the texts that it replaces in copies are there."""
-    words = [sys.executable, ROOT / "tests/gpu.py", "--dry_run", "--out", tmp_path / "gpu.md"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("\npython ") > 80, done.stderr
+    out = run("tests/gpu.py", "--dry_run", "--out", tmp_path / "gpu.md")
+    assert out.count("\npython ") > 80, out
     assert not (tmp_path / "gpu.md").exists()
 
 
-def python_blocks():
-    return re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+def block_with(word):
+    """The lines of Python in README that have this word."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    [found] = [block for block in blocks if word in block]
+    return found
+
+
+def run_block(run, word, folder):
+    """Run these lines there; what they print."""
+    (script := folder / "lines.py").write_text(block_with(word))
+    return run(script, cwd=folder)
 
 
 def test_readme_table(run, tmp_path):
     """The functions of "Your own data and model" train in place of those of each folder."""
-    [example] = [block for block in python_blocks() if "table.csv" in block]
+    example = block_with("table.csv")
     np.savetxt(tmp_path / "table.csv", np.random.default_rng(0).random((300, 4)), delimiter=",")
     example = example.replace("table.csv", str(tmp_path / "table.csv"))
     functions = re.split(r"^(?=def )", example, flags=re.M)[1:]
@@ -166,33 +171,27 @@ def test_readme_photos(run, photos, tmp_path):
     assert rows(tmp_path / "log.jsonl")[0]["num_workers"] > 0, "processes decode them"
     trained = torch.load(tmp_path / "photos.pt", weights_only=True)["model"]
     assert max(weight.max() for weight in trained.values()) > 6
-    [predict] = [block for block in python_blocks() if "photos.pt" in block]
     (tmp_path / "multigpu").symlink_to(ROOT / "multigpu")
-    out = subprocess.check_output(
-        [sys.executable, "-c", predict], cwd=tmp_path, env=ENVIRONMENT, text=True
-    )
+    out = run_block(run, "photos.pt", tmp_path)
     assert out in ("0\n", "1\n"), "a class, by the name of its folder"
 
 
-def test_photos_that_do_not_fit_are_refused(attempt, tmp_path):
+def test_photos_that_do_not_fit_are_refused(refused, tmp_path):
     """A class that one split lacks, and pictures of 16 bits, end in a line before the training."""
     for name in ("train/cat", "train/dog", "val/dog"):
         (tmp_path / "photos" / name).mkdir(parents=True)
         Image.new("RGB", (40, 40)).save(tmp_path / "photos" / name / "0.png")
     words = ("--dataset", tmp_path / "photos", "--image_size", 32, "--batch_size", 2)
-    status, _, err = attempt("singlegpu/images.py", *words)
-    assert status == 1 and "the classes ['cat']" in err and "Traceback" not in err, err
+    refused("the classes ['cat']", "singlegpu/images.py", *words)
     (tmp_path / "photos/val/cat").mkdir()
     Image.fromarray(np.full((40, 40), 40_000, np.uint16)).save(tmp_path / "photos/val/cat/1.png")
-    status, _, err = attempt("singlegpu/images.py", *words)
-    assert status == 1 and "more than 8 bits" in err and "Traceback" not in err, err
+    refused("more than 8 bits", "singlegpu/images.py", *words)
 
 
 def test_readme_token_files(run, tmp_path):
     """The lines on token files, and then the command that trains on them."""
     (tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 5)
-    [example] = [block for block in python_blocks() if "tokenizers" in block]
-    assert subprocess.run([sys.executable, "-c", example], cwd=tmp_path).returncode == 0
+    run_block(run, "tokenizers", tmp_path)
     command = re.search(r"`gpt.py (--dataset .*?)`", README)[1]
     command = command.replace(" . ", f" {tmp_path} ")
     run("singlegpu/gpt.py", *command.split(), "--batch_size", 4, "--max_steps", 2)
@@ -203,7 +202,7 @@ BARE = ["multigpu/images.py", "singlegpu/gpt.py", *HYBRIDS]
 
 
 @pytest.mark.parametrize("script", BARE)
-def test_a_copy_without_its_stopwatch(run, tmp_path, script):
+def test_a_copy_without_its_stopwatch(run, data, tmp_path, script):
     """Without the last section and each line with watch, the rest trains."""
     copy, log = tmp_path / script, tmp_path / "log.jsonl"
     copy.parent.mkdir()
@@ -214,7 +213,8 @@ def test_a_copy_without_its_stopwatch(run, tmp_path, script):
     assert "print_summary" not in kept
     copy.write_text(kept)
     words = ("--dataset", ROOT / "report.py", "--seq_len", 32, "--d_model", 32)
-    words = words if "gpt" in script else ("--model", "mlp")
+    if "gpt" not in script:
+        words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data)
     words = (*words, "--batch_size", 24, "--max_steps", 40, "--eval_every", 20, "--log", log)
     out = run(copy, *words, processes=2)
     assert curve(log)[1, 0] < curve(log)[0, 0] and "time by phase" not in out, out

@@ -27,7 +27,7 @@ def rows_of(run, processes, seconds, batch_size=64, samples=640, steps=10, **cha
         row = {**settings, "batch_size": batch_size, "run": str(run), "step": steps * number}
         row |= {"script": f"{'multi' if processes > 1 else 'single'}gpu/images.py"}
         row |= {"settings": settings | {"batch_size": str(batch_size)}, "steps": steps}
-        row |= {"processes": processes, "nodes": 1, "rank": rank, "device": "CPU", "buckets": []}
+        row |= {"processes": processes, "nodes": 1, "rank": rank, "device": "CPU", "last_step": []}
         row |= {"threads": max(1, 4 // processes), "parameters": 1_000_000, "compile": False}
         row |= {"host": f"node{rank}", "peak_MB": 1000 + rank}
         row |= {"steps_per_epoch": samples // batch_size, "train_loss": 2, "val_loss": 2 / number}
@@ -240,34 +240,36 @@ def test_damaged_rows_are_left_out(tmp_path):
     assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
 
 
-def test_a_trace_is_drawn(tmp_path):
+def test_the_last_step_is_drawn_and_written(tmp_path):
     """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce."""
-    events = []
-    for rank, late in (0, 0), (1, 60_000):
-        name = {"name": f"rank {rank} on node{rank}"}
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
-        moments = {"data": (0, 5), "forward 0": (5, 30), "backward": (30 + late / 1000, 100)}
-        moments |= {"comm": (100, 120), "optimizer": (120, 125)}
-        for phase, (start, end) in moments.items():
-            times = {"ts": 1e9 + 1000 * start, "dur": 1000 * (end - start)}
-            events.append(
-                {"ph": "X", "cat": "phase", "name": phase, "pid": rank, "tid": 0, **times}
-            )
-        times = {"ts": 1e9 + 35_000 + late, "dur": 85_000 - late, "args": {"bytes": 4000}}
-        events.append(
-            {"ph": "X", "cat": "comm", "name": "all-reduce", "pid": rank, "tid": 1, **times}
-        )
-    trace = tmp_path / "step.json"
-    trace.write_text(json.dumps({"traceEvents": events}))
-    figure = report.draw_trace(trace, tmp_path / "step.png")
+    log = tmp_path / "run.jsonl"
+    logged = list(rows_of("a", 2, [1, 1])) + list(rows_of("b", 2, [1, 1]))
+    for row in logged:
+        late = 0.06 * row["rank"]
+        moments = {"data": (0, 0.005), "forward 0": (0.005, 0.03)}
+        moments |= {"backward": (0.03 + late, 0.1), "comm": (0.1, 0.12)}
+        step = [[name, start - 9, end - 9, 0] for name, (start, end) in moments.items()]
+        row["last_step"] = [*step, ["optimizer", -8.88, -8.875, 0]]
+        row["last_step"] += [["all-reduce", -8.965 + late, -8.88, 4000]]
+    write(log, logged)
+    rows, _ = report.read_logs([log])
+    phases, sent = report.events_of(rows, str(log))
+    assert set(phases["process"]) == {"rank 0 on node0", "rank 1 on node1"}
+    assert len(phases) == 10 and len(sent) == 2, "of the last row of the last run"
+    figure = report.draw_step(phases, sent, tmp_path / "step.png")
     assert figure.get_suptitle() == "Rank 0 waits 60 ms in all-reduces for rank 1, 20 ms exposed"
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     phases = ["data", "forward", "backward", "comm (exposed)", "optimizer"]
     assert words == [*phases, "all-reduce", "waiting in it"]
-    assert run_report(trace, "--out", tmp_path / "out").returncode == 0
-    picture = (tmp_path / "out/step.png").read_bytes()
+    assert run_report(log, "--step", "--out", tmp_path / "out").returncode == 0
+    picture = (tmp_path / "out/run_step.png").read_bytes()
     assert picture[1:4] == b"PNG" and int.from_bytes(picture[16:20]) == 800 and len(picture) < 60e3
-    assert "needs --out" in run_report(trace).stderr
-    trace.write_text('{"traceEvents": [1]}')
-    done = run_report(trace, "--out", tmp_path / "out")
-    assert done.returncode == 1 and done.stderr.startswith("cannot read the trace")
+    trace = json.loads((tmp_path / "out/run_step.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in trace if event["ph"] == "M"}
+    assert names == {"rank 0 on node0", "rank 1 on node1"}
+    late = [event for event in trace if event["pid"] == 1 and event.get("tid") == 1]
+    assert [event["ts"] for event in late] == [pytest.approx(95_000)], "microseconds"
+    assert "needs --out" in run_report(log, "--step").stderr
+    write(log, rows_of("a", 1, [1], last_step=[1]))
+    done = run_report(log, "--step", "--out", tmp_path / "out")
+    assert done.returncode == 1 and "the last row holds no step" in done.stderr

@@ -14,6 +14,7 @@ from conftest import rows, wait_for
 
 CLUSTER = ["bash", ROOT / "tests/slurm_cluster.sh"]
 SMALL = ["--model", "mlp", "--batch_size", "64", "--max_steps", "10", "--eval_every", "5"]
+ONE_PROCESS = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]  # of each node
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -103,11 +104,11 @@ def test_mnist_jobs(site, data):
     assert count == 1
     job_file.write_text(edited)
     small = ("--data_dir", data, "--batch_size", "48", "--epochs", "1")
-    few = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
     losses = []
+    alone = [*ONE_PROCESS, "--export=NONE"]
     jobs = {
-        "multinode": site.submit("multinode_mnist", *small, options=[*few, "--export=NONE"]),
-        "hybrid": site.submit("hybrid_mnist", *small, options=few),
+        "multinode": site.submit("multinode_mnist", *small, options=alone),
+        "hybrid": site.submit("hybrid_mnist", *small, options=ONE_PROCESS),
     }
     for folder, job in jobs.items():
         assert site.wait(job) == "COMPLETED", site.output(job)
@@ -142,38 +143,33 @@ def wait_for_restart(site, job, restarts):
 
 def test_stopped_at_the_time_limit(site, run, data):
     """Stop a job on two nodes; it goes on in a new one: the weights of an undisturbed run."""
-    words = "--model mlp --dropout 0.5 --max_steps 900 --eval_every 150 --num_workers 2".split()
+    words = "--model mlp --dropout 0.5 --max_steps 500 --eval_every 50 --num_workers 2".split()
     words += ["--dataset", "mnist", "--data_dir", data]
-    options = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    job = site.submit("multinode_images", *words, options=options)
+    job = site.submit("multinode_images", *words, options=ONE_PROCESS)
     snapshot = site.folder / f"multinode_images-{job}.pt"
     wait_for(lambda: snapshot.exists() or site.show(job)["JobState"] in ENDED, pause=0.3)
-    wait_for_restart(site, job, signal_of_the_limit(site, job))
-    assert site.wait(job) == "COMPLETED", site.output(job)
-    assert int(site.show(job)["Restarts"]) == 1
-    starts = re.findall(r"steps (\d+) to 900", site.output(job))
-    assert len(starts) == 2 and starts[1] != "0", "it began again"
+    restarts = signal_of_the_limit(site, job)
     whole = site.folder / "whole.pt"
     more = ("--num_workers", 0, "--snapshot", whole)
     run("multinode/images.py", *words, *more, processes=(2, 1))
+    wait_for_restart(site, job, restarts)
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert int(site.show(job)["Restarts"]) == 1
+    starts = re.findall(r"steps (\d+) to 500", site.output(job))
+    assert len(starts) == 2 and starts[1] != "0", "it began again"
     assert_same_weights(whole, snapshot)
 
 
-def test_a_job_that_saves_nothing_ends(site):
-    """A signal before the first step ends it, and it is not queued again."""
-    options = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    job = site.submit("multinode_gpt", options=options)
-    wait_for(lambda: site.show(job)["JobState"] == "RUNNING", pause=0.1)
+def test_jobs_that_are_not_queued_again(site):
+    """One that gets the signal before its first step, with nothing saved; and one that fails."""
+    early = site.submit("multinode_gpt", options=ONE_PROCESS)
+    failed = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
+    wait_for(lambda: site.show(early)["JobState"] == "RUNNING", pause=0.1)
     time.sleep(1)
-    signal_of_the_limit(site, job)
-    assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "0", site.output(job)
-
-
-def test_a_failed_job_stays_failed(site):
-    options = ["--gpus-per-node=2"]
-    job = site.submit("multigpu_gpt", "--batch_size", "many", options=options)
-    assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "0"
-    assert "argument --batch_size: invalid int value: 'many'" in site.output(job)
+    signal_of_the_limit(site, early)
+    for job in (early, failed):
+        assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "0", site.output(job)
+    assert "argument --batch_size: invalid int value: 'many'" in site.output(failed)
 
 
 def test_sweep_refuses(tmp_path):

@@ -1,14 +1,11 @@
 """A run that is asked to stop, and what it draws, reads and saves where users seldom look."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, curve, load, rows
-from prediction import with_band
+from conftest import ROOT, curve, load, rows
 from test_models import module
 
 DURING_VALIDATION = """
@@ -70,6 +67,36 @@ def test_a_signal_during_validation(attempt, run, data, tmp_path, script, words,
     ]
 
 
+IN_THE_LAST_STEP = """
+import os, runpy, signal, sys, torch
+
+step, calls = torch.optim.AdamW.step, []
+
+def signalled(*args, **kwargs):
+    calls.append(0)
+    if len(calls) == 4:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(*args, **kwargs)
+
+torch.optim.AdamW.step = signalled
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), ("multinode", 2)])
+def test_a_run_stopped_after_its_last_step(attempt, run, data, tmp_path, folder, processes):
+    """The same command validates once. Typed again, it does nothing."""
+    (before := tmp_path / "signalled.py").write_text(IN_THE_LAST_STEP)
+    words = [f"{folder}/images.py", *IMAGES.replace("DATA", str(data)).split(), "--max_steps", 4]
+    words += ["--log", tmp_path / "log", "--snapshot", tmp_path / "s.pt"]
+    assert attempt(*words, processes=processes, before=[before])[0] == 75
+    for _ in range(2):
+        run(*words, processes=processes)
+        validated = [row for row in rows(tmp_path / "log") if "val_loss" in row]
+        assert [row["step"] for row in validated] == [4] * processes
+
+
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
 QUEUED = """
 class Queued(torch.Tensor):
@@ -88,32 +115,25 @@ def finish(model, data, args, device):
 def create_optimizer"""
 
 
-def pasted(band, folder, place):
-    script = place / folder / "mine.py"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(with_band(band, f"{folder}/images.py"))
-    return script
-
-
 @pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), ("multigpu", 2)])
-def test_looks_follow_a_device_that_is_behind(run, table_band, tmp_path, folder, processes):
+def test_looks_follow_a_device_that_is_behind(run, table_band, paste, folder, processes):
     """About once a second, though Python starts a thousand steps in this time."""
     band = table_band.replace("def create_optimizer", QUEUED.lstrip())
     queue = "if model.training:\n        Queued.queue.append(0)\n    "
     queue += "loss_sum = (loss * len(targets)).as_subclass(Queued)\n    "
     band = band.replace(LOSS, queue + LOSS.replace("loss * len(targets)", "loss_sum"))
     words = ("--max_steps", 150, "--eval_every", 150)
-    out = run(pasted(band, folder, tmp_path), *words, processes=processes)
+    out = run(paste(band, folder), *words, processes=processes)
     assert int(re.search(r"longest (\d+)", out)[1]) <= 75, out
 
 
-def test_what_batch_loss_draws(run, table_band, tmp_path):
+def test_what_batch_loss_draws(run, table_band, paste, tmp_path):
     """With workers, too, NumPy's numbers differ between steps and processes; a resume repeats."""
     drawn = tmp_path / "drawn"
     draw = f"""with open("{drawn}", "a") as file:
         print(os.environ["RANK"], args.max_steps, np.random.random(), file=file)
     {LOSS}"""
-    script = pasted(table_band.replace(LOSS, draw), "multigpu", tmp_path)
+    script = paste(table_band.replace(LOSS, draw), "multigpu")
     words = ("--num_workers", 1, "--eval_every", 3, "--snapshot")
     run(script, *words, tmp_path / "a.pt", "--max_steps", 6, processes=2)
     whole = set(drawn.read_text().splitlines())
@@ -126,33 +146,33 @@ def test_what_batch_loss_draws(run, table_band, tmp_path):
     assert parts == whole
 
 
-def test_an_error_of_any_process_is_told(tmp_path):
+def test_an_error_of_any_process_is_told(attempt, tmp_path):
     """A process whose launcher has not ended it by then says what only it has seen."""
-    code = "import images; images.fail('it is damaged')"
-    env = ENVIRONMENT | {"RANK": "1", "PYTHONPATH": str(ROOT / "multigpu")}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and re.fullmatch("rank 1 on .*: it is damaged\n", done.stderr)
+    place = f"import sys\nsys.path.append('{ROOT / 'multigpu'}')\n"
+    (script := tmp_path / "rank1.py").write_text(
+        f"{place}import images\nimages.main = lambda *_: sys.exit('it is damaged')\n"
+        "images.start(1, None, '')"
+    )
+    status, _, err = attempt(script, RANK="1")
+    assert status == 1 and re.fullmatch("rank 1 on .*: it is damaged\n", err)
 
 
-def test_one_process_says_that_the_loss_is_not_finite(start, data):
-    """torchrun ends the others at once, though they take its signal for a stop while they train."""
-    words = IMAGES.replace("DATA", str(data)).split()
-    job = start("multinode/images.py", *words, "--learning_rate", "1e30", processes=3)
-    status, _, err = job.wait()
+def test_one_process_says_that_the_loss_is_not_finite(attempt, data):
+    """The others are ended at once, as by torchrun; they take its signal for a stop."""
+    words = (*IMAGES.replace("DATA", str(data)).split(), "--learning_rate", "1e30")
+    status, _, err = attempt("multinode/images.py", *words, processes=3)
     assert status == 1 and err.count("the loss is not finite at step") == 1, err
 
 
-def test_snapshots_hold_what_can_be_read(attempt, run, table_band, tmp_path):
+def test_snapshots_hold_what_can_be_read(refused, run, table_band, paste, tmp_path):
     """A NumPy number in the optimizer's state fails at the first save. A frozen mask is saved."""
     words = ("--max_steps", 4, "--snapshot", tmp_path / "s.pt")
-    script = pasted(table_band.replace("0.9", "np.float64(0.9)"), "singlegpu", tmp_path)
-    status, _, err = attempt(script, *words)
-    assert status == 1 and "cannot save" in err and "Traceback" not in err, err
+    refused("cannot save", paste(table_band.replace("0.9", "np.float64(0.9)")), *words)
     assert not [*tmp_path.glob("s.pt*")]
     mask = "\n    model.mask = nn.Parameter(torch.tensor(-math.inf), requires_grad=False)"
     band = table_band.replace("return nn.Sequential(", "model = nn.Sequential(")
     band = band.replace("nn.Linear(16, 1))", "nn.Linear(16, 1))" + mask + "\n    return model")
-    run(pasted(band, "singlegpu", tmp_path), *words)
+    run(paste(band), *words)
     assert load(tmp_path / "s.pt")["model"]["mask"] == -torch.inf
 
 
@@ -165,10 +185,3 @@ def test_a_large_file_of_ids_is_not_validated_whole(run, tmp_path):
     args = gpt.argparse.Namespace(dataset=str(tmp_path), seq_len=128, vocab_size=99)
     train_data, val_data = gpt.read_data(args)
     assert (len(train_data), len(val_data)) == (599_999 // 128, (2**18 - 1) // 128)
-
-
-def test_one_process_says_that_data_is_missing(attempt):
-    """The others, whose store ends with rank 0, say nothing."""
-    words = ("--dataset", "nowhere", "--batch_size", 6)
-    status, _, err = attempt("multinode/images.py", *words, processes=3)
-    assert status == 1 and err.count("cannot read nowhere") == 1 and "Traceback" not in err, err

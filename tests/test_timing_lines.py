@@ -2,13 +2,11 @@
 
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import ENVIRONMENT, LOOPBACK, ROOT, Job, rows
+from conftest import ROOT, rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_emulator import EMULATED
+from test_project import run_block
 
 README = (ROOT / "README.md").read_text()
 PAUSES = {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.4, "other": 0.05}  # seconds
@@ -88,20 +86,21 @@ def paste(difference, script):
 
 
 @pytest.mark.parametrize("place", ["cpu", "emulator"])
-def test_lines_in_a_script_of_ones_own(request, tmp_path, place):
+def test_lines_in_a_script_of_ones_own(start, attempt, request, tmp_path, place):
     """They tell each pause by its phase, and phases sum to the total; nothing is read too early."""
-    env = dict(LOOPBACK)
-    if place == "emulator":
-        request.getfixturevalue("emulator")
-        env |= {"PYTHONPATH": EMULATED["PYTHONPATH"], "EMU_SIM": "kernel=100,launch=5,comm=1000"}
     [difference] = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
     script, count = paste(difference, TRAIN)
     assert count == 8
-    (tmp_path / "train.py").write_text(script)
+    (train := tmp_path / "multinode/train.py").parent.mkdir()  # so that torchrun starts it
+    train.write_text(script)
     [source, copy] = re.search(r"^cp (\S+) \S*/(\S+)", README, re.M).groups()
-    shutil.copy(ROOT / source, tmp_path / copy)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    status, out, err = Job([sys.executable, *torchrun], tmp_path, **env).wait()
+    shutil.copy(ROOT / source, train.with_name(copy))
+    if place == "cpu":
+        status, out, err = start(train, processes=2).wait()
+    else:
+        request.getfixturevalue("emulator")
+        env = {"EMU_DEVICES": "4", "EMU_SIM": "kernel=100,launch=5,comm=1000"}
+        status, out, err = attempt(train, processes=2, **env)
     assert status == 0, err
     phases = {}
     for name, *seconds in re.findall(r"^(\w+) .* s .*% +([\d.]+) +([\d.]+)$", out, re.M):
@@ -118,12 +117,9 @@ def test_rows_of_a_log_in_tensorboard(run, data, tmp_path):
     """README's lines write what rank 0 has measured, at its step."""
     log = tmp_path / "run.jsonl"
     words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--batch_size", 24)
-    run(
-        "multigpu/images.py", *words, "--max_steps", 6, "--eval_every", 3, "--log", log, processes=2
-    )
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    [lines] = [block for block in blocks if "SummaryWriter" in block]
-    subprocess.run([sys.executable, "-c", lines], cwd=tmp_path, env=ENVIRONMENT, check=True)
+    words = (*words, "--max_steps", 6, "--eval_every", 3, "--log", log)
+    run("multigpu/images.py", *words, processes=2)
+    run_block(run, "SummaryWriter", tmp_path)
     events = EventAccumulator(str(tmp_path / "runs/my_run")).Reload()
     first = [row for row in rows(log) if row["rank"] == 0]
     assert [row["step"] for row in first] == [3, 6]

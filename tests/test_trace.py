@@ -1,6 +1,5 @@
-"""--trace: a step of all processes as a picture, by one clock."""
+"""The last step of all processes in a log, by one clock."""
 
-import json
 import subprocess
 
 import pytest
@@ -14,20 +13,8 @@ RUNS = {  # script: arguments, processes
     "hybrid/gpt_pipeline.py": (f"{GPT} --dataset {{data}}/words.txt --num_stages 2", 2),
     "hybrid/gpt_fsdp.py": (f"{GPT} --dataset {{data}}/words.txt", 2),
 }
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
 LATE = 0.3  # seconds by which one process comes late
-
-
-def read_trace(path):
-    """Returns {rank: name}, and {(rank, thread): [(name, start, end, bytes)]} in seconds."""
-    names, threads = {}, {}
-    for event in json.loads(path.read_text())["traceEvents"]:
-        if event["ph"] == "M":
-            names[event["pid"]] = event["args"]["name"]
-        else:
-            times = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
-            thread = threads.setdefault((event["pid"], event["tid"]), [])
-            thread.append((event["name"], *times, event["args"]["bytes"]))
-    return names, threads
 
 
 @pytest.mark.parametrize("device", ["cpu", "emu"])
@@ -38,15 +25,13 @@ def test_trace_is_the_last_step(script, device, run, request, data, tmp_path):
     env = {"EMU_DEVICES": "4"} if device == "emu" else {}
     if env:
         request.getfixturevalue("emulator")
-    log, trace = tmp_path / "log.jsonl", tmp_path / "trace.json"
+    log = tmp_path / "log.jsonl"
     words = [*arguments.format(data=data).split(), "--max_steps", 6, "--eval_every", 1]
-    run(script, *words, "--log", log, "--trace", trace, processes=processes, **env)
-    names, threads = read_trace(trace)
+    run(script, *words, "--log", log, processes=processes, **env)
     last = {row["rank"]: row for row in rows(log) if row["step"] == 6}
-    assert names == {rank: f"rank {rank} on {row['host']}" for rank, row in last.items()}
-    for rank, row in last.items():
-        assert "last_step" not in row
-        phases = threads[rank, 0]
+    for row in last.values():
+        phases = [event for event in row["last_step"] if event[0] not in COLLECTIVES]
+        sent = [event for event in row["last_step"] if event[0] in COLLECTIVES]
         assert all(phase[2] == pytest.approx(after[1]) for phase, after in zip(phases, phases[1:]))
         sums = dict.fromkeys((name for name, *_ in phases), 0.0)
         for name, start, end, _ in phases:
@@ -55,14 +40,16 @@ def test_trace_is_the_last_step(script, device, run, request, data, tmp_path):
         assert {"data", "forward", "backward", "optimizer"} <= sums.keys()
         assert sums == pytest.approx({name: row[name] for name in sums}, abs=1e-6)
         assert comm <= row.get("comm", 0.0)  # the row also has the all-reduce of the look
-        if processes > 1:
-            sent = threads[rank, 1]
-            assert all(phases[0][1] <= start < end and size > 0 for _, start, end, size in sent)
-            assert all(start < phases[-1][2] for _, start, _, _ in sent)
+        assert bool(sent) == (processes > 1)
+        assert all(phases[0][1] <= start < end and size > 0 for _, start, end, size in sent)
+        assert all(start < phases[-1][2] for _, start, _, _ in sent)
+    names = {name for name, *_ in sent}
     if script == "hybrid/gpt_fsdp.py":
-        assert {name for name, *_ in threads[0, 1]} == {"all-gather", "reduce-scatter"}
+        assert names == {"all-gather", "reduce-scatter"}
+    elif processes > 1:
+        assert names == {"all-reduce"}
     if script == "multigpu/images.py":  # float32, once each
-        assert sum(size for *_, size in threads[0, 1]) == 4 * last[0]["parameters"]
+        assert sum(size for *_, size in sent) == 4 * row["parameters"]
 
 
 def test_late_process_is_late_by_another_hosts_clock(run, data, tmp_path):
@@ -71,11 +58,10 @@ def test_late_process_is_late_by_another_hosts_clock(run, data, tmp_path):
         pytest.skip("only root can set a clock ahead, in a time namespace")
     words = [*MNIST.format(data=data).split(), "--model", "mlp", "--max_steps", 8]
     more = {"processes": 3, "before": (ROOT / "tests/slow.py", "backward", 1, LATE)}
-    trace = tmp_path / "trace.json"
-    run("multinode/images.py", *words, "--trace", trace, AHEAD="1", **more)
-    _, threads = read_trace(trace)
+    log = tmp_path / "log.jsonl"
+    run("multinode/images.py", *words, "--log", log, AHEAD="1", **more)
     ready = [  # when the last gradient of each process is ready
-        next(end for name, _, end, _ in threads[rank, 0] if name == "backward") for rank in range(3)
+        next(end for name, _, end, _ in row["last_step"] if name == "backward") for row in rows(log)
     ]
     for rank in (0, 2):
         assert LATE / 2 < ready[1] - ready[rank] < 1

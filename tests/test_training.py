@@ -12,7 +12,7 @@ PHASES = ("warmup", "data", "forward", "backward", "bubble", "comm", "optimizer"
 MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --learning_rate 3e-4"
 MNIST += " --max_steps 40 --eval_every 20"
 TABLES = "--dataset tables --data_dir {data} --batch_size 24 --max_steps 40 --eval_every 20"
-PAIRS = f"{TABLES} --source number --target name --seq_len 8 --max_steps 20 --eval_every 10"
+PAIRS = f"{TABLES} --source number --target name --seq_len 8 --max_steps 8 --eval_every 4"
 GPT = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --learning_rate 3e-4"
 TASKS = {  # a short run of each model
     "mlp": ("images.py", f"{MNIST} --model mlp"),
@@ -119,7 +119,7 @@ def test_real_data_is_learned(run, real_data, tmp_path):
     """A few steps lower the validation loss, and nothing is written beside the data."""
     log, before = tmp_path / "log.jsonl", sorted(real_data.iterdir())
     words = ("--dataset", "ag_news", "--data_dir", real_data, "--seq_len", 64)
-    more = ("--max_steps", 200, "--eval_every", 100, "--log", log)
+    more = ("--max_steps", 60, "--eval_every", 30, "--log", log)
     run("multigpu/text.py", *words, *more, processes=2)
     assert curve(log)[1, 1] < curve(log)[0, 1] and math.isfinite(curve(log)[1, 1])
     assert sorted(real_data.iterdir()) == before

@@ -81,7 +81,7 @@ def edited(document, values, chance):
 def test_damaged_logs_and_links_are_read_or_refused(outcome, tmp_path, monkeypatch, chance):
     """Bytes of a log; whole rows with any values in them; and what allreduce.py wrote."""
     log, link = tmp_path / "a.jsonl", tmp_path / "link.json"
-    more = {"buckets": [[3e6, 0.3], [1e6, 0]], "TFLOP/s": 0.05}
+    more = {"last_step": [["all-reduce", -0.3, 0, 3e6]], "TFLOP/s": 0.05}
     good = [*rows_of("a", 1, [9, 11], **more), *rows_of("b", 2, [9, 7])]
     numbers = {"processes": 2, "latency_s": 1e-5, "bandwidth_bytes_per_s": 1e9, "compute_rate": 0.9}
     numbers |= {"nodes": 1, "device": "CPU"}

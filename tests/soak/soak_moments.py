@@ -93,7 +93,7 @@ def test_the_limit_comes(site, data, tmp_path, name, moment):  # noqa: F811
         wait_for_restart(site, job, signal_of_the_limit(site, job))
     wait_for(lambda: site.show(job)["JobState"] in {"PENDING"} | ENDED, pause=0.1)
     gone = time.monotonic() - start
-    if moment == "start-up" and not name.startswith("preempted"):
+    if moment in ("start-up", "data preparation") and not name.startswith("preempted"):
         assert site.wait(job) == "FAILED", "nothing was done yet: it is not queued again"
         return
     assert site.wait(job) == "COMPLETED", site.output(job)
