@@ -69,7 +69,7 @@ def assert_as_good(rows, quality, smaller=True):
         value, difference = map(float, row[quality].split())
         four_bits = quality == "BLEU" and row["row"].startswith("int4")  # a small model loses 1.7
         assert value == pytest.approx(before, abs=2 if four_bits else tolerance), row
-        assert difference == pytest.approx(value - before, abs=0.001 * before), row
+        assert difference == pytest.approx(value - before, rel=0.05, abs=0.001 * before), row
         assert float(row["MB"]) < float(rows[0]["MB"]) or not smaller or row["row"] == "fp32"
         assert float(row["peak MB"]) >= float(row["MB"]), row
         ratios = [cell.split()[1] for cell in row.values() if cell.endswith("x")]
