@@ -14,25 +14,23 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
 Rows: *-dynamic has int8 or float8 weights and inputs, whose scale each call finds; *-weights has
 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by the older library.
-The others are by torchao. Each is measured eager and compiled, beside fp32 of the same mode.
+The others are by torchao. Each is measured in turn with fp32 of the same mode: 1.50x is 1.5 times
+as fast. A row that torch.compile cannot compile as a whole is left out.
 torchao leaves LSTMs as they are: of an lstm, the last layer alone changes. torch.ao changes LSTMs,
 too, but --out cannot save them: to load them is to run code. Embeddings do not change.
+torch.compile has no LSTMs: of an lstm, all rows are eager.
 Columns: MB is the file; peak MB adds what running allocates; same % is the share of
 sentences that are those of fp32.
 Shapes: B sentences of a batch, S source and T target tokens, D = d_model, H heads, V words.
 """
 
 import argparse
-import contextlib
 import copy
 import ctypes
 import io
-import math
 import os
 import re
-import statistics
 import sys
-import textwrap
 import time
 import warnings
 from functools import partial
@@ -43,10 +41,17 @@ import numpy as np
 import sacrebleu
 import torch
 import torch.nn.functional as F
+import torchao.quantization as ao
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset
+from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+from torchao.quantization.pt2e.inductor_passes import x86
+from torchao.utils import should_reduce_range
 
+ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
+COLUMNS = ["row", "mode", "MB", "peak MB", "BLEU", "same %", "sentences/s"]
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
 PAD, UNKNOWN, START, END = range(4)  # token ids
 SIDES = ["source", "target"]
@@ -54,10 +59,6 @@ SIDES = ["source", "target"]
 SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
 CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
 DIGITS = "zero one two three four five six seven eight nine".split()
-DIGITS = "zero one two three four five six seven eight nine".split()
-ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
-QUALITY = "BLEU"
-COMPILED = ["encode", "step"]
 
 
 def parse_args():
@@ -207,8 +208,20 @@ def read_data(args, names=("train", "validation")):
     return data
 
 
-class StepwiseLSTM(nn.Module):
-    """The lstm of the training scripts, for inference: one token at a time, with a kept state."""
+class Stepwise(nn.Module):
+    """A translator for inference: it encodes a batch once, and then decodes token by token.
+
+    encode(source, lengths) returns a state; step(state, token, position) the logits (B, 1, V) of
+    the tokens after these (B, 1), and the next state.
+    """
+
+    def compile(self, **options):
+        self.encode = torch.compile(self.encode, **options)
+        self.step = torch.compile(self.step, **options)
+
+
+class StepwiseLSTM(Stepwise):
+    """The lstm of the training scripts."""
 
     def __init__(self, source_size, target_size):
         super().__init__()
@@ -225,7 +238,6 @@ class StepwiseLSTM(nn.Module):
         return state
 
     def step(self, state, token, position):
-        """Returns the logits (B, 1, V) of the tokens after these (B, 1), and the next state."""
         x, state = self.decoder(self.target(token), state)
         return self.head(x), state
 
@@ -249,16 +261,12 @@ class Attention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
 
-class EncoderLayer(nn.Module):
-    """nn.TransformerEncoderLayer for inference."""
+class EncoderLayer(nn.TransformerEncoderLayer):
+    """One layer for inference. Its attention is the one above."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(256, 8, 512, bias=False)
         self.self_attn = Attention()
-        self.linear1 = nn.Linear(256, 512, bias=False)
-        self.linear2 = nn.Linear(512, 256, bias=False)
-        self.norm1 = nn.LayerNorm(256, bias=False)
-        self.norm2 = nn.LayerNorm(256, bias=False)
 
     def forward(self, x, real):
         y = self.norm1(x)
@@ -266,13 +274,13 @@ class EncoderLayer(nn.Module):
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-class DecoderLayer(EncoderLayer):
-    """nn.TransformerDecoderLayer for inference. `past` has the keys and values of past tokens."""
+class DecoderLayer(nn.TransformerDecoderLayer):
+    """One layer for inference. `past` has the keys and values of past tokens."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(256, 8, 512, bias=False)
+        self.self_attn = Attention()
         self.multihead_attn = Attention()
-        self.norm3 = nn.LayerNorm(256, bias=False)
 
     def forward(self, x, past, memory, real):
         y = self.norm1(x)
@@ -283,8 +291,8 @@ class DecoderLayer(EncoderLayer):
         return x, past
 
 
-class StepwiseTransformer(nn.Module):
-    """The transformer of the training scripts, for inference: one token at a time, with a cache."""
+class StepwiseTransformer(Stepwise):
+    """The transformer of the training scripts."""
 
     def __init__(self, source_size, target_size, seq_len):
         super().__init__()
@@ -299,28 +307,24 @@ class StepwiseTransformer(nn.Module):
         self.head.weight = self.target.weight
 
     def encode(self, source, lengths):
-        """Returns the mask of real tokens, and (past, memory) for each layer of the decoder."""
+        """Returns the mask of real tokens, memory and past of each layer of the decoder."""
         real = (source != PAD)[:, None, None]  # (B, 1, 1, S)
         x = self.source(source) * 256**0.5 + self.positions.weight[: source.shape[1]]
         for layer in self.encoder["layers"]:
             x = layer(x, real)
         x = self.encoder["norm"](x)
-        caches = []
-        for layer in self.decoder["layers"]:
-            memory = layer.multihead_attn.keys_values(x)
-            no_past = memory[:, :, :, :0]
-            caches.append((no_past, memory))
-        return real, caches
+        memories = [layer.multihead_attn.keys_values(x) for layer in self.decoder["layers"]]
+        pasts = [memory[:, :, :, :0] for memory in memories]  # none yet
+        return real, memories, pasts
 
     def step(self, state, token, position):
-        """Returns the logits (B, 1, V) of the tokens after these (B, 1), and the next state."""
-        real, caches = state
+        real, memories, pasts = state
         x = self.target(token) * 256**0.5 + self.positions.weight[position]
-        next_caches = []
-        for layer, (past, memory) in zip(self.decoder["layers"], caches):
+        next_pasts = []
+        for layer, memory, past in zip(self.decoder["layers"], memories, pasts):
             x, past = layer(x, past, memory, real)
-            next_caches.append((past, memory))
-        return self.head(self.decoder["norm"](x)), (real, next_caches)
+            next_pasts.append(past)
+        return self.head(self.decoder["norm"](x)), (real, memories, next_pasts)
 
 
 def create_empty(args):
@@ -330,22 +334,24 @@ def create_empty(args):
     return StepwiseTransformer(*args.vocab_sizes, args.seq_len)
 
 
-def create_trained(args, weights):
-    """Returns a translator for inference with these weights, renamed, and the pairs to test on."""
+def load_trained(args):
+    """Returns the trained model and data to test it on. Adds the training's settings to args."""
+    snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
+    vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     (data,) = read_data(args, ["test"])
     args.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in data.tokenizers.values()]
-    if args.vocab_sizes != [len(weights["source.weight"]), len(weights["target.weight"])]:
-        raise ValueError(f"{args.dataset} in {args.data_dir} is not the data of the training")
-    renamed = {} if args.model == "lstm" else {"head.weight": weights["target.weight"]}
-    for name, tensor in weights.items():
+    model = create_empty(args)
+    weights = {}
+    for name, tensor in snapshot["model"].items():
         if name.endswith("in_proj_weight"):  # queries, keys and values
             prefix = name.removesuffix("in_proj_weight")
-            renamed[f"{prefix}q.weight"] = tensor[:256]
-            renamed[f"{prefix}kv.weight"] = tensor[256:]
+            weights[f"{prefix}q.weight"] = tensor[:256]
+            weights[f"{prefix}kv.weight"] = tensor[256:]
         else:
-            renamed[name] = tensor
-    model = create_empty(args)
-    model.load_state_dict(renamed)
+            weights[name] = tensor
+    if args.model == "transformer":
+        weights["head.weight"] = weights["target.weight"]
+    model.load_state_dict(weights)
     return model.eval(), data
 
 
@@ -365,15 +371,15 @@ def bleu_score(texts, translations, tokenizer):
 def translate_stepwise(model, batches, data, args):
     """Returns translations by greedy decoding: the likeliest token each time."""
     translations = []
-    for source, lengths, *_ in batches:
-        target = torch.full_like(source[:, :1], START)  # (B, T)
-        state = model.encode(source, lengths)
+    for sources, lengths, *_ in batches:
+        target = torch.full_like(sources[:, :1], START)  # (B, T)
+        state = model.encode(sources, lengths)
         while target.shape[1] < args.seq_len and not (target == END).any(1).all():
             logits, state = model.step(state, target[:, -1:], target.shape[1] - 1)
             target = torch.cat((target, logits.argmax(2)), 1)
-        for ids in target[:, 1:].tolist():
-            text = data.tokenizers["target"].decode(ids, skip_special_tokens=False)
-            translations.append(text.partition("[END]")[0])
+        ids = target[:, 1:].tolist()
+        texts = data.tokenizers["target"].decode_batch(ids, skip_special_tokens=False)
+        translations += [text.partition("[END]")[0] for text in texts]
     return translations
 
 
@@ -385,22 +391,12 @@ def test(model, data, indices, batches, args):
     return bleu, np.array(translations)
 
 
-def measure(model, row, data, batches, args):
+def measure(row, model, data, batches, args):
     """Returns sentences/s over a few batches, from the longest to the shortest."""
-    batches = batches[:: max(1, len(batches) // 3)]
     start = time.perf_counter()
+    batches = batches[:: max(1, len(batches) // 3)]
     translations = translate_stepwise(model, batches, data, args)
-    return {"sentences/s": len(translations) / (time.perf_counter() - start)}
-
-
-def load_trained(args):
-    """Returns the trained model and data to test it on. Adds the training's settings to args."""
-    try:
-        snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
-        vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
-        return create_trained(args, snapshot["model"])
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot load {args.snapshot}: {error!r:.200}")
+    return [len(translations) / (time.perf_counter() - start)]
 
 
 def quantize(model, row):
@@ -427,10 +423,6 @@ def quantize(model, row):
     if device.type not in ("cpu", "cuda", "xpu"):
         raise NotImplementedError(f"torchao has no kernels for {device.type}")
 
-    import torchao.quantization as ao  # a slow import
-    from torchao.prototype.quantization.int4 import inference_workflow as prototype
-    from torchao.utils import should_reduce_range
-
     multiple = 1 if on_cpu else 16  # of a layer's sizes, which kernels need
     if row == "int8-dynamic":
         # A CPU without VNNI adds two products in 16 bits, which 8-bit factors overflow.
@@ -438,21 +430,17 @@ def quantize(model, row):
     elif row == "int8-weights":
         config = ao.Int8WeightOnlyConfig()
     elif row == "float8-dynamic":
-        if on_cpu:
-            raise NotImplementedError("it is for GPUs of compute capability 8.9 and more")
         config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
     else:
-        multiple = int(row.partition("-g")[2])  # weights that share a scale
+        multiple = 32  # weights that share a scale
         if on_cpu:
-            config = prototype.PrototypeInt4WeightOnlyConfig(group_size=multiple)
+            config = PrototypeInt4WeightOnlyConfig(group_size=32)
         else:
             packing = "tile_packed_to_4d" if device.type == "cuda" else "plain_int32"
-            config = ao.Int4WeightOnlyConfig(group_size=multiple, int4_packing_format=packing)
+            config = ao.Int4WeightOnlyConfig(group_size=32, int4_packing_format=packing)
 
     def fits(layer, name):
-        if type(layer) is not nn.Linear:
-            return False
-        return layer.in_features % multiple == layer.out_features % multiple == 0
+        return type(layer) is nn.Linear and not any(n % multiple for n in layer.weight.shape)
 
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
@@ -462,9 +450,6 @@ def quantize(model, row):
 
 def load_quantized(file, device="cpu"):
     """Returns a model that --out saved on such a device, and the settings of its training."""
-    import torchao.prototype.quantization.int4
-    import torchao.quantization  # noqa: F401  # torch.load allows the types of imported modules
-
     saved = torch.load(file, map_location=device, weights_only=True)
     args = argparse.Namespace(**saved["settings"])
     model = create_empty(args).eval()
@@ -474,53 +459,25 @@ def load_quantized(file, device="cpu"):
     return model, args
 
 
-def create_batches(data, args, device):
-    """Returns the indices of --num_samples samples, evenly spaced, and their batches."""
-    num_samples = min(args.num_samples or len(data), len(data))
-    indices = np.linspace(0, len(data) - 1, num_samples).astype(int)
-    batches = []
-    for part in np.array_split(indices, max(1, num_samples // args.batch_size)):
-        batch = data.__getitems__(part)
-        batches.append([each.to(device) if hasattr(each, "to") else each for each in batch])
-    return indices, batches
-
-
 def peak_megabytes(device, run):
     """Returns what run() allocates at its peak, or nan where the system does not tell."""
-    clear_refs = Path("/proc/self/clear_refs")
     if hasattr(torch.get_device_module(device), "max_memory_allocated"):
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
         run()
         return (torch.accelerator.max_memory_allocated() - before) / 1e6
-    if device.type != "cpu" or not clear_refs.exists():
+    if device.type != "cpu" or not os.path.exists("/proc/self/clear_refs"):
         run()
-        return math.nan
+        return np.nan
 
     def kilobytes(name):
         return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
-    with contextlib.suppress(AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)  # what has been freed goes back to the system
-    clear_refs.write_text("5")  # the peak, VmHWM, starts again (man 5 proc)
+    ctypes.CDLL(None).malloc_trim(0)  # what has been freed goes back to the system
+    Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, starts again (man 5 proc)
     before = kilobytes("VmRSS")
     run()
     return (kilobytes("VmHWM") - before) / 1e3
-
-
-def print_table(rows):
-    """Prints dicts as Markdown: a list of speeds as its median and its ratio to that of fp32."""
-    print("|", " | ".join(rows[0]), "|")
-    print("|", " | ".join(["---"] * len(rows[0])), "|")
-    for row in rows:
-        fp32 = next(each for each in rows if each["mode"] == row["mode"])
-        cells = []
-        for name, value in row.items():
-            if isinstance(value, list):
-                speed = statistics.median(value)
-                value = f"{speed:.4g} {speed / statistics.median(fp32[name]):.2f}x"
-            cells.append("-" if value.startswith("nan") else value)
-        print("|", " | ".join(cells), "|")
 
 
 @torch.no_grad()
@@ -530,57 +487,57 @@ def main(args):
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new shape
     torch.compiler.config.recompile_limit = 1000  # all rows and layers count together
     torch.compiler.config.accumulated_recompile_limit = 1000
-    if device.type == "cpu" and not args.eager:
+    if device.type == "cpu":
         # Without these two, torch.compile leaves int8 products to a loop that is 20 times as slow.
-        from torchao.quantization.pt2e.inductor_passes import x86
-
         torch._inductor.config.freezing = True
         x86._register_quantization_weight_pack_pass()
-    model, data = load_trained(args)
-    model = model.to(device)
-    indices, batches = create_batches(data, args, device)
-    get_name = getattr(torch.get_device_module(device), "get_device_name", lambda: device.type)
-    more = {"device": get_name(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    settings = (vars(args) | more).items()
-    print(textwrap.fill(", ".join(f"{name} {value}" for name, value in settings), 100))
+    try:
+        trained, data = load_trained(args)
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot load {args.snapshot}: {error!r:.200}")
+    trained.to(device)
+    num_samples = min(args.num_samples or len(data), len(data))
+    indices = np.linspace(0, len(data) - 1, num_samples).astype(int)  # short and long ones
+    parts = np.array_split(indices, max(1, num_samples // args.batch_size))
+    batches = [data.__getitems__(part) for part in parts]
+    batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batches)
 
-    rows = []
-    runs = {}
+    print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print("|", " | ".join(COLUMNS), "|")
+    print("|", " | ".join(["---"] * len(COLUMNS)), "|")
     for mode in ["eager"] if args.eager else ["eager", "compiled"]:
-        for name in dict.fromkeys(["fp32", args.row]) if args.row else ROWS:
-            print(f"{name}, {mode} ...", file=sys.stderr)
-            rows.append(row := {"row": name, "mode": mode})
+        for row in dict.fromkeys(["fp32", args.row]) if args.row else ROWS:
             try:
-                variant = quantize(model, name)
+                model = quantize(trained, row)
                 file = io.BytesIO()
-                torch.save({"settings": vars(args), "model": variant.state_dict()}, file)
-                for part in COMPILED if mode == "compiled" else ():
-                    setattr(variant, part, torch.compile(getattr(variant, part)))
-                score, found = test(variant, data, indices, batches, args)
-                run = partial(measure, variant, name, data, batches, args)
+                torch.save({"settings": vars(args), "model": model.state_dict()}, file)
+                if mode == "compiled":
+                    # Else a model that does not compile runs eagerly, and so do all after it,
+                    # fp32 too: PyTorch then skips the function that they share.
+                    model.compile(fullgraph=True)
+                score, answers = test(model, data, indices, batches, args)
+                run = partial(measure, row, model, data, batches, args)
                 peak = peak_megabytes(device, run)  # warms up, too
-                if args.out and (name, mode) == (args.row, "eager"):
+                if args.out and row == args.row:
                     load_quantized(io.BytesIO(file.getvalue()), device)  # a file that cannot fails
                     Path(args.out).write_bytes(file.getvalue())
             except Exception as error:
-                row["MB"] = f"left out: {' '.join(str(error).split()):.200}"
-                if name == "fp32":
-                    break
+                print(f"| {row} | {mode} | left out: {' '.join(str(error).split()):.200} |")
+                if row in ("fp32", args.row):  # nothing is left to compare
+                    sys.exit(mode == "eager")
                 continue
-            if name == "fp32":
-                fp32_score, fp32_found = score, found
+            if row == "fp32":
+                fp32_run, fp32_score, fp32_answers = run, score, answers
             megabytes = file.tell() / 1e6
-            row |= {"MB": f"{megabytes:.1f}", "peak MB": f"{megabytes + peak:.1f}"}
-            row |= {QUALITY: f"{score:.5g} {score - fp32_score:+.2g}"}
-            row |= {"same %": f"{100 * np.mean(found == fp32_found):.1f}"}
-            runs[name, mode] = row, run
-    for _ in range(args.rounds):  # in turn, so that a slow moment of the machine meets all
-        for row, run in runs.values():
-            for name, speed in run().items():
-                row.setdefault(name, []).append(speed)
-    print_table(rows)
-    if (args.row or "fp32", "eager") not in runs:
-        sys.exit(1)
+            cells = [row, mode, f"{megabytes:.1f}", f"{megabytes + peak:.1f}"]
+            cells.append(f"{score:.5g} {score - fp32_score:+.2g}")
+            cells.append(f"{100 * np.mean(answers == fp32_answers):.1f}")
+            runs = dict.fromkeys([fp32_run, run])  # the row fp32 has one: its ratio is 1.00x
+            # In turn, so that a slow moment of the machine meets both.
+            rounds = [[each() for each in runs] for _ in range(args.rounds)]
+            for fp32_speed, speed in np.median(rounds, 0)[[0, -1]].T:
+                cells.append(f"{speed:.4g} {speed / fp32_speed:.2f}x")
+            print("|", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,22 @@ def test_a_users_start(data, tmp_path):
     assert status == 0 and "epoch 0: train_loss" in out and "| multigpu | 1 |" in out, err
 
 
+def test_quantize(run, words, tmp_path):
+    """fp32 and bf16 have the quality of the CPU; each other row says why it is missing."""
+    script, *flags = words("gpt")
+    run(f"singlegpu/{script}", *flags, "--snapshot", tmp_path / "gpt.pt")
+    more = ("--snapshot", tmp_path / "gpt.pt", "--eager", "--num_samples", 24, "--rounds", 1)
+    out = run("quantize/gpt.py", *more, EMU_DEVICES="1")
+    assert out.startswith("emu, ")
+    row = r"\| (\w+) \| eager \| [\d.]+ \| [\d.]+ \| ([\d.]+) "
+    found = re.findall(row, out)
+    on_cpu = re.findall(row, run("quantize/gpt.py", *more, "--row", "fp32"))
+    assert found[0] == on_cpu[0] and [name for name, _ in found] == ["fp32", "bf16"]
+    assert float(found[1][1]) == pytest.approx(float(found[0][1]), rel=0.01)
+    assert out.count("left out: torchao has no kernels for emu") == 4
+    assert out.count("left out: torch.ao is for CPUs") == 1
+
+
 # == Snapshots, and devices that are too few ==
 MOVES = {  # script, processes, devices (none: a machine without), more flags; four steps each
     "mlp": (

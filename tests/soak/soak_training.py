@@ -90,7 +90,7 @@ def test_gpt_compile_compiles_all_parts(run, data, tmp_path, script):
 @needs_compiler
 @pytest.mark.parametrize("model", QUALITIES)
 def test_torchao(attempt, trained, model):  # noqa: F811
-    """All rows keep the quality, compiled, too. Of the lstm torchao leaves all but the head."""
+    """All rows keep the quality, compiled, too. Of the lstm torchao changes the head alone."""
     script, snapshot, *_ = trained(model)
     more = ("--snapshot", snapshot, "--num_samples", 200, "--rounds", 1)
     status, out, err = attempt(script, *more)  # PyTorch warns of torchao's tensors
