@@ -222,7 +222,6 @@ MAY_CHANGE = (  # the flags of all scripts that a resumed run may change. Others
     "num_gpus epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
     "data_dir snapshot log sample reconstructions"
 ).split()
-ONE_DAY = timedelta(days=1)
 
 
 def parse_run_args(parser, **defaults):
@@ -431,16 +430,15 @@ def connect(run, args, init_method):
         backend = dist.get_default_backend_for_device(run.device)
         bound = {"device_id": run.device} if backend == "nccl" else {}
         backend = f"cpu:gloo,{run.device.type}:{backend}"
-    run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=ONE_DAY))
+    timeout = timedelta(seconds=args.timeout)  # after it, NCCL writes down its last operations
+    run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=timeout))
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
         wait_for(run, f"data of {first}")
     set_seeds(run.device, args.seed)  # a random split is the same in all processes
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
-    group = {"store": run.store, "rank": run.rank, "world_size": run.world_size}
-    group["timeout"] = timedelta(seconds=args.timeout)  # NCCL then writes down its last operations
-    run.store.set_timeout(group["timeout"])  # from now on, its calls time out
+    group = {"store": run.store, "rank": run.rank, "world_size": run.world_size, "timeout": timeout}
     expect_progress(args.timeout)
     try:
         dist.init_process_group(backend, **group, **bound)
@@ -454,7 +452,7 @@ def connect(run, args, init_method):
 def wait_for(run, key):
     """Waits until another process has set the key, however long it takes."""
     try:
-        run.store.wait([key], ONE_DAY)
+        run.store.wait([key], timedelta(days=1))
     except dist.DistError:  # rank 0 has ended, and has said why
         sys.exit(1)
 

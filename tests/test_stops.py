@@ -185,3 +185,11 @@ def test_a_large_file_of_ids_is_not_validated_whole(run, tmp_path):
     args = gpt.argparse.Namespace(dataset=str(tmp_path), seq_len=128, vocab_size=99)
     train_data, val_data = gpt.read_data(args)
     assert (len(train_data), len(val_data)) == (599_999 // 128, (2**18 - 1) // 128)
+
+
+def test_a_process_without_its_launcher_ends(attempt, data):
+    """torchrun was killed while this process started: nobody listens."""
+    env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    words = (*IMAGES.replace("DATA", str(data)).split(), "--timeout", 3)
+    status, _, err = attempt("multinode/images.py", *words, **env)
+    assert status == 1 and "timed out" in err, err
