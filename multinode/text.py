@@ -405,7 +405,7 @@ def main(local_rank, args, init_method):
         print(f"processes {run.world_size}, device {run.device},", end=" ")
         print(f"steps {run.step} to {run.num_steps}", flush=True)
 
-    batches = iter(create_loader(train_data, training_requests(train_data, run, args), run, args))
+    batches = start_loader(train_data, training_requests(train_data, run, args), run, args)
     hides_bar = run.rank > 0 or not sys.stderr.isatty()
     bar = tqdm(total=run.num_steps, initial=run.step, disable=hides_bar, leave=False)
     for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
@@ -635,7 +635,7 @@ def evaluate(run, data, args):
     trained = [part for part in run.model.modules() if part.training]
     run.model.eval()
     sums = {}
-    for number, batch in enumerate(create_loader(data, requests, run, args)):
+    for number, batch in enumerate(start_loader(data, requests, run, args)):
         expect_progress(args.timeout)
         set_seeds(run.device, args.seed, run.rank, number)  # the same in each validation
         compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
@@ -677,9 +677,9 @@ class Batches(Dataset):
         return default_collate(samples) if isinstance(samples, list) else samples
 
 
-def create_loader(data, requests, run, args):
-    """Returns a loader that makes a batch for each request."""
-    return DataLoader(
+def start_loader(data, requests, run, args):
+    """Returns an iterator over batches, one for each request."""
+    loader = DataLoader(
         Batches(data),
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
@@ -688,12 +688,15 @@ def create_loader(data, requests, run, args):
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the workers, from their start
+    batches = iter(loader)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return batches
 
 
 def init_worker(worker):
     """Lets a worker outlive a signal to the whole job. It ends with its parent."""
     parent = os.getppid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive

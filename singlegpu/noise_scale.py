@@ -183,7 +183,7 @@ def main():
     if not model.training:  # a part alone that is in eval() stays so
         model.train()
     requests = random_requests(script, data, args, size)
-    batches = iter(script.create_loader(data, requests, SimpleNamespace(device=device), args))
+    batches = script.start_loader(data, requests, SimpleNamespace(device=device), args)
     estimate, width = noise_scale(
         *gradient_norms(script, model, batches, args, options.steps), size
     )

@@ -178,7 +178,7 @@ def batches_of(way, data, images, num_workers):
         return map(data.__getitems__, order.reshape(-1, 64))
     run = SimpleNamespace(step=0, num_steps=num_steps, steps_per_epoch=num_steps)
     run.device = SimpleNamespace(type="cpu")
-    return images.create_loader(data, images.training_requests(data, run, args), run, args)
+    return images.start_loader(data, images.training_requests(data, run, args), run, args)
 
 
 def bigmnist(options):

@@ -26,7 +26,7 @@ YOURS, RUN, TIMING = TITLE.findall(Path("multigpu/images.py").read_text())
 OF_FOLDER = "head main parse_args parse_run_args MAY_CHANGE".split()  # differ between folders
 OF_SINGLEGPU = """check_args look train_step evaluate training_requests read_snapshot save_snapshot
     log_row restore STEP_PHASES TIMES Stopwatch print_summary""".split()  # differ only there
-OF_HYBRID = """check_args connect create_loader evaluate join_launcher load_snapshot log_row look
+OF_HYBRID = """check_args connect start_loader evaluate join_launcher load_snapshot log_row look
     print_summary save_snapshot set_seeds train_step training_requests write_snapshot
     STEP_PHASES DTYPES""".split()  # differ in hybrid and from multinode
 OF_ROOT = ["runs_of"]  # report.py sums up an epoch, predict.py a step

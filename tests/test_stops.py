@@ -19,7 +19,7 @@ def cross_entropy(*args, **kwargs):
     if count == 2 and not torch.is_grad_enabled() and is_last:
         os.kill(os.getpid(), signal.SIGTERM)
     if is_last:
-        print(f"batch {count} of validation", flush=True)
+        print(f"batch {count} of validation\\n", end="", flush=True)  # in one write
     return loss_of(*args, **kwargs)
 
 def sleep_signalled(seconds):  # 10: all is saved, and rank 0 lets the others end first
@@ -95,6 +95,30 @@ def test_a_run_stopped_after_its_last_step(attempt, run, data, tmp_path, folder,
         run(*words, processes=processes)
         validated = [row for row in rows(tmp_path / "log") if "val_loss" in row]
         assert [row["step"] for row in validated] == [4] * processes
+
+
+SIGNALLED_WORKERS = """
+import os, runpy, signal, sys, threading, time
+
+def signal_often():
+    for _ in range(500):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.001)
+
+start = lambda: threading.Thread(target=signal_often, daemon=True).start()
+os.register_at_fork(after_in_child=start)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_signals_while_workers_start(run, data, tmp_path):
+    """Signals to the whole job reach them, too, and end none: not even in its first moments."""
+    (before := tmp_path / "signalled.py").write_text(SIGNALLED_WORKERS)
+    words = [*IMAGES.replace("DATA", str(data)).split(), "--max_steps", 4, "--eval_every", 2]
+    words += ["--num_workers", 2, "--log", tmp_path / "log"]
+    run("singlegpu/images.py", *words, before=[before])
+    assert len(curve(tmp_path / "log")) == 2
 
 
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
