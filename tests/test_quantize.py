@@ -103,17 +103,8 @@ def test_int8_is_smaller_and_as_good(run, attempt, trained, tmp_path, model):
         bleu = float(re.search(r"BLEU ([\d.]+)", printed)[1])
         assert before == pytest.approx(bleu, abs=0.1) and before > 2
     if model == "lstm":
-        run(
-            script,
-            *words[:4],
-            "--row",
-            "int8-weights",
-            "--num_samples",
-            8,
-            "--out",
-            saved,
-            "--eager",
-        )
+        few = ("--num_samples", 8, "--eager", "--row", "int8-weights", "--out", saved)
+        run(script, *words[:4], *few)
     lines = re.search(r"^    import .*?^$", (ROOT / script).read_text(), re.M | re.S)[0]
     lines = textwrap.dedent(lines).strip().replace("int8.pt", str(saved))
     assert len(lines.splitlines()) <= 5
@@ -196,10 +187,10 @@ def test_peak_memory_is_what_is_allocated():
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-@pytest.mark.parametrize("row", ("int8-weights", "int4-weights-g32"))
-def test_compiled_rows(attempt, trained, row):
-    """They come after the eager ones, beside the fp32 of their own, with the same quality."""
+def test_compiled_rows(attempt, trained):
+    """They come after the eager ones, beside the fp32 of their own. All rows: tests/soak."""
     script, snapshot, *_ = trained("text")
+    row = "int4-weights-g32"
     words = ("--snapshot", snapshot, "--row", row, "--rounds", 1, "--num_samples", 200)
     status, out, err = attempt(script, *words)  # PyTorch warns of torchao's tensors
     assert status == 0, err
