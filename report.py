@@ -116,7 +116,7 @@ def read_logs(paths):
             except OSError as error:
                 sys.exit(f"cannot read {file}: {error}")
             found = [row for row in map(read_row, lines) if row]
-            rows += [row | {"log": str(file)} for row in found]
+            rows += found
             if len(found) < len(lines) or not lines:
                 damaged = len(lines) - len(found)
                 notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
@@ -328,14 +328,14 @@ def draw_models(groups, path):
     save(figure, f"More processes help {best} most", path, title="processes")
 
 
-def events_of(rows, log):
-    """Returns the phases and the collectives of the last step in the log, two tables.
+def events_of(path):
+    """Returns the phases and the collectives of the last step in a log, two tables.
 
     Their times are in ms after the start of the step. The clocks of all processes agree, since all
     have just left an all-reduce when they note their times.
     """
-    rows = rows[rows["log"] == log].sort_index()  # in the order in which they were written
-    last = rows.iloc[-1]
+    rows, _ = read_logs([path])
+    last = rows.loc[rows.index.max()]  # the last that was written
     rows = rows[(rows[[*RUN, "step"]] == last[[*RUN, "step"]]).all(axis=1)]
     events = []
     try:
@@ -346,7 +346,9 @@ def events_of(rows, log):
         columns["bytes"] = float
         events = pd.DataFrame(events, columns=list(columns)).astype(columns)
     except (TypeError, ValueError) as error:
-        sys.exit(f"{log}: the last row holds no step: {error}")
+        sys.exit(f"cannot read the last step in {path}: {error}")
+    if events.empty:
+        sys.exit(f"the last rows in {path} hold no step")
     events[["start", "end"]] = 1000 * (events[["start", "end"]] - events["start"].min())
     events["ms"] = events["end"] - events["start"]
     is_sent = events["name"].isin(COLLECTIVES)
@@ -454,10 +456,10 @@ def main():
     print("\n".join(lines))
     if args.out:
         write_all(groups, rows, lines, args.out)
-    for log in sorted(set(rows["log"])) if args.step else []:
-        phases, sent = events_of(rows, log)
-        write_trace(phases, sent, args.out / f"{Path(log).stem}_step.json")
-        draw_step(phases, sent, args.out / f"{Path(log).stem}_step.png")
+    for path in args.paths if args.step else []:
+        phases, sent = events_of(path)
+        write_trace(phases, sent, args.out / f"{path.stem}_step.json")
+        draw_step(phases, sent, args.out / f"{path.stem}_step.png")
 
 
 if __name__ == "__main__":

@@ -381,6 +381,7 @@ def main(local_rank, args, init_method):
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
     run.totals = {}  # those since the last row, over all processes
+    args.shard_size = args.shard_size or run.world_size
     check_args(run, args)
     snapshot = read_snapshot(args)
     train_data, val_data = connect(run, args, init_method)  # sets run.device and run.store
@@ -482,7 +483,6 @@ def main(local_rank, args, init_method):
 
 def check_args(run, args):
     """Ends the run if the batch cannot be divided, or if a file could not be written."""
-    args.shard_size = args.shard_size or run.world_size
     if args.shard_size < 1 or run.world_size % args.shard_size:
         sys.exit(f"--shard_size must divide the number of processes, {run.world_size}")
     divisor = run.world_size * args.grad_accum_steps
@@ -504,7 +504,8 @@ def connect(run, args, init_method):
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
         num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
-        has_own = num_devices == 1 and "SLURM_PROCID" in os.environ  # Slurm can show one to each
+        # Slurm can show each process a GPU of its own. torchrun shows the same to all.
+        has_own = num_devices == 1 and not dist.is_torchelastic_launched()
         if num_processes > num_devices and not has_own:
             sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
@@ -512,7 +513,7 @@ def connect(run, args, init_method):
         backend = dist.get_default_backend_for_device(run.device)
         bound = {"device_id": run.device} if backend == "nccl" else {}
         backend = f"cpu:gloo,{run.device.type}:{backend}"
-    timeout = timedelta(seconds=args.timeout)  # after it, NCCL writes down its last operations
+    timeout = timedelta(seconds=args.timeout)
     run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=timeout))
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0

@@ -101,7 +101,7 @@ class Photos(datasets.ImageFolder):
 
     def find_classes(self, folder):
         classes, _ = super().find_classes(folder)
-        classes = [name for name in classes if not name.startswith(".")]  # .ipynb_checkpoints
+        classes = [name for name in classes if not name.startswith(".")]  # not .ipynb_checkpoints
         return classes, {name: number for number, name in enumerate(classes)}
 
 
@@ -184,7 +184,7 @@ def synthetic_images(num_images):
     generator = torch.Generator().manual_seed(num_images)  # other noise for each split
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return Images((80 * patterns[labels]).byte() + noise, labels)  # 80 + 175 = 255
+    return Images((80 * patterns[labels]).byte() + noise, labels)  # at most 80 + 175 = 255
 
 
 def training_order(data, args, epoch):
@@ -541,7 +541,8 @@ def connect(run, args, init_method):
     if num_devices > 0:
         used = -(-run.world_size // int(os.environ["GROUP_WORLD_SIZE"])) * args.num_stages
         first = run.local_rank * args.num_stages
-        if num_devices == args.num_stages:  # Slurm may show each process its own alone
+        # Slurm can show each process GPUs of its own. torchrun shows the same to all.
+        if num_devices == args.num_stages and not dist.is_torchelastic_launched():
             first = 0
         elif used > num_devices:
             sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
@@ -550,7 +551,7 @@ def connect(run, args, init_method):
         run.devices = [torch.device(first + stage) for stage in range(args.num_stages)]
         torch.accelerator.set_device_index(first)
     run.device = run.devices[0]  # of the batches and the losses
-    timeout = timedelta(seconds=args.timeout)  # after it, NCCL writes down its last operations
+    timeout = timedelta(seconds=args.timeout)
     run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=timeout))
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0

@@ -499,7 +499,8 @@ def connect(run, args, init_method):
     if torch.accelerator.is_available():
         num_devices = torch.accelerator.device_count()
         num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
-        has_own = num_devices == 1 and "SLURM_PROCID" in os.environ  # Slurm can show one to each
+        # Slurm can show each process a GPU of its own. torchrun shows the same to all.
+        has_own = num_devices == 1 and not dist.is_torchelastic_launched()
         if num_processes > num_devices and not has_own:
             sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
@@ -507,7 +508,7 @@ def connect(run, args, init_method):
         backend = dist.get_default_backend_for_device(run.device)
         bound = {"device_id": run.device} if backend == "nccl" else {}
         backend = f"cpu:gloo,{run.device.type}:{backend}"
-    timeout = timedelta(seconds=args.timeout)  # after it, NCCL writes down its last operations
+    timeout = timedelta(seconds=args.timeout)
     run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=timeout))
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0

@@ -103,7 +103,7 @@ def synthetic_images(num_images):
     generator = torch.Generator().manual_seed(num_images)  # other noise for each split
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return Images((80 * patterns[labels]).byte() + noise, labels)  # 80 + 175 = 255
+    return Images((80 * patterns[labels]).byte() + noise, labels)  # at most 80 + 175 = 255
 
 
 def create_model(args, data):

@@ -88,7 +88,7 @@ class Photos(datasets.ImageFolder):
 
     def find_classes(self, folder):
         classes, _ = super().find_classes(folder)
-        classes = [name for name in classes if not name.startswith(".")]  # .ipynb_checkpoints
+        classes = [name for name in classes if not name.startswith(".")]  # not .ipynb_checkpoints
         return classes, {name: number for number, name in enumerate(classes)}
 
 
@@ -171,7 +171,7 @@ def synthetic_images(num_images):
     generator = torch.Generator().manual_seed(num_images)  # other noise for each split
     labels = torch.randint(10, (num_images,), generator=generator)
     noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return Images((80 * patterns[labels]).byte() + noise, labels)  # 80 + 175 = 255
+    return Images((80 * patterns[labels]).byte() + noise, labels)  # at most 80 + 175 = 255
 
 
 def training_order(data, args, epoch):

@@ -117,7 +117,8 @@ def commands_of(script, arguments, processes=1):
     words, agents, each = words_of(script, arguments, processes)
     meet = [f"--nproc_per_node={each}", "--standalone"]
     if agents > 1:
-        meet[1:] = [f"--nnodes={agents}", "--rdzv_backend=c10d"]
+        # An agent whose peer is killed while they meet waits so many seconds, by default 600.
+        meet[1:] = [f"--nnodes={agents}", "--rdzv_backend=c10d", "--rdzv_conf=join_timeout=60"]
         meet.append(f"--rdzv_endpoint=localhost:{free_port()}")
     torchrun = ["-m", "torch.distributed.run", *meet, "--"]
     return [[*torchrun, *words]] * agents or [words]

@@ -252,8 +252,7 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
         row["last_step"] = [*step, ["optimizer", -8.88, -8.875, 0]]
         row["last_step"] += [["all-reduce", -8.965 + late, -8.88, 4000]]
     write(log, logged)
-    rows, _ = report.read_logs([log])
-    phases, sent = report.events_of(rows, str(log))
+    phases, sent = report.events_of(log)
     assert set(phases["process"]) == {"rank 0 on node0", "rank 1 on node1"}
     assert len(phases) == 10 and len(sent) == 2, "of the last row of the last run"
     figure = report.draw_step(phases, sent, tmp_path / "step.png")
@@ -272,4 +271,7 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     assert "needs --out" in run_report(log, "--step").stderr
     write(log, rows_of("a", 1, [1], last_step=[1]))
     done = run_report(log, "--step", "--out", tmp_path / "out")
-    assert done.returncode == 1 and "the last row holds no step" in done.stderr
+    assert done.returncode == 1 and "cannot read the last step in " in done.stderr
+    write(log, rows_of("a", 1, [1]))
+    done = run_report(log, "--step", "--out", tmp_path / "out")
+    assert done.returncode == 1 and done.stderr.endswith("run.jsonl hold no step\n")
