@@ -108,7 +108,7 @@ def print_marks(row):
     for phase, mean in means.items():
         columns = "".join(f"{of_ranks[rank][phase]:8.3f}" for rank in shown)
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
-    print(f"comm: averaging gradients after backward(), and waiting. Rank {late} came last.")
+    print(f"comm: averaging that backward() does not hide, and waiting. Rank {late} came last.")
     print(row, *[f"{mean:.3f} |" for mean in means.values()])
 
 

@@ -1,22 +1,25 @@
 """How the scripts are launched, stopped, resumed and misused: with images.py, for all tasks."""
 
 import filecmp
+import inspect
 import os
 import pickle
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TIMEOUT, assert_same_weights, curve, load
-from conftest import rows, wait_for, wait_for_saves
+from conftest import ROOT, SCRIPTS, TIMEOUT, assert_same_weights, commands_of, curve, forks_of
+from conftest import load, rows, wait_for, wait_for_saves
 from fork_server import run_all, torchrun_env
 from test_training import arguments_of
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 
 STEPS = 120  # between validations
@@ -54,8 +57,8 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
         else:
             job.process.send_signal(signum)
         status, out, err = job.wait()
-        told = signum != signal.SIGKILL and folder != "multinode"  # torchrun has its own status
-        assert status == os.EX_TEMPFAIL if told else status, err
+        is_lost = signum == signal.SIGKILL or folder == "multinode"  # torchrun has its own status
+        assert status == (1 if is_lost else os.EX_TEMPFAIL), err
         wait_for(lambda job=job: not job.processes())
     step = load(cut)["step"]
     assert f"stopped at step {step} of" in out and str(cut) in out
@@ -168,6 +171,22 @@ def test_ctrl_c_before_the_first_step(fork, tmp_path, folder, processes):
     assert status and "steps 0 to" not in out, (status, out, err)
 
 
+def test_torchrun_is_as_readme_says(start, tmp_path):
+    """SIGUSR2 ends it; it kills what a SIGTERM does not end in 30 s; it wants a -- before --log."""
+    (script := tmp_path / "multinode/sleeps.py").parent.mkdir()
+    script.write_text("import time\nopen('begun', 'w')\ntime.sleep(1000)")
+    job = start(script, "--log", "run.jsonl")
+    wait_for((tmp_path / "begun").exists)
+    job.process.send_signal(signal.SIGUSR2)
+    assert job.wait()[0] == -signal.SIGUSR2
+    job.end()
+    assert inspect.signature(LocalElasticAgent._shutdown).parameters["timeout"].default == 30
+    [words] = commands_of(script, ["--log", "run.jsonl"])
+    words.remove("--")
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and "ambiguous option: --log " in done.stderr, done.stderr
+
+
 class Bomb:
     """Pickled, and then unpickled, it would leave a file behind."""
 
@@ -202,6 +221,17 @@ def test_snapshots_that_do_not_fit_are_refused(refused, run, data, tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
 
 
+def test_data_cannot_run_code(refused, tmp_path):
+    """Arrays of pickled objects, and a data set's own script, end in a line of error."""
+    bomb = tmp_path / "exploded"
+    for name in ("train_images.npy", "train.npy", "val.npy"):
+        np.save(tmp_path / name, np.array([Bomb(bomb)], object), allow_pickle=True)
+    (tmp_path / f"{tmp_path.name}.py").write_text(f"open({str(bomb)!r}, 'w')")
+    for script in ("images", "gpt", "text"):
+        refused(f"{tmp_path}", f"singlegpu/{script}.py", "--dataset", tmp_path)
+    assert not bomb.exists()
+
+
 def test_bad_arguments_are_named(attempt, refused, data, tmp_path):
     """Each script names the flag; those of torchrun say that they need it; parts are equal."""
     texts = {script: (ROOT / script).read_text() for script in SCRIPTS}
@@ -214,6 +244,12 @@ def test_bad_arguments_are_named(attempt, refused, data, tmp_path):
     ):
         assert status == 2 and "Traceback" not in err, (script, err)
         assert f"argument {flags[script]}: invalid int value: 'many'" in err, (script, err)
+    helps = run_all(
+        [[str(ROOT / script), "--help"] for script in SCRIPTS], [{}] * len(SCRIPTS), "."
+    )
+    for script, (status, out, err) in zip(SCRIPTS, helps):
+        named = re.findall(r'add(?:_argument)?\("(--\w+)"', texts[script])
+        assert status == 0 and all(f" {flag}" in out for flag in named), (script, out, err)
     commands = [[str(ROOT / name)] for name in SCRIPTS if name.startswith(("multinode", "hybrid"))]
     ended = run_all(commands, [{}] * len(commands), tmp_path, ends_others=False)
     for command, (status, _, err) in zip(commands, ended):
@@ -299,7 +335,7 @@ HANGS = {  # where, on the ranks but 0: folder, processes, {text: other}, what t
 
 
 @pytest.mark.parametrize("where", HANGS)
-def test_a_hung_process_ends_the_run_and_says_where(fork, attempt, base, changed, where):
+def test_a_hung_process_ends_the_run_and_says_where(fork, base, changed, tmp_path, where):
     """After --timeout: in batch_loss, or where it waits for a worker's batch, or for another one.
 
     That one still reads its data while the others connect.
@@ -312,6 +348,11 @@ def test_a_hung_process_ends_the_run_and_says_where(fork, attempt, base, changed
         job = fork(*words, "--num_workers", 2)
         status, _, err = job.wait(90)
         wait_for(lambda: not job.processes(), seconds=30)
-    else:  # all end by themselves: one that had to be killed would have status 9
-        status, _, err = attempt(*words, processes=processes)
-    assert status in (1, signal.SIGALRM) and re.search(told, err), err
+        statuses, expected = [status], [signal.SIGALRM]
+    else:  # all end by themselves: one that had to be killed would have status -9
+        commands, envs = forks_of(words[0], words[1:], processes)
+        statuses, _, errs = zip(*run_all(commands, envs, tmp_path))
+        # Rank 0 waits for the others in vain. In `data`, SIGTERM then ends the other: status 0.
+        expected = [1, *[0 if where == "data" else -signal.SIGALRM] * (processes - 1)]
+        err = "".join(errs)
+    assert list(statuses) == expected and re.search(told, err), (statuses, err)

@@ -2,13 +2,14 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, curve, free_port, rows
+from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, curve, free_port, rows
 from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
@@ -51,6 +52,19 @@ def test_each_script_has_its_job_file():
     assert [path.stem for path in files] == sorted([*names, "report"])
     for path in [*files, ROOT / "slurm/sweep.sh"]:
         assert subprocess.run(["bash", "-n", path]).returncode == 0, path
+        if TRAINING.search(path.stem.replace("_", "/", 1) + ".py"):  # they go on in a new job
+            for words in ("--signal=USR2@120", "--requeue", '[ "$status" -ne 75 ] || scontrol re'):
+                assert words in path.read_text(), path
+
+
+def test_a_job_file_for_a_script_of_ones_own(tmp_path):
+    """README's line makes one of that of images.py."""
+    (tmp_path / "slurm").mkdir()
+    shutil.copy(ROOT / "slurm/multigpu_images.slurm", tmp_path / "slurm")
+    [line] = re.findall(r"^sed [^#]*", README, re.M)
+    subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+    text = (tmp_path / "slurm/multigpu_mine.slurm").read_text()
+    assert "--job-name=multigpu_mine\n" in text and " python multigpu/mine.py --snapshot " in text
 
 
 @pytest.mark.parametrize(
@@ -59,14 +73,28 @@ def test_each_script_has_its_job_file():
 def test_a_page_names_what_exists(page):
     """Links to files and to sections of the page, and the scripts in commands."""
     text = (ROOT / page).read_text()
-    links = re.findall(r"\]\(([\w./]+)\)", text)
-    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    links = re.findall(r"\]\(([\w./]*)(?:#(.*?))?\)", text)
+    missing = [link for link, _ in links if not (ROOT / page).parent.joinpath(link).exists()]
     commands = re.findall(r"(?:python|sbatch|bash|--) ([a-z]+/\w+\.\w+)", text)
     missing += [name for name in commands if not (ROOT / name).exists()]
-    titles = re.findall(r"^#+ (.*)", text, re.M)
-    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-    missing += set(re.findall(r"\]\(#(.*?)\)", text)) - anchors
+    for link, anchor in links:
+        there = (ROOT / page).parent.joinpath(link).read_text() if link and anchor else text
+        titles = re.findall(r"^#+ (.*)", there, re.M)
+        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        missing += [anchor] * (anchor not in {"", *anchors})
     assert not missing
+
+
+def test_what_readme_says_of_mnist():
+    """How many lines the five have, and what the table of times ends with."""
+    count = {
+        folder: len((ROOT / folder / "mnist.py").read_text().splitlines()) for folder in FOLDERS
+    }
+    told = re.findall(r"^\| \[(\w+)/mnist.py\].*? \| (\d+) \|", README, re.M)
+    assert {folder: int(lines) for folder, lines in told} == count
+    assert f"for several: {count['singlegpu']} and {count['multigpu']} lines" in README
+    [line] = re.findall(r"^comm: .*", README, re.M)
+    assert re.sub(r"Rank \d", "Rank {late}", line) in (ROOT / "multigpu/mnist.py").read_text()
 
 
 @pytest.fixture
@@ -92,7 +120,6 @@ def test_readme_commands(photos, tmp_path):
     lines = re.findall(r"^((?:python|torchrun) [^#\n]*)", "".join(blocks), re.M)
     assert len(lines) == 8
     typed = re.findall(r"\| `((?:python|torchrun) [^`]*)` \|$", README, re.M)  # of the first table
-    typed.remove("torchrun --nproc_per_node=4 train.py")  # test_timing_lines.py runs it
     assert len(typed) == 5
     for line in [*lines, *typed]:
         small = (more for name, more in TINY.items() if f"{name} " in f"{line} ")
@@ -104,6 +131,7 @@ def test_readme_commands(photos, tmp_path):
         env = LOOPBACK | {"TORCH_HOME": str(tmp_path)}
         for status, _, err in run_all(nodes, [env] * len(nodes), tmp_path):
             assert status == 0, (line, err)
+    assert {row["processes"] for row in rows(tmp_path / "run.jsonl")} == {2}, "no GPU: two"
 
 
 def test_deprecations_do_not_fail(run, tmp_path):
