@@ -7,9 +7,10 @@ r"""Train a GPT whose parameters are split over processes: FSDP, also known as Z
 
 The model need not fit on one GPU. Each process has samples of its own, as in DDP. With --precision
 bf16, parameters are sent and used in bf16, and gradients are sent in fp32. The residual stream is
-bf16, too; under multinode/gpt.py's autocast it is fp32. Snapshots have the format of
-multinode/gpt.py. Rank 0 needs 4 bytes of RAM a parameter while it starts, and 12 while it saves: 84
-GB for 7 billion parameters.
+bf16, too; under multinode/gpt.py's autocast it is fp32. With --grad_accum_steps, each process also
+holds whole gradients, 4 bytes a parameter. Snapshots have the format of multinode/gpt.py. Rank 0
+needs 4 bytes of RAM a parameter while it starts, and 12 while it saves: 84 GB for 7 billion
+parameters.
 
 For your own data and model, replace the first section, as in multinode/gpt.py. The model must have
 `blocks` and no BatchNorm, and its operations must run on the device "meta", where tensors take no
@@ -201,7 +202,7 @@ def batch_loss(model, batch, args):
 
 @torch.no_grad()
 def finish(model, data, args, device):
-    """Prints --sample tokens, drawn one by one. Rank 0 calls it at the end."""
+    """Prints --sample tokens, drawn one by one, at the end."""
     if not args.sample:
         return
     is_text = not os.path.isdir(args.dataset)
@@ -610,7 +611,7 @@ def set_seeds(device, *numbers):
     seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
@@ -625,7 +626,7 @@ def compute_loss(run, model, batch, sums, args):
     if sums and sums.keys() != batch_sums.keys():
         sys.exit("batch_loss must return the same sums each time")
     for name, value in batch_sums.items():
-        total = sums.get(name, torch.zeros(()))  # float32 is exact enough until the next look
+        total = sums.get(name, torch.zeros(()))  # float32 is exact enough
         sums[name] = total + torch.as_tensor(value).detach()
     return loss
 

@@ -3,12 +3,13 @@ r"""Train an image classifier whose layers are split over the GPUs of a process,
     torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or CPUs
     sbatch --nodes=4 --gpus-per-node=4 slurm/hybrid_images.slurm --model vgg11
 
-For a model that does not fit on one GPU. While one stage works, the GPUs of the others wait. A
-model that fits is faster with multinode/images.py, whose snapshots this script reads and writes.
-A process first builds the whole model in RAM, and moves each stage to its GPU.
+For a model that does not fit on one GPU: while one stage works, the GPUs of the others wait. The
+script reads and writes the snapshots of multinode/images.py. A process first builds the whole model
+in RAM, and moves each stage to its GPU.
 
 For your own data and model, replace the first section, as in multinode/images.py. The model must
-be an nn.Sequential. `diff multinode/images.py hybrid/images.py` shows what the split adds.
+be an nn.Sequential, which is split between its layers, or a VGG or ResNet of torchvision.
+`diff multinode/images.py hybrid/images.py` shows what the split adds.
 """
 
 import argparse
@@ -219,7 +220,7 @@ def create_model(args, data):
             nn.Dropout(args.dropout),
             nn.Linear(512, num_classes),
         )
-    if args.model == "cnn":  # the network of pytorch/examples/mnist
+    if args.model == "cnn":  # the network of pytorch/examples/mnist, with one dropout
         return nn.Sequential(
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
@@ -265,9 +266,9 @@ def batch_loss(model, batch, args):
 
 # ==================================== How the model is split. =====================================
 #
-#              stage 0            stage 1
-#              layers 0 to 2  ->  layers 3 to 9     forward: activations, a copy from GPU to GPU
-#              layers 0 to 2  <-  layers 3 to 9     backward: their gradients
+#     the cnn  stage 0            stage 1
+#              layers 0 to 5  ->  layers 6 to 9     forward: activations, a copy from GPU to GPU
+#              layers 0 to 5  <-  layers 6 to 9     backward: their gradients
 #     rank 0   GPU 0              GPU 1
 #     rank 1   GPU 2              GPU 3
 #
@@ -651,7 +652,7 @@ def set_seeds(device, *numbers):
     seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed_all(seed)  # each stage has its own
 
@@ -666,7 +667,7 @@ def compute_loss(run, model, batch, sums, args):
     if sums and sums.keys() != batch_sums.keys():
         sys.exit("batch_loss must return the same sums each time")
     for name, value in batch_sums.items():
-        total = sums.get(name, torch.zeros(()))  # float32 is exact enough until the next look
+        total = sums.get(name, torch.zeros(()))  # float32 is exact enough
         sums[name] = total + torch.as_tensor(value).detach()
     return loss
 

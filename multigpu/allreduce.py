@@ -35,7 +35,7 @@ def parse_args():
     add("--min_bytes", type=int, default=1 << 12, help="smallest size in bytes")
     add("--max_bytes", type=int, default=1 << 30, help="largest size in bytes")
     add("--seconds", type=float, default=1.0, help="time to spend on each size")
-    add("--out", metavar="FILE.json", help="write the times and the fitted line, for report.py")
+    add("--out", metavar="FILE.json", help="write the times and the fitted line, for predict.py")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
     args = parser.parse_args()
     if args.num_gpus < 2:

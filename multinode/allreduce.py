@@ -41,7 +41,7 @@ def parse_args():
     add("--min_bytes", type=int, default=1 << 12, help="smallest size in bytes")
     add("--max_bytes", type=int, default=1 << 30, help="largest size in bytes")
     add("--seconds", type=float, default=1.0, help="for each size, or each direction of a pair")
-    add("--out", metavar="FILE.json", help="write the times and the fitted line, for report.py")
+    add("--out", metavar="FILE.json", help="write the times and the fitted line, for predict.py")
     add("--pairs", action="store_true", help="measure each pair of nodes: which link is slow?")
     add("--expect", type=float, default=0.0, help="GB/s that each pair must reach, with --pairs")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")

@@ -459,7 +459,7 @@ def set_seeds(device, *numbers):
     seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
@@ -474,7 +474,7 @@ def compute_loss(run, model, batch, sums, args):
     if sums and sums.keys() != batch_sums.keys():
         sys.exit("batch_loss must return the same sums each time")
     for name, value in batch_sums.items():
-        total = sums.get(name, torch.zeros(()))  # float32 is exact enough until the next look
+        total = sums.get(name, torch.zeros(()))  # float32 is exact enough
         sums[name] = total + torch.as_tensor(value).detach()
     return loss
 

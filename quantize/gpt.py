@@ -14,14 +14,15 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
 Rows: *-dynamic has int8 or float8 weights and inputs, whose scale each call finds; *-weights has
 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by the older library.
-The others are by torchao. Each is measured in turn with fp32 of the same mode: 1.50x is 1.5 times
-as fast. A row that torch.compile cannot compile as a whole is left out.
+The other int8, int4 and float8 rows are by torchao. Of int4 and, on GPUs, of all of torchao's rows
+the rest of the model is bf16: compare them with the row bf16. Each is measured in turn with fp32 of
+the same mode: 1.50x is 1.5 times as fast. A row that torch.compile cannot compile as a whole is
+left out.
 Columns: MB is the file; peak MB adds what running allocates; same % is the share of likeliest
 next tokens that are those of fp32. Speeds are tokens/s: of one text that goes on, of reading
 --batch_size prompts of half --seq_len, and of as many texts that go on.
 One text at a time reads all weights for each token. On CPUs that takes the time. On a fast GPU a
-small model waits for the launches of its kernels: GPT-2's take 0.5 to 1 ms a token on an H100, its
-weights 75 us.
+small model waits for the launches of its kernels.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
 """
 
@@ -317,7 +318,7 @@ def main(args):
     torch.compiler.config.recompile_limit = 1000  # all rows and layers count together
     torch.compiler.config.accumulated_recompile_limit = 1000
     if device.type == "cpu":
-        # Without these two, torch.compile leaves int8 products to a loop that is 20 times as slow.
+        # Without these two, torch.compile leaves int8 products to a slow loop.
         torch._inductor.config.freezing = True
         x86._register_quantization_weight_pack_pass()
     try:

@@ -14,8 +14,10 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
 Rows: *-dynamic has int8 or float8 weights and inputs, whose scale each call finds; *-weights has
 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by the older library.
-The others are by torchao. Each is measured in turn with fp32 of the same mode: 1.50x is 1.5 times
-as fast. A row that torch.compile cannot compile as a whole is left out.
+The other int8, int4 and float8 rows are by torchao. Of int4 and, on GPUs, of all of torchao's rows
+the rest of the model is bf16: compare them with the row bf16. Each is measured in turn with fp32 of
+the same mode: 1.50x is 1.5 times as fast. A row that torch.compile cannot compile as a whole is
+left out.
 Columns: MB is the file; peak MB adds what running allocates; same % is the share of texts
 whose class is that of fp32. Embeddings do not change.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
@@ -381,7 +383,7 @@ def main(args):
     torch.compiler.config.recompile_limit = 1000  # all rows and layers count together
     torch.compiler.config.accumulated_recompile_limit = 1000
     if device.type == "cpu":
-        # Without these two, torch.compile leaves int8 products to a loop that is 20 times as slow.
+        # Without these two, torch.compile leaves int8 products to a slow loop.
         torch._inductor.config.freezing = True
         x86._register_quantization_weight_pack_pass()
     try:

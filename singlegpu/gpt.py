@@ -187,7 +187,7 @@ def batch_loss(model, batch, args):
 
 @torch.no_grad()
 def finish(model, data, args, device):
-    """Prints --sample tokens, drawn one by one. Rank 0 calls it at the end."""
+    """Prints --sample tokens, drawn one by one, at the end."""
     if not args.sample:
         return
     is_text = not os.path.isdir(args.dataset)
@@ -398,7 +398,7 @@ def set_seeds(device, *numbers):
     seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
@@ -413,7 +413,7 @@ def compute_loss(run, model, batch, sums, args):
     if sums and sums.keys() != batch_sums.keys():
         sys.exit("batch_loss must return the same sums each time")
     for name, value in batch_sums.items():
-        total = sums.get(name, torch.zeros(()))  # float32 is exact enough until the next look
+        total = sums.get(name, torch.zeros(()))  # float32 is exact enough
         sums[name] = total + torch.as_tensor(value).detach()
     return loss
 

@@ -3,7 +3,7 @@
     python singlegpu/noise_scale.py singlegpu/gpt.py                      # at the first step
     python singlegpu/noise_scale.py singlegpu/gpt.py --snapshot gpt.pt --out noise.json
     python predict.py one.jsonl link.json --noise noise.json     # time to the same loss
-    sbatch slurm/singlegpu_noise_scale.slurm singlegpu/images.py --snapshot mnist.pt --steps 200
+    sbatch slurm/singlegpu_noise_scale.slurm singlegpu/images.py --snapshot cnn.pt --steps 200
 
 It takes the data, the model and the loss from the first section of any script of singlegpu, or of
 your copy, with the script's own flags. The weights stay as they are: new ones, or those of a
@@ -12,8 +12,8 @@ snapshot. The gradient of a batch of B samples is the true gradient G, plus nois
 the gradients of micro-batches and of their mean (McCandlish et al. 2018, "An Empirical Model of
 Large-Batch Training", appendix A.1). With a batch of B, a training takes 1 + N / B times the
 steps, and 1 + B / N times the samples, that it takes at least. This holds for SGD whose learning
-rate is tuned for each batch, and roughly for others; BatchNorm is not in it. N grows as the loss
-falls.
+rate is tuned for each batch, and roughly for others; BatchNorm is not in it. N mostly grows as the
+loss falls.
 """
 
 import argparse
@@ -66,20 +66,13 @@ def load_script(path, words):
 
 
 def load_weights(path, args, words):
-    """Returns the weights of a snapshot. Its settings count, unless a flag is among the words.
-
-    Settings are texts. Of a path they have the last part alone: such a flag must be given again.
-    """
+    """Returns the weights of a snapshot. Its settings count, unless a flag is among the words."""
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         given = [word.split("=")[0] for word in words if word.startswith("--")]
-        for name, text in snapshot["settings"].items():
+        for name, value in snapshot["settings"].items():
             is_given = any(f"--{name}".startswith(flag) for flag in given)
-            value = getattr(args, name, None)
-            if is_given or not isinstance(value, int | float | str):
-                continue
-            if os.path.basename(str(value)) != text:
-                value = text == "True" if isinstance(value, bool) else type(value)(text)
+            if not is_given and value != "None":  # numbers, and everything else as strings
                 setattr(args, name, value)
         return snapshot["model"]
     except Exception as error:  # a damaged or foreign file can fail anywhere

@@ -7,10 +7,12 @@
 
 A part takes at most 8 minutes on a fast GPU, by estimate. In brackets: seconds on two CPU cores.
 
+    mnist      the five mnist.py, on made-up images (30)
     losses     the losses of each script are those of the CPU, in each precision (170)
     time       a stop and a resume; phases and wall time; what the stopwatch costs (40)
     waits      no step waits for the GPU, in the scripts or inside of torch (60)
     ddp        one process and all; DDP's own timer; the hook; a profiler's trace (105)
+    hybrid     shards, a pipeline and stages: the losses and the memory of one process (50)
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (70)
     attention  GPT-2 with FlashAttention and with cuDNN's; texts with and without cuDNN's (60)
     cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
@@ -74,6 +76,7 @@ LAUNCH = {
     "multigpu": "--num_gpus {count}",
     "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --",
 }
+LAUNCH["hybrid"] = LAUNCH["multinode"]
 NUMBERS = ("train_loss", "val_loss", "samples/s")  # of logs
 failures = []  # names of the checks that did not hold
 options = None  # of the command line
@@ -184,6 +187,17 @@ def tell_rates(what, sides, rounds=3):
     """Reports the samples/s of the sides, which run in turn."""
     rates = in_turn(sides, rounds)
     tell(f"- {what}: {', '.join(f'{name} {value:,.0f}' for name, value in rates.items())}")
+
+
+def check_mnist():
+    """The five mnist.py, on made-up images: the row of each."""
+    words = "--synthetic" if options.device == "cuda" else "--synthetic --epochs 1"
+    folders = ["singlegpu", "multigpu", "multinode", "hybrid"]
+    for folder in folders[: 4 if options.count % 2 == 0 else 3]:  # hybrid takes pairs of GPUs
+        out = run(f"{folder}/mnist.py", f"{words} --batch_size 1200", options.count, log=False)[1]
+        tell(*[line for line in out.splitlines() if line.startswith("|")])
+    out = run("quantize/mnist.py", "--synthetic", log=False)[1]  # what they have saved to mnist.pt
+    tell(*[line for line in out.splitlines() if line.startswith("|")])
 
 
 def check_losses(script):
@@ -393,6 +407,28 @@ def check_overlap():
     assert options.device == "cpu" or share > 0.1, "nothing overlaps"
 
 
+def check_hybrid():
+    """Shards, a pipeline and stages on all GPUs: the losses of one process, and peak memory."""
+    stages = 2 if options.count % 2 == 0 else 1
+    cases = {
+        "gpt_fsdp.py": ("gpt.py", "", options.count),
+        "gpt_pipeline.py": ("gpt.py", f"--num_stages {stages}", options.count),
+        "images.py": ("images.py", f"--num_stages {stages}", max(1, options.count // stages)),
+    }
+    for script, (base, more, count) in cases.items():
+        words = f"{options.sizes[base]} {in_rows(2, 24)}"
+        if base == "gpt.py":
+            words += " --num_layers 2"  # at least one for each stage
+        one = run(f"singlegpu/{base}", words)[0]
+        rows = run(f"hybrid/{script}", f"{words} {more}", count)[0]
+        if not options.dry_run:
+            rows = [row for row in rows if row["rank"] == 0]
+            peaks = f"{one[-1]['peak_MB']:.0f} and {rows[-1]['peak_MB']:.0f} MB"
+            tell(f"- hybrid/{script} {more} on {count}: validation loss {losses(rows)[-1]:.4f}")
+            tell(f"  (one process: {losses(one)[-1]:.4f}); peak of one process and rank 0: {peaks}")
+            assert near(losses(rows), losses(one), 2e-2), script
+
+
 def check_gpt(batch):
     """GPT-2 (124 M) in bf16, compiled, beside a loop of the same model without our timers."""
     size, steps = f"{GPT2} --batch_size {batch}", 24
@@ -576,10 +612,12 @@ def attempt(name, check, *arguments):
 
 def parts_of(scripts):
     """Returns {part: its checks, each with its arguments}."""
-    parts = {"losses": [(check_losses, script) for script in scripts]}
+    parts = {"mnist": [(check_mnist,)]}
+    parts["losses"] = [(check_losses, script) for script in scripts]
     parts["time"] = [(check_resume,), (check_phases,), (check_stopwatch,)]
     parts["waits"] = [(check_waits, script) for script in scripts]
     parts["ddp"] = [(check_one_process,), (check_all_processes,), (check_overlap,)]
+    parts["hybrid"] = [(check_hybrid,)]
     parts["gpt"] = [(check_gpt, batch) for batch in (8, 32, 64)]
     parts["attention"] = [(check_attention,)]
     for script in scripts:

@@ -77,6 +77,15 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, paste, 
     assert "twice the batch needs" in told
 
 
+def test_settings_of_a_snapshot(tmp_path):
+    """Switches, numbers and names hold as they were in the training, but for the flags given now."""
+    settings = {"frozen": True, "rate": 0.5, "text": "a.txt", "series": "None", "size": 2}
+    torch.save({"settings": settings, "model": {}}, tmp_path / "s.pt")
+    args = SimpleNamespace(frozen=False, rate=0, text=None, series=None, size=3)
+    module("singlegpu/noise_scale.py").load_weights(tmp_path / "s.pt", args, ["--size", "3"])
+    assert vars(args) == settings | {"series": None, "size": 3}
+
+
 def test_mistakes_are_told(refused, data, tmp_path):
     (bad := tmp_path / "bad.pt").write_text("no snapshot")
     script, words = ROOT / "singlegpu/images.py", arguments_of("mlp", data)

@@ -117,13 +117,13 @@ def test_mnist_jobs(site, data):
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
-def test_quantize_job(site, run, tmp_path):
-    snapshot, sizes = tmp_path / "text.pt", ("--seq_len", 32, "--max_steps", 20)
-    run("singlegpu/text.py", "--model", "transformer", *sizes, "--snapshot", snapshot)
-    more = ("--snapshot", snapshot, "--rounds", 1, "--row", "int8-torch.ao", "--eager")
-    job = site.submit("quantize_text", *more, options=["--cpus-per-task=1"])
+def test_quantize_job(site, run):
+    """The soak submits the others of quantize."""
+    words = ("--synthetic", "--epochs", 1, "--batch_size", 6000)
+    run("singlegpu/mnist.py", *words, cwd=site.folder)  # writes mnist.pt
+    job = site.submit("quantize_mnist", "--synthetic", options=["--cpus-per-task=1"])
     assert site.wait(job) == "COMPLETED", site.output(job)
-    assert len(re.findall(r"^\| (?:fp32|int8-torch.ao) \|", site.output(job), re.M)) == 2
+    assert len(re.findall(r"^\| quantize \| (?:fp32|int8) \|", site.output(job), re.M)) == 2
 
 
 def signal_of_the_limit(site, job):

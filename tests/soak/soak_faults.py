@@ -122,13 +122,16 @@ def test_jobs_at_once(script, data, tmp_path):
     assert len(rows(log)) == 48 and len(losses) == 1, losses
 
 
-@pytest.mark.parametrize("shape", ["multigpu", "multinode"], indirect=True)
+ON_LOOPBACK = ["multigpu", "multinode", "stages", "pipeline", "shards"]
+
+
+@pytest.mark.parametrize("shape", ON_LOOPBACK, indirect=True)
 def test_listens_on_loopback_alone(start, tmp_path, shape):
     """The processes that train, on a single node; torchrun's own store does not."""
     script, processes, words = shape
     job = start(script, *words, "--epochs", 1000, processes=processes)
     wait_for_saves(job, tmp_path / "job.pt", 1)
-    own = set(map(str, job.workers() if "multinode" in script else job.processes()))
+    own = set(map(str, job.processes() if "multigpu" in script else job.workers()))
     lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
     found = {line.split()[3] for line in lines if set(re.findall(r"pid=(\d+)", line)) & own}
     assert found and all(place.startswith(("127.", "[::1]")) for place in found), found

@@ -26,7 +26,7 @@ WORDS = {  # what makes a job of each script small
     "noise_scale": ["singlegpu/images.py", "--model", "mlp", "--steps", "20"],
 }
 GPT = ["--d_model", "16", "--n_heads", "2", "--num_layers", "2", "--seq_len", "32", *COMMON]
-# Those of quantize need what another job has trained: test_slurm.py runs one of them.
+# Those of quantize need what a training has written, and have a test of their own.
 JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("[!q]*_*.slurm"))
 PROCESSES = {"singlegpu": 1, "multigpu": 2, "multinode": 2, "hybrid": 2}
 
@@ -54,11 +54,34 @@ def test_job_completes(site, name):  # noqa: F811
         assert (site.folder / f"{name}-{job}.pt").exists()
 
 
-def test_default_counts(site):  # noqa: F811
-    """Without any option a job takes what its file says: four processes on a node."""
-    job = site.submit("multigpu_images", *SMALL, "--log", "a.jsonl")
+@pytest.mark.parametrize("script", ["gpt", "text", "translation"])
+def test_quantize_job_completes(site, run, script):  # noqa: F811
+    words = {"gpt": GPT, "text": ["--model", "transformer", *WORDS["text"]]}
+    run(
+        f"singlegpu/{script}.py",
+        *words.get(script, WORDS[script]),
+        "--snapshot",
+        site.folder / "s.pt",
+    )
+    more = ("--snapshot", "s.pt", "--rounds", 1, "--row", "int8-torch.ao", "--eager")
+    job = site.submit(f"quantize_{script}", *more, options=["--cpus-per-task=1"])
     assert site.wait(job) == "COMPLETED", site.output(job)
-    assert len((site.folder / "a.jsonl").read_text().splitlines()) == 2 * 4
+    assert len(re.findall(r"^\| (?:fp32|int8-torch.ao) \|", site.output(job), re.M)) == 2
+
+
+def test_default_counts(site):  # noqa: F811
+    """Without any option a job takes what its file says: four tasks on each of two nodes."""
+    job = site.submit("multinode_images", *SMALL, "--log", "a.jsonl")
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert len((site.folder / "a.jsonl").read_text().splitlines()) == 2 * 8
+
+
+def test_pairs_of_nodes(site):  # noqa: F811
+    """A job of two nodes lists what each sends to the other."""
+    words = ("--pairs", "--seconds", 0.05, "--max_bytes", 65536)
+    job = site.submit("multinode_allreduce", *words, options=options("multinode"))
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert len(re.findall(r"^\| +n[01] \|", site.output(job), re.M)) == 2, site.output(job)
 
 
 @pytest.fixture
