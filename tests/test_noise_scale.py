@@ -78,7 +78,7 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, paste, 
 
 
 def test_settings_of_a_snapshot(tmp_path):
-    """Switches, numbers and names hold as they were in the training, but for the flags given now."""
+    """Switches, numbers and names are those of the training, but for the flags given now."""
     settings = {"frozen": True, "rate": 0.5, "text": "a.txt", "series": "None", "size": 2}
     torch.save({"settings": settings, "model": {}}, tmp_path / "s.pt")
     args = SimpleNamespace(frozen=False, rate=0, text=None, series=None, size=3)
