@@ -1143,7 +1143,9 @@ def print_summary(watch):
         hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
         ratio = sum(mean[phase] for phase in COMPUTE) / sending
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
-        verdict = "above 3: more pipelines can pay off" if ratio > 3 else "below 3: more hardly pay off"
+        verdict = "above 3: more pipelines can pay off"
+        if ratio <= 3:
+            verdict = "below 3: more pipelines hardly pay off"
         print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
         print(f"sending {sending:.3f} s, {waiting} on {watch.rows[late]['host']}")
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")
