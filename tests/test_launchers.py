@@ -19,7 +19,7 @@ from conftest import ROOT, SCRIPTS, TIMEOUT, assert_same_weights, commands_of, c
 from conftest import load, rows, wait_for, wait_for_saves
 from fork_server import run_all, torchrun_env
 from test_training import arguments_of
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import PContext
 
 
 STEPS = 120  # between validations
@@ -178,9 +178,9 @@ def test_torchrun_is_as_readme_says(start, tmp_path):
     job = start(script, "--log", "run.jsonl")
     wait_for((tmp_path / "begun").exists)
     job.process.send_signal(signal.SIGUSR2)
-    assert job.wait()[0] == -signal.SIGUSR2
+    assert job.process.wait(TIMEOUT) == -signal.SIGUSR2  # its process lives on, and has the pipes
     job.end()
-    assert inspect.signature(LocalElasticAgent._shutdown).parameters["timeout"].default == 30
+    assert inspect.signature(PContext.close).parameters["timeout"].default == 30
     [words] = commands_of(script, ["--log", "run.jsonl"])
     words.remove("--")
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
