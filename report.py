@@ -124,7 +124,7 @@ def read_logs(paths):
         sys.exit("no rows to report: " + "; ".join(notes))
     rows = pd.DataFrame(rows).sort_values("step", kind="stable")
     for name in rows.filter(regex=MEASURED):
-        rows[name] = pd.to_numeric(rows[name], errors="coerce").astype(float)
+        rows[name] = pd.to_numeric(rows[name].astype(str), errors="coerce").astype(float)
     return rows, notes
 
 

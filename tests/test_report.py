@@ -221,7 +221,8 @@ def test_damaged_rows_are_left_out(tmp_path):
     whole.write_text(f"{torn}{text}cnn,mnist,64\n{text.splitlines()[-1][:-1]}")
     changes = {"eval": math.inf}, {"data": "a"}, {"rank": "b"}, {"settings": 1}
     wrong = [rows_of("d", 1, [9], **change) for change in changes]
-    write(tmp_path / "wrong.jsonl", rows_of("c", 4, [2]), *wrong)
+    huge = rows_of("c", 4, [2], train_loss=10**400)  # no float: it counts as infinite
+    write(tmp_path / "wrong.jsonl", huge, *wrong)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
     text, group = tables(tmp_path)
