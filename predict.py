@@ -117,7 +117,7 @@ def read_logs(paths):
             except OSError as error:
                 sys.exit(f"cannot read {file}: {error}")
             found = [row for row in map(read_row, lines) if row]
-            rows += found
+            rows += [row | {"file": file} for row in found]
             if len(found) < len(lines) or not lines:
                 damaged = len(lines) - len(found)
                 notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
@@ -168,10 +168,10 @@ def table(columns, rows):
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
-def save(figure, sentence, path, **legend):
-    """Writes the figure, with a sentence above its axes and a legend beside them."""
+def save(figure, sentence, path, loc="outside right center", **legend):
+    """Writes the figure, with a sentence above its axes and a legend outside of them."""
     figure.suptitle(sentence, x=0.01, horizontalalignment="left")
-    figure.legend(loc="outside right center", **legend)
+    figure.legend(loc=loc, **legend)
     figure.savefig(path)
     plt.close(figure)
 

@@ -1,8 +1,8 @@
 """Compare training runs by their logs, and draw them.
 
     python report.py runs/                             # a folder of logs that --log has written
-    python report.py runs/ --out report                # also writes report.md and pictures
-    python report.py run.jsonl --step --out report     # also draws the last step of the log
+    python report.py runs/ --out report                # also writes tables and pictures
+    python report.py run.jsonl --step --out report     # also draws the last step of each log
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
 whether they used a pipeline, FSDP or micro-batches. Strong scaling keeps the global batch, weak
@@ -116,7 +116,7 @@ def read_logs(paths):
             except OSError as error:
                 sys.exit(f"cannot read {file}: {error}")
             found = [row for row in map(read_row, lines) if row]
-            rows += found
+            rows += [row | {"file": file} for row in found]
             if len(found) < len(lines) or not lines:
                 damaged = len(lines) - len(found)
                 notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
@@ -265,10 +265,10 @@ def comparison(group):
     return lines
 
 
-def save(figure, sentence, path, **legend):
-    """Writes the figure, with a sentence above its axes and a legend beside them."""
+def save(figure, sentence, path, loc="outside right center", **legend):
+    """Writes the figure, with a sentence above its axes and a legend outside of them."""
     figure.suptitle(sentence, x=0.01, horizontalalignment="left")
-    figure.legend(loc="outside right center", **legend)
+    figure.legend(loc=loc, **legend)
     figure.savefig(path)
     plt.close(figure)
 
@@ -314,38 +314,22 @@ def draw_losses(group, rows, path):
     save(figure, sentence, path, title="processes")
 
 
-def draw_models(groups, path):
-    """Draws the speedups of several models side by side."""
-    speedups = {}
-    for group in groups:
-        name = f"{group['task'].iloc[0]}, {group['batch_size'].iloc[0]}".replace(", ", "\n")
-        speedups[name] = group.groupby("processes")["speedup"].max()
-    speedups = pd.DataFrame(speedups).T
-    figure, axes = plt.subplots(figsize=(max(6.4, 1.7 * len(speedups)), 4))
-    speedups.plot.bar(ax=axes, rot=0, legend=False, colormap="viridis", fontsize=9)
-    axes.set(ylabel="speedup")
-    best = speedups.max(axis=1).idxmax().replace("\n", ", ")
-    save(figure, f"More processes help {best} most", path, title="processes")
-
-
-def events_of(path):
+def events_of(rows, path):
     """Returns the phases and the collectives of the last step in a log, two tables.
 
     Their times are in ms after the start of the step. The clocks of all processes agree, since all
     have just left an all-reduce when they note their times.
     """
-    rows, _ = read_logs([path])
     last = rows.loc[rows.index.max()]  # the last that was written
     rows = rows[(rows[[*RUN, "step"]] == last[[*RUN, "step"]]).all(axis=1)]
     events = []
     try:
         for row in rows.itertuples():
-            name = f"rank {row.rank:.0f} on {row.host}"
-            events += [(int(row.rank), name, *event) for event in row.last_step]
-        columns = {"rank": int, "process": str, "name": str, "start": float, "end": float}
-        columns["bytes"] = float
-        events = pd.DataFrame(events, columns=list(columns)).astype(columns)
-    except (TypeError, ValueError) as error:
+            process = f"rank {row.rank:.0f} on {row.host}"
+            for name, *numbers in row.last_step:
+                events.append((int(row.rank), process, str(name), *map(float, numbers)))
+        events = pd.DataFrame(events, columns=["rank", "process", "name", "start", "end", "bytes"])
+    except (ArithmeticError, TypeError, ValueError) as error:
         sys.exit(f"cannot read the last step in {path}: {error}")
     if events.empty:
         sys.exit(f"the last rows in {path} hold no step")
@@ -390,8 +374,7 @@ def draw_step(phases, sent, path):
     waits = waits.groupby(sent["rank"]).sum()
     sentence = "Nobody waits"
     if waits.max() > 0:
-        most = phases[phases["rank"] == waits.idxmax()]
-        exposed = most.loc[names[most.index] == "comm", "ms"].sum()
+        exposed = phases["ms"][(names == "comm") & (phases["rank"] == waits.idxmax())].sum()
         wait = f"waits {waits.max():.3g} ms in all-reduces"
         sentence = f"Rank {waits.idxmax()} {wait} for rank {waits.idxmin()}"
         sentence += f", {exposed:.3g} ms exposed"
@@ -399,7 +382,6 @@ def draw_step(phases, sent, path):
     if "bubble" in spans:  # stages wait for each other, whoever is late
         share = spans["bubble"] / spans.sum()
         sentence = f"{share:.0%} of this step is bubble: stages wait for each other"
-    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
     marks = [
         Patch(color=colour, label=name.replace("comm", "comm (exposed)"))
         for name, colour in dict(zip(names, colours)).items()
@@ -408,8 +390,7 @@ def draw_step(phases, sent, path):
     marks.append(Patch(color="black", label="all-reduce"))
     if "bubble" not in spans:
         marks.append(Patch(**hatched, label="waiting in it"))
-    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=10)
-    figure.savefig(path)
+    save(figure, sentence, path, "outside lower center", handles=marks, ncols=4, fontsize=10)
     return figure
 
 
@@ -425,9 +406,6 @@ def write_all(groups, rows, lines, out):
         draw_phases(group, out / f"phases{end}")
         draw_speedup(group, out / f"speedup{end}")
         draw_losses(group, rows.merge(group[RUN]), out / f"loss{end}")
-    strong = [group for group in groups if group["title"].iloc[0].startswith("strong")]
-    if len(strong) > 1:
-        draw_models(strong, out / "models.png")
 
 
 def main():
@@ -456,8 +434,8 @@ def main():
     print("\n".join(lines))
     if args.out:
         write_all(groups, rows, lines, args.out)
-    for path in args.paths if args.step else []:
-        phases, sent = events_of(path)
+    for path, logged in rows.groupby("file") if args.step else []:
+        phases, sent = events_of(logged, path)
         write_trace(phases, sent, args.out / f"{path.stem}_step.json")
         draw_step(phases, sent, args.out / f"{path.stem}_step.png")
 

@@ -242,7 +242,7 @@ def test_damaged_rows_are_left_out(tmp_path):
 
 
 def test_the_last_step_is_drawn_and_written(tmp_path):
-    """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce."""
+    """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce. Of a folder, each log counts."""
     log = tmp_path / "run.jsonl"
     logged = list(rows_of("a", 2, [1, 1])) + list(rows_of("b", 2, [1, 1]))
     for row in logged:
@@ -253,7 +253,7 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
         row["last_step"] = [*step, ["optimizer", -8.88, -8.875, 0]]
         row["last_step"] += [["all-reduce", -8.965 + late, -8.88, 4000]]
     write(log, logged)
-    phases, sent = report.events_of(log)
+    phases, sent = report.events_of(report.read_logs([log])[0], log)
     assert set(phases["process"]) == {"rank 0 on node0", "rank 1 on node1"}
     assert len(phases) == 10 and len(sent) == 2, "of the last row of the last run"
     figure = report.draw_step(phases, sent, tmp_path / "step.png")
@@ -270,6 +270,15 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     late = [event for event in trace if event["pid"] == 1 and event.get("tid") == 1]
     assert [event["ts"] for event in late] == [pytest.approx(95_000)], "microseconds"
     assert "needs --out" in run_report(log, "--step").stderr
+    (folder := tmp_path / "logs").mkdir()
+    write(folder / "both.jsonl", logged)
+    write(folder / "one.jsonl", [row for row in logged if row["rank"] == 0])
+    done = run_report(folder, "--step", "--out", tmp_path / "all")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for name, ranks in ("both", 2), ("one", 1):
+        trace = json.loads((tmp_path / f"all/{name}_step.json").read_text())["traceEvents"]
+        assert len({event["pid"] for event in trace}) == ranks
+        assert (tmp_path / f"all/{name}_step.png").exists()
     write(log, rows_of("a", 1, [1], last_step=[1]))
     done = run_report(log, "--step", "--out", tmp_path / "out")
     assert done.returncode == 1 and "cannot read the last step in " in done.stderr
