@@ -249,14 +249,13 @@ def tables(columns, runs):
 def comparison(group):
     """Returns the lines on a group."""
     facts = [pair for pair in group["same"].iloc[0] if pair[1] not in ("", "0", "0.0", "False")]
-    for name in ("comm_hook", "threads", *LAUNCH):
+    for name in ("comm_hook", "threads", "steps_per_epoch", *LAUNCH):
         values = group[name]
         if name == "comm_hook" and len(group[group["processes"] > 1]):
             values = values[group["processes"] > 1]  # one process sends nothing
         if set(values) != {"-"}:
             facts.append((name, " / ".join(map(str, values.unique()))))
-    facts = ", ".join(map(" ".join, facts))
-    facts += f". Times are those of an epoch of {group['steps_per_epoch'].iloc[0]} steps"
+    facts = ", ".join(map(" ".join, facts)) + ". Times are those of an epoch."
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
     lines += [*tables(SPEED, group), pays_up_to(group)[1], ""]
     if (group["efficiency"] > 1.1).any():

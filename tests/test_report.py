@@ -104,6 +104,15 @@ def test_speedup_and_efficiency_by_hand(tmp_path):
     assert len([path for path in out.glob("*.png") if path.read_bytes()[1:4] == b"PNG"]) == 6
 
 
+def test_the_steps_of_an_epoch_are_told(tmp_path):
+    """In weak scaling, twice the batch halves the steps of an epoch, and its time."""
+    runs = rows_of("a", 1, [10]), rows_of("b", 2, [5], batch_size=128)
+    text, (one, two) = tables(write(tmp_path / "a.jsonl", *runs))
+    assert "steps_per_epoch 10 / 5. Times are those of an epoch." in text, text
+    assert [row["seconds"] for row in (one, two)] == ["10.0", "5.00"]
+    assert two["sending"] == "1.00" and two["speedup"] == "2.00"
+
+
 def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
     """Sums over all rows, divided by the steps: whatever a row covers, however often it started."""
     whole = rows_of("whole", 1, [10, 10])
