@@ -18,7 +18,7 @@ how often it was resumed or validated. A dash means unknown.
     efficiency    speedup divided by how many times as many processes there are
     device-hours  of an epoch: devices x seconds / 3600
     comm %        exposed communication as a share of the seconds
-    hidden %      share of the communication that goes on during the backward pass
+    hidden %      share of the communication that goes on beside other phases
     sending       seconds of communication in the process that comes last: it waits for no other
     waiting       mean seconds of communication over all processes, minus sending
     late rank     the process that comes last, on the node late host
@@ -27,6 +27,9 @@ how often it was resumed or validated. A dash means unknown.
     eval, save    seconds of one validation, and of one snapshot
     peak_MB       memory of the process that has held the most
     val_ppl       perplexity: exp(val_loss)
+
+For pipelines, sending, waiting, late rank and R are dashes: hybrid/gpt_pipeline.py prints those of
+whole pipelines. --out writes the tables to report.md, and with all digits to measured.csv.
 
 More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times.
 
@@ -153,6 +156,7 @@ def runs_of(rows, notes):
     runs["steps"] = steps.groupby(RUN).mean().round().astype(int)
     runs[times.columns] = times.groupby(RUN).mean()
     sends = (runs.index.get_level_values("processes") > 1) & (totals.min() > 0)
+    sends &= runs["num_microbatches"] == "-"  # stages do not send the same, whoever is late
     runs["sending"] = totals.min().where(sends)
     runs["waiting"] = (totals.mean() - totals.min()).where(sends)
     last = totals.idxmin()
@@ -170,7 +174,7 @@ def runs_of(rows, notes):
     runs["comm %"] = 100 * runs["comm"] / runs["seconds"]
     hidden = (100 - 100 * runs["comm"] / runs["comm_total"]).clip(lower=0)
     is_known = (runs["device"] == "CPU") | (runs["shard_size"] == "-")  # FSDP on GPUs cannot tell
-    runs["hidden %"] = hidden.where(runs["sending"].notna() & is_known)
+    runs["hidden %"] = hidden.where((runs["processes"] > 1) & is_known)
     runs["R"] = runs[COMPUTE].sum(axis=1) / runs["sending"]
     runs["split"] = "-"  # the whole model is in each process
     for name, parts in ("num_stages", " stages"), ("shard_size", " shards"):

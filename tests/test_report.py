@@ -218,6 +218,10 @@ def test_launches_are_compared(tmp_path):
     assert [row["split"] for row in group] == ["-", "-", "2 shards", "2 stages", "4 stages"]
     assert [row["speedup"] for row in group] == ["1.00", "2.00", "1.60", "1.33", "1.33"]
     assert "num_microbatches - / 4" in text and "schedule" not in text
+    for name in "sending", "waiting", "R", "late rank", "late host":
+        known = [row[name] != "-" for row in group]
+        assert known == [False, True, True, False, False], "not of one process, nor of stages"
+    assert [row["hidden %"] for row in group] == ["-", *["50.0"] * 4]
     assert alone[0]["device-hours"] == "0.00333", "two devices"
 
 
