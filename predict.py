@@ -397,8 +397,8 @@ def sbatch_line(row, run):
     each = math.ceil(row["processes"] / row["nodes"])
     minutes = math.ceil(1.2 * 60 * row["hours"])
     needs = f"--gpus-per-node={each}"
-    if run["device"] == "CPU":
-        needs = f"--cpus-per-task={run['threads']}"
+    if run["device"] == "CPU":  # 0 in place of the job file's 4, which a site without GPUs refuses
+        needs = f"--gpus-per-node=0 --cpus-per-task={run['threads']}"
     folder = "hybrid" if run["script"].startswith("hybrid/") else "multinode"
     words = ["sbatch", f"--nodes={row['nodes']}", needs, f"--ntasks-per-node={each}"]
     words += [f"--time={minutes // 60}:{minutes % 60:02}:00"]

@@ -188,28 +188,29 @@ def test_measured_beside_predicted(tmp_path):
 
 @pytest.mark.parametrize("script", ("singlegpu/gpt.py", "multigpu/gpt.py", "hybrid/gpt_fsdp.py"))
 def test_the_job_file_exists(script):
-    """Whatever script wrote the log of one process. Without GPUs, none are asked for."""
+    """Whatever script wrote the log of one process."""
     row = {"processes": 6, "nodes": 2, "hours": 1.0}
     line = predict.sbatch_line(row, {"script": script, "device": "CPU", "threads": 4})
-    words = ["sbatch", "--nodes=2", "--cpus-per-task=4", "--ntasks-per-node=3", "--time=1:12:00"]
-    assert line.split()[:-1] == words
+    words = "sbatch --nodes=2 --gpus-per-node=0 --cpus-per-task=4 --ntasks-per-node=3"
+    assert line.split()[:-1] == [*words.split(), "--time=1:12:00"]
     assert (ROOT / line.split()[-1]).exists()
 
 
 def test_slurm_takes_the_lines(tmp_path, request):
-    """Those of a log of CPU processes, and those of a log of GPUs."""
+    """Those of a log of CPU processes ask for no GPU, whatever the job file asks for."""
     slurm = request.getfixturevalue("site")
-    for device, needs in ("CPU", "--cpus-per-task=4"), ("H100", "--gpus-per-node=2"):
+    for device, gpus in ("CPU", 0), ("H100", 2):
         log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device=device))
         inside = link(tmp_path / "i", 2, device=device)
         between = link(tmp_path / "b", 2, nodes=2, device=device)
         words = ("--gpus_per_node", 2, "--processes", 2, 4)
         told = run_predict(log, inside, between, *words).stdout
         lines = [line.split() for line in told.splitlines() if line.startswith("sbatch ")]
-        assert needs in lines[1] and "--gpus-per-node=0" not in told
         assert [words[1] for words in lines] == ["--nodes=1", "--nodes=1", "--nodes=2"]
         for words in lines:
             slurm.command("sbatch", "--test-only", *words[1:])
+        job = slurm.command("sbatch", "--parsable", "--hold", *words[1:])
+        assert slurm.show(job)["TresPerNode"].endswith(f"gpu:{gpus}")
 
 
 def test_pictures_are_made_of_their_files(tmp_path):
