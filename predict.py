@@ -1,7 +1,7 @@
 """Predict how fast a training is on more processes, and what would help it.
 
     python predict.py one.jsonl link.json                       # link.json: of allreduce.py --out
-    python predict.py one.jsonl link.json --processes 3 6 12    # by default powers of two
+    python predict.py one.jsonl link.json --processes 3 6 12
     python predict.py one.jsonl inside.json between.json --gpus_per_node 8
     python predict.py one.jsonl link.json --noise noise.json    # of singlegpu/noise_scale.py
     python predict.py runs/ 2nodes.json 4nodes.json --out pictures    # beside measured runs
@@ -17,10 +17,13 @@ runs, the backward pass is as slow as allreduce.py (--min_bytes 1048576) has mea
 An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth of the slowest link.
 The latency is that of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small
 messages through trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
-src/graph/tuning.cc). Where a link was measured with as many processes as the row has, its figures
-are taken as they are; the column link says so, or from what number the row is extrapolated. The
-link between nodes is measured with one process a node, beside one inside a node and
---gpus_per_node, or with all GPUs of each node, which use all of its network cards.
+src/graph/tuning.cc; no NCCL has been measured yet). Where a link was measured with as many
+processes as the row has, its figures are taken as they are. The column link says so, or from what
+number the row is extrapolated, or that two links count. The link between nodes is measured with one
+process a node, beside one inside a node and --gpus_per_node, or with all GPUs of each node, which
+use all of its network cards. Without a link between nodes, all processes are taken to be on one
+node. The numbers of processes are those of --processes, or else powers of two and, beyond a node of
+--gpus_per_node, whole nodes.
 
     speedup       samples/s divided by those of one process
     measured      speedup of the fastest run with so many processes in the logs
@@ -424,18 +427,22 @@ def verdicts(strong, weak):
     return found
 
 
-def doubts_of(run, runs, strong, step):
+def doubts_of(run, runs, strong, weak, step):
     """Returns why the prediction from this run is not to be trusted, if it is not."""
     short = strong["processes"][strong["ms a step"] < 10]
     uneven = [str(n) for n in strong["processes"] if step["batch"] % n]
     others = {link["device"] for link in step["links"]} - {run["device"]}
-    is_one_node = run["device"] == "CPU" and step["links"][0]["nodes"] == 1
+    is_cpu = run["device"] == "CPU"
+    is_shared = is_cpu and step["links"][0]["nodes"] == 1
+    most, known = weak["processes"].max(), step["links"][-1]["processes"]
+    is_beyond = max(link["nodes"] for link in step["links"]) == 1 and most > known and not is_cpu
     doubts = [
         (run["steps"] < FEW_STEPS, f"only {run['steps']:.0f} step(s) after the warmup were timed"),
         (run["varies"] > 20, f"some rows of its log are {run['varies']:.0f}% slower than others"),
         (len(short), f"steps are shorter than 10 ms from {short.min()} process(es) on"),
         (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
-        (is_one_node, "CPU processes of one node share its cores and memory"),
+        (is_shared, "CPU processes of one node share its cores and memory"),
+        (is_beyond, f"a node is taken to hold {most} processes, but was measured with {known:.0f}"),
         (runs["waits"].any(), "in the logs processes wait for a late one, which is not predicted"),
         (uneven, f"{step['batch']} is no multiple of {', '.join(uneven)}: that is rounded"),
     ]
@@ -460,7 +467,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("files", nargs="+", type=Path, help="logs (.jsonl) or folders of them, and links (.json)")
-    add("--processes", type=int, nargs="+", metavar="N", help="how many; by default powers of two")
+    add("--processes", type=int, nargs="+", help="by default powers of two, then whole nodes")
     add("--gpus_per_node", type=int, default=0, help="of nodes with several; 0: see above")
     add("--noise", metavar="NOISE.json", help="file of noise_scale.py: time to the same loss")
     add("--steps", type=int, default=0, help="of the whole training; 0: --epochs of the log")
@@ -496,7 +503,7 @@ def report_on(run, alike, runs, number, args):
         weak = with_times_to_loss(weak, args.noise)
     title = f"{run['task']}, batch {run['batch_size']}"
     print(f"# {title}, run {run['run']}\n")
-    print(*doubts_of(run, runs, strong, step), *verdicts(strong, weak), sep="\n")
+    print(*doubts_of(run, runs, strong, weak, step), *verdicts(strong, weak), sep="\n")
     for name, rows, columns in ("strong", strong, STRONG), ("weak", weak, WEAK):
         print(f"\n## predicted {name} scaling, {title}\n\n{table(columns, rows[1:])}")
     default = max(2, pays_up_to(strong)[0])
