@@ -1,7 +1,7 @@
 """Predict how fast a training is on more processes, and what would help it.
 
     python predict.py one.jsonl link.json                       # link.json: of allreduce.py --out
-    python predict.py one.jsonl link.json --processes 3 6 12    # by default powers of two
+    python predict.py one.jsonl link.json --processes 3 6 12
     python predict.py one.jsonl inside.json between.json --gpus_per_node 8
     python predict.py one.jsonl link.json --noise noise.json    # of singlegpu/noise_scale.py
     python predict.py runs/ 2nodes.json 4nodes.json --out pictures    # beside measured runs
@@ -17,10 +17,13 @@ runs, the backward pass is as slow as allreduce.py (--min_bytes 1048576) has mea
 An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth of the slowest link.
 The latency is that of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small
 messages through trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
-src/graph/tuning.cc). Where a link was measured with as many processes as the row has, its figures
-are taken as they are; the column link says so, or from what number the row is extrapolated. The
-link between nodes is measured with one process a node, beside one inside a node and
---gpus_per_node, or with all GPUs of each node, which use all of its network cards.
+src/graph/tuning.cc; no NCCL has been measured yet). Where a link was measured with as many
+processes as the row has, its figures are taken as they are. The column link says so, or from what
+number the row is extrapolated, or that two links count. The link between nodes is measured with one
+process a node, beside one inside a node and --gpus_per_node, or with all GPUs of each node, which
+use all of its network cards. Without a link between nodes, all processes are taken to be on one
+node. The numbers of processes are those of --processes, or else powers of two and, beyond a node of
+--gpus_per_node, whole nodes.
 
     speedup       samples/s divided by those of one process
     measured      speedup of the fastest run with so many processes in the logs
@@ -117,7 +120,7 @@ def read_logs(paths):
             except OSError as error:
                 sys.exit(f"cannot read {file}: {error}")
             found = [row for row in map(read_row, lines) if row]
-            rows += found
+            rows += [row | {"file": file} for row in found]
             if len(found) < len(lines) or not lines:
                 damaged = len(lines) - len(found)
                 notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
@@ -125,7 +128,7 @@ def read_logs(paths):
         sys.exit("no rows to report: " + "; ".join(notes))
     rows = pd.DataFrame(rows).sort_values("step", kind="stable")
     for name in rows.filter(regex=MEASURED):
-        rows[name] = pd.to_numeric(rows[name], errors="coerce").astype(float)
+        rows[name] = pd.to_numeric(rows[name].astype(str), errors="coerce").astype(float)
     return rows, notes
 
 
@@ -168,10 +171,10 @@ def table(columns, rows):
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
 
 
-def save(figure, sentence, path, **legend):
-    """Writes the figure, with a sentence above its axes and a legend beside them."""
+def save(figure, sentence, path, loc="outside right center", **legend):
+    """Writes the figure, with a sentence above its axes and a legend outside of them."""
     figure.suptitle(sentence, x=0.01, horizontalalignment="left")
-    figure.legend(loc="outside right center", **legend)
+    figure.legend(loc=loc, **legend)
     figure.savefig(path)
     plt.close(figure)
 
@@ -199,12 +202,13 @@ def runs_of(rows):
     of_run = rows.groupby(RUN, sort=False)
     steps = of_run["steps"].sum()  # of all processes
     runs = of_run.last()
-    runs[[*PHASES, "comm_total"]] = of_run[[*PHASES, "comm_total"]].sum().div(steps, axis=0)
+    runs[PHASES] = of_run[PHASES].sum().div(steps, axis=0)
     totals = rows.groupby([*RUN, "rank"])["comm_total"].sum().groupby(RUN)
     speed = rows["steps"] / rows[PHASES].sum(axis=1).clip(lower=1e-9)
     speed = speed[rows["steps"] >= FEW_STEPS].groupby([rows[name] for name in RUN])
     runs["varies"] = 100 * (1 - speed.min() / speed.max())
-    runs["waits"] = 1 - totals.min() / totals.mean() > 0.1
+    is_pipeline = runs["num_microbatches"] != "-"  # its stages do not send the same
+    runs["waits"] = (1 - totals.min() / totals.mean() > 0.1) & ~is_pipeline
     runs["eval"] = of_run["eval"].sum() / of_run["val_loss"].count().clip(lower=1)
     runs["save"] = of_run["save"].mean()
     runs["warmup"] = of_run["warmup"].max()
@@ -221,7 +225,7 @@ def step_of(run, alike, links, gpus_per_node=0):
 
     It is a dict: the global batch; phases, the seconds of each phase of a step, a row for each
     batch; for each bucket of gradients its bytes, and the share of the backward pass that ends when
-    it is ready; and the links.
+    it is ready; the links, and how many times faster they are to be than measured.
     """
     no_batch = pd.DataFrame(0.0, [0], PHASES)  # takes no time
     phases = pd.concat([no_batch, alike.set_index("batch_size")[PHASES].sort_index()])
@@ -241,7 +245,8 @@ def step_of(run, alike, links, gpus_per_node=0):
         ready = ends[1:] / total
     step = {"batch": run["batch_size"], "phases": phases, "optimizer": own["optimizer"]}
     step |= {"bytes": sizes, "shares": np.diff(ready.clip(0, 1), prepend=0)}
-    return step | {"hook": run["comm_hook"], "links": links, "gpus_per_node": gpus_per_node}
+    step |= {"hook": run["comm_hook"], "gpus_per_node": gpus_per_node}
+    return step | {"links": links, "faster": 1}
 
 
 def network_of(processes, step):
@@ -267,7 +272,8 @@ def network_of(processes, step):
                 hops *= nodes  # the ring of gloo passes through all nodes
             measured_hops = hops_of(link["processes"], link["nodes"], link["device"])
             network["latency"] += link["latency_s"] * hops / measured_hops
-            network["bandwidth"] = min(network["bandwidth"], link["bandwidth_bytes_per_s"])
+            bandwidth = step["faster"] * link["bandwidth_bytes_per_s"]
+            network["bandwidth"] = min(network["bandwidth"], bandwidth)
             network["compute_rate"] = min(network["compute_rate"], link["compute_rate"])
             is_measured = members == link["processes"]
             network["link"] = "measured" if is_measured else f"from {link['processes']:.0f}"
@@ -331,20 +337,12 @@ def default_counts(gpus_per_node):
     return [n for n in powers if n < gpus_per_node] + [n * gpus_per_node for n in nodes]
 
 
-def with_link_twice_as_fast(step):
-    """Returns the step with links of twice the bandwidth."""
-    links = [dict(link) for link in step["links"]]
-    for link in links:
-        link["bandwidth_bytes_per_s"] *= 2
-    return step | {"links": links}
-
-
 # Each takes what step_of() returns. The optimizer's time stays.
 CHANGES = {
     "--comm_hook bf16": lambda step: step | {"hook": "bf16"},
     "twice the batch": lambda step: step | {"batch": 2 * step["batch"]},
     "half the batch": lambda step: step | {"batch": step["batch"] / 2},
-    "a link twice as fast": with_link_twice_as_fast,
+    "a link twice as fast": lambda step: step | {"faster": 2},
     "no time in data": lambda step: step | {"phases": step["phases"].assign(data=0.0)},
 }
 
@@ -396,8 +394,8 @@ def sbatch_line(row, run):
     each = math.ceil(row["processes"] / row["nodes"])
     minutes = math.ceil(1.2 * 60 * row["hours"])
     needs = f"--gpus-per-node={each}"
-    if run["device"] == "CPU":
-        needs = f"--cpus-per-task={run['threads']}"
+    if run["device"] == "CPU":  # 0 in place of the job file's 4, which a site without GPUs refuses
+        needs = f"--gpus-per-node=0 --cpus-per-task={run['threads']}"
     folder = "hybrid" if run["script"].startswith("hybrid/") else "multinode"
     words = ["sbatch", f"--nodes={row['nodes']}", needs, f"--ntasks-per-node={each}"]
     words += [f"--time={minutes // 60}:{minutes % 60:02}:00"]
@@ -429,18 +427,22 @@ def verdicts(strong, weak):
     return found
 
 
-def doubts_of(run, runs, strong, step):
+def doubts_of(run, runs, strong, weak, step):
     """Returns why the prediction from this run is not to be trusted, if it is not."""
     short = strong["processes"][strong["ms a step"] < 10]
     uneven = [str(n) for n in strong["processes"] if step["batch"] % n]
     others = {link["device"] for link in step["links"]} - {run["device"]}
-    is_one_node = run["device"] == "CPU" and step["links"][0]["nodes"] == 1
+    is_cpu = run["device"] == "CPU"
+    is_shared = is_cpu and step["links"][0]["nodes"] == 1
+    most, known = weak["processes"].max(), step["links"][-1]["processes"]
+    is_beyond = max(link["nodes"] for link in step["links"]) == 1 and most > known and not is_cpu
     doubts = [
         (run["steps"] < FEW_STEPS, f"only {run['steps']:.0f} step(s) after the warmup were timed"),
         (run["varies"] > 20, f"some rows of its log are {run['varies']:.0f}% slower than others"),
         (len(short), f"steps are shorter than 10 ms from {short.min()} process(es) on"),
         (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
-        (is_one_node, "CPU processes of one node share its cores and memory"),
+        (is_shared, "CPU processes of one node share its cores and memory"),
+        (is_beyond, f"a node is taken to hold {most} processes, but was measured with {known:.0f}"),
         (runs["waits"].any(), "in the logs processes wait for a late one, which is not predicted"),
         (uneven, f"{step['batch']} is no multiple of {', '.join(uneven)}: that is rounded"),
     ]
@@ -450,15 +452,11 @@ def doubts_of(run, runs, strong, step):
 def draw(strong, measured, title, path):
     """Draws the predicted speedup beside the ideal and what was measured."""
     figure, axes = plt.subplots()
-    axes.plot(strong["processes"], strong["ratio"], "--", color="grey", label="ideal")
+    axes.loglog(strong["processes"], strong["ratio"], "--", base=2, color="grey", label="ideal")
     axes.plot(strong["processes"], strong["speedup"], "o-", color="#0072B2", label="predicted")
     if len(measured):
         x, y = measured["processes"], measured["speedup"]
-        axes.plot(
-            x, y, "s", color="#D55E00", markerfacecolor="none", markersize=10, label="measured"
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+        axes.plot(x, y, "s", color="#D55E00", fillstyle="none", markersize=10, label="measured")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="processes (log scale)", ylabel="speedup over one process")
@@ -469,7 +467,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("files", nargs="+", type=Path, help="logs (.jsonl) or folders of them, and links (.json)")
-    add("--processes", type=int, nargs="+", metavar="N", help="how many; by default powers of two")
+    add("--processes", type=int, nargs="+", help="by default powers of two, then whole nodes")
     add("--gpus_per_node", type=int, default=0, help="of nodes with several; 0: see above")
     add("--noise", metavar="NOISE.json", help="file of noise_scale.py: time to the same loss")
     add("--steps", type=int, default=0, help="of the whole training; 0: --epochs of the log")
@@ -505,7 +503,7 @@ def report_on(run, alike, runs, number, args):
         weak = with_times_to_loss(weak, args.noise)
     title = f"{run['task']}, batch {run['batch_size']}"
     print(f"# {title}, run {run['run']}\n")
-    print(*doubts_of(run, runs, strong, step), *verdicts(strong, weak), sep="\n")
+    print(*doubts_of(run, runs, strong, weak, step), *verdicts(strong, weak), sep="\n")
     for name, rows, columns in ("strong", strong, STRONG), ("weak", weak, WEAK):
         print(f"\n## predicted {name} scaling, {title}\n\n{table(columns, rows[1:])}")
     default = max(2, pays_up_to(strong)[0])

@@ -1,8 +1,8 @@
 """Compare training runs by their logs, and draw them.
 
     python report.py runs/                             # a folder of logs that --log has written
-    python report.py runs/ --out report                # also writes report.md and pictures
-    python report.py run.jsonl --step --out report     # also draws the last step of the log
+    python report.py runs/ --out report                # also writes tables and pictures
+    python report.py run.jsonl --step --out report     # also draws the last step of each log
 
 The report compares runs of a task that have the same settings and different numbers of processes N,
 whether they used a pipeline, FSDP or micro-batches. Strong scaling keeps the global batch, weak
@@ -18,7 +18,7 @@ how often it was resumed or validated. A dash means unknown.
     efficiency    speedup divided by how many times as many processes there are
     device-hours  of an epoch: devices x seconds / 3600
     comm %        exposed communication as a share of the seconds
-    hidden %      share of the communication that goes on during the backward pass
+    hidden %      share of the communication that goes on beside other phases
     sending       seconds of communication in the process that comes last: it waits for no other
     waiting       mean seconds of communication over all processes, minus sending
     late rank     the process that comes last, on the node late host
@@ -27,6 +27,9 @@ how often it was resumed or validated. A dash means unknown.
     eval, save    seconds of one validation, and of one snapshot
     peak_MB       memory of the process that has held the most
     val_ppl       perplexity: exp(val_loss)
+
+For pipelines, sending, waiting, late rank and R are dashes: hybrid/gpt_pipeline.py prints those of
+whole pipelines. --out writes the tables to report.md, and with all digits to measured.csv.
 
 More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times.
 
@@ -116,7 +119,7 @@ def read_logs(paths):
             except OSError as error:
                 sys.exit(f"cannot read {file}: {error}")
             found = [row for row in map(read_row, lines) if row]
-            rows += found
+            rows += [row | {"file": file} for row in found]
             if len(found) < len(lines) or not lines:
                 damaged = len(lines) - len(found)
                 notes.append(f"{file}: {damaged} damaged or old row(s) left out of {len(lines)}")
@@ -124,7 +127,7 @@ def read_logs(paths):
         sys.exit("no rows to report: " + "; ".join(notes))
     rows = pd.DataFrame(rows).sort_values("step", kind="stable")
     for name in rows.filter(regex=MEASURED):
-        rows[name] = pd.to_numeric(rows[name], errors="coerce").astype(float)
+        rows[name] = pd.to_numeric(rows[name].astype(str), errors="coerce").astype(float)
     return rows, notes
 
 
@@ -153,6 +156,7 @@ def runs_of(rows, notes):
     runs["steps"] = steps.groupby(RUN).mean().round().astype(int)
     runs[times.columns] = times.groupby(RUN).mean()
     sends = (runs.index.get_level_values("processes") > 1) & (totals.min() > 0)
+    sends &= runs["num_microbatches"] == "-"  # stages do not send the same, whoever is late
     runs["sending"] = totals.min().where(sends)
     runs["waiting"] = (totals.mean() - totals.min()).where(sends)
     last = totals.idxmin()
@@ -170,7 +174,7 @@ def runs_of(rows, notes):
     runs["comm %"] = 100 * runs["comm"] / runs["seconds"]
     hidden = (100 - 100 * runs["comm"] / runs["comm_total"]).clip(lower=0)
     is_known = (runs["device"] == "CPU") | (runs["shard_size"] == "-")  # FSDP on GPUs cannot tell
-    runs["hidden %"] = hidden.where(runs["sending"].notna() & is_known)
+    runs["hidden %"] = hidden.where((runs["processes"] > 1) & is_known)
     runs["R"] = runs[COMPUTE].sum(axis=1) / runs["sending"]
     runs["split"] = "-"  # the whole model is in each process
     for name, parts in ("num_stages", " stages"), ("shard_size", " shards"):
@@ -249,14 +253,13 @@ def tables(columns, runs):
 def comparison(group):
     """Returns the lines on a group."""
     facts = [pair for pair in group["same"].iloc[0] if pair[1] not in ("", "0", "0.0", "False")]
-    for name in ("comm_hook", "threads", *LAUNCH):
+    for name in ("comm_hook", "threads", "steps_per_epoch", *LAUNCH):
         values = group[name]
         if name == "comm_hook" and len(group[group["processes"] > 1]):
             values = values[group["processes"] > 1]  # one process sends nothing
         if set(values) != {"-"}:
             facts.append((name, " / ".join(map(str, values.unique()))))
-    facts = ", ".join(map(" ".join, facts))
-    facts += f". Times are those of an epoch of {group['steps_per_epoch'].iloc[0]} steps"
+    facts = ", ".join(map(" ".join, facts)) + ". Times are those of an epoch."
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
     lines += [*tables(SPEED, group), pays_up_to(group)[1], ""]
     if (group["efficiency"] > 1.1).any():
@@ -265,10 +268,10 @@ def comparison(group):
     return lines
 
 
-def save(figure, sentence, path, **legend):
-    """Writes the figure, with a sentence above its axes and a legend beside them."""
+def save(figure, sentence, path, loc="outside right center", **legend):
+    """Writes the figure, with a sentence above its axes and a legend outside of them."""
     figure.suptitle(sentence, x=0.01, horizontalalignment="left")
-    figure.legend(loc="outside right center", **legend)
+    figure.legend(loc=loc, **legend)
     figure.savefig(path)
     plt.close(figure)
 
@@ -314,38 +317,22 @@ def draw_losses(group, rows, path):
     save(figure, sentence, path, title="processes")
 
 
-def draw_models(groups, path):
-    """Draws the speedups of several models side by side."""
-    speedups = {}
-    for group in groups:
-        name = f"{group['task'].iloc[0]}, {group['batch_size'].iloc[0]}".replace(", ", "\n")
-        speedups[name] = group.groupby("processes")["speedup"].max()
-    speedups = pd.DataFrame(speedups).T
-    figure, axes = plt.subplots(figsize=(max(6.4, 1.7 * len(speedups)), 4))
-    speedups.plot.bar(ax=axes, rot=0, legend=False, colormap="viridis", fontsize=9)
-    axes.set(ylabel="speedup")
-    best = speedups.max(axis=1).idxmax().replace("\n", ", ")
-    save(figure, f"More processes help {best} most", path, title="processes")
-
-
-def events_of(path):
+def events_of(rows, path):
     """Returns the phases and the collectives of the last step in a log, two tables.
 
     Their times are in ms after the start of the step. The clocks of all processes agree, since all
     have just left an all-reduce when they note their times.
     """
-    rows, _ = read_logs([path])
     last = rows.loc[rows.index.max()]  # the last that was written
     rows = rows[(rows[[*RUN, "step"]] == last[[*RUN, "step"]]).all(axis=1)]
     events = []
     try:
         for row in rows.itertuples():
-            name = f"rank {row.rank:.0f} on {row.host}"
-            events += [(int(row.rank), name, *event) for event in row.last_step]
-        columns = {"rank": int, "process": str, "name": str, "start": float, "end": float}
-        columns["bytes"] = float
-        events = pd.DataFrame(events, columns=list(columns)).astype(columns)
-    except (TypeError, ValueError) as error:
+            process = f"rank {row.rank:.0f} on {row.host}"
+            for name, *numbers in row.last_step:
+                events.append((int(row.rank), process, str(name), *map(float, numbers)))
+        events = pd.DataFrame(events, columns=["rank", "process", "name", "start", "end", "bytes"])
+    except (ArithmeticError, TypeError, ValueError) as error:
         sys.exit(f"cannot read the last step in {path}: {error}")
     if events.empty:
         sys.exit(f"the last rows in {path} hold no step")
@@ -390,8 +377,7 @@ def draw_step(phases, sent, path):
     waits = waits.groupby(sent["rank"]).sum()
     sentence = "Nobody waits"
     if waits.max() > 0:
-        most = phases[phases["rank"] == waits.idxmax()]
-        exposed = most.loc[names[most.index] == "comm", "ms"].sum()
+        exposed = phases["ms"][(names == "comm") & (phases["rank"] == waits.idxmax())].sum()
         wait = f"waits {waits.max():.3g} ms in all-reduces"
         sentence = f"Rank {waits.idxmax()} {wait} for rank {waits.idxmin()}"
         sentence += f", {exposed:.3g} ms exposed"
@@ -399,7 +385,6 @@ def draw_step(phases, sent, path):
     if "bubble" in spans:  # stages wait for each other, whoever is late
         share = spans["bubble"] / spans.sum()
         sentence = f"{share:.0%} of this step is bubble: stages wait for each other"
-    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
     marks = [
         Patch(color=colour, label=name.replace("comm", "comm (exposed)"))
         for name, colour in dict(zip(names, colours)).items()
@@ -408,8 +393,7 @@ def draw_step(phases, sent, path):
     marks.append(Patch(color="black", label="all-reduce"))
     if "bubble" not in spans:
         marks.append(Patch(**hatched, label="waiting in it"))
-    figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=10)
-    figure.savefig(path)
+    save(figure, sentence, path, "outside lower center", handles=marks, ncols=4, fontsize=10)
     return figure
 
 
@@ -425,9 +409,6 @@ def write_all(groups, rows, lines, out):
         draw_phases(group, out / f"phases{end}")
         draw_speedup(group, out / f"speedup{end}")
         draw_losses(group, rows.merge(group[RUN]), out / f"loss{end}")
-    strong = [group for group in groups if group["title"].iloc[0].startswith("strong")]
-    if len(strong) > 1:
-        draw_models(strong, out / "models.png")
 
 
 def main():
@@ -456,8 +437,8 @@ def main():
     print("\n".join(lines))
     if args.out:
         write_all(groups, rows, lines, args.out)
-    for path in args.paths if args.step else []:
-        phases, sent = events_of(path)
+    for path, logged in rows.groupby("file") if args.step else []:
+        phases, sent = events_of(logged, path)
         write_trace(phases, sent, args.out / f"{path.stem}_step.json")
         draw_step(phases, sent, args.out / f"{path.stem}_step.png")
 

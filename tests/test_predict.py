@@ -186,30 +186,58 @@ def test_measured_beside_predicted(tmp_path):
     assert "some rows of its log are 29% slower than others" in text
 
 
+LATE = [row | {"comm_total": 0.2 + row["rank"]} for row in rows_of("b", 2, [6])]
+GPU, GPU_NODE = {"device": "H100"}, {"device": "H100", "nodes": 1}
+DOUBTS = [  # the doubt, runs beside that of one process, what else is in its rows, the link, words
+    ([], [], {}, {}, ()),
+    (["only 3 step(s) after the warmup were timed"], [], {"steps": 3}, {}, ()),
+    (["steps are shorter than 10 ms from 16 process(es) on"], [], {"seconds": [0.5]}, {}, ()),
+    (["the run was on CPU, and a link on H100"], [], {}, GPU, ()),
+    (["in the logs processes wait for a late one, which is not predicted"], LATE, {}, {}, ()),
+    ([], [row | {"num_microbatches": 4} for row in LATE], {}, {}, ()),
+    (["CPU processes of one node share its cores and memory"], [], {}, {"nodes": 1}, ()),
+    (["a node is taken to hold 1024 processes, but was measured with 2"], [], GPU, GPU_NODE, ()),
+    ([], [], GPU, GPU_NODE, ("--processes", 2)),
+]
+
+
+@pytest.mark.parametrize("doubts, more, changes, kind, words", DOUBTS)
+def test_doubts_come_first(doubts, more, changes, kind, words, tmp_path):
+    """Each for its reason alone. Stages of a pipeline do not wait for a late one."""
+    one = rows_of("a", 1, **{"seconds": [10]} | changes)
+    log = write(tmp_path / "a.jsonl", one, more)
+    path = link(tmp_path / "l.json", **{"bandwidth": 1e12, "nodes": 2} | kind)
+    title, _, *lines = run_predict(log, path, *words).stdout.splitlines()
+    told = [line for line in lines if line.startswith("Not to be trusted: ")]
+    assert title.startswith("# images.py") and told == lines[: len(told)]
+    assert told == [f"Not to be trusted: {doubt}." for doubt in doubts]
+
+
 @pytest.mark.parametrize("script", ("singlegpu/gpt.py", "multigpu/gpt.py", "hybrid/gpt_fsdp.py"))
 def test_the_job_file_exists(script):
-    """Whatever script wrote the log of one process. Without GPUs, none are asked for."""
+    """Whatever script wrote the log of one process."""
     row = {"processes": 6, "nodes": 2, "hours": 1.0}
     line = predict.sbatch_line(row, {"script": script, "device": "CPU", "threads": 4})
-    words = ["sbatch", "--nodes=2", "--cpus-per-task=4", "--ntasks-per-node=3", "--time=1:12:00"]
-    assert line.split()[:-1] == words
+    words = "sbatch --nodes=2 --gpus-per-node=0 --cpus-per-task=4 --ntasks-per-node=3"
+    assert line.split()[:-1] == [*words.split(), "--time=1:12:00"]
     assert (ROOT / line.split()[-1]).exists()
 
 
 def test_slurm_takes_the_lines(tmp_path, request):
-    """Those of a log of CPU processes, and those of a log of GPUs."""
+    """Those of a log of CPU processes ask for no GPU, whatever the job file asks for."""
     slurm = request.getfixturevalue("site")
-    for device, needs in ("CPU", "--cpus-per-task=4"), ("H100", "--gpus-per-node=2"):
+    for device, gpus in ("CPU", 0), ("H100", 2):
         log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device=device))
         inside = link(tmp_path / "i", 2, device=device)
         between = link(tmp_path / "b", 2, nodes=2, device=device)
         words = ("--gpus_per_node", 2, "--processes", 2, 4)
         told = run_predict(log, inside, between, *words).stdout
         lines = [line.split() for line in told.splitlines() if line.startswith("sbatch ")]
-        assert needs in lines[1] and "--gpus-per-node=0" not in told
         assert [words[1] for words in lines] == ["--nodes=1", "--nodes=1", "--nodes=2"]
         for words in lines:
             slurm.command("sbatch", "--test-only", *words[1:])
+        job = slurm.command("sbatch", "--parsable", "--hold", *words[1:])
+        assert slurm.show(job)["TresPerNode"].endswith(f"gpu:{gpus}")
 
 
 def test_pictures_are_made_of_their_files(tmp_path):

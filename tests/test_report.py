@@ -104,6 +104,15 @@ def test_speedup_and_efficiency_by_hand(tmp_path):
     assert len([path for path in out.glob("*.png") if path.read_bytes()[1:4] == b"PNG"]) == 6
 
 
+def test_the_steps_of_an_epoch_are_told(tmp_path):
+    """In weak scaling, twice the batch halves the steps of an epoch, and its time."""
+    runs = rows_of("a", 1, [10]), rows_of("b", 2, [5], batch_size=128)
+    text, (one, two) = tables(write(tmp_path / "a.jsonl", *runs))
+    assert "steps_per_epoch 10 / 5. Times are those of an epoch." in text, text
+    assert [row["seconds"] for row in (one, two)] == ["10.0", "5.00"]
+    assert two["sending"] == "1.00" and two["speedup"] == "2.00"
+
+
 def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
     """Sums over all rows, divided by the steps: whatever a row covers, however often it started."""
     whole = rows_of("whole", 1, [10, 10])
@@ -209,6 +218,10 @@ def test_launches_are_compared(tmp_path):
     assert [row["split"] for row in group] == ["-", "-", "2 shards", "2 stages", "4 stages"]
     assert [row["speedup"] for row in group] == ["1.00", "2.00", "1.60", "1.33", "1.33"]
     assert "num_microbatches - / 4" in text and "schedule" not in text
+    for name in "sending", "waiting", "R", "late rank", "late host":
+        known = [row[name] != "-" for row in group]
+        assert known == [False, True, True, False, False], "not of one process, nor of stages"
+    assert [row["hidden %"] for row in group] == ["-", *["50.0"] * 4]
     assert alone[0]["device-hours"] == "0.00333", "two devices"
 
 
@@ -221,7 +234,8 @@ def test_damaged_rows_are_left_out(tmp_path):
     whole.write_text(f"{torn}{text}cnn,mnist,64\n{text.splitlines()[-1][:-1]}")
     changes = {"eval": math.inf}, {"data": "a"}, {"rank": "b"}, {"settings": 1}
     wrong = [rows_of("d", 1, [9], **change) for change in changes]
-    write(tmp_path / "wrong.jsonl", rows_of("c", 4, [2]), *wrong)
+    huge = rows_of("c", 4, [2], train_loss=10**400)  # no float: it counts as infinite
+    write(tmp_path / "wrong.jsonl", huge, *wrong)
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
     text, group = tables(tmp_path)
@@ -241,7 +255,7 @@ def test_damaged_rows_are_left_out(tmp_path):
 
 
 def test_the_last_step_is_drawn_and_written(tmp_path):
-    """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce."""
+    """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce. Of a folder, each log counts."""
     log = tmp_path / "run.jsonl"
     logged = list(rows_of("a", 2, [1, 1])) + list(rows_of("b", 2, [1, 1]))
     for row in logged:
@@ -252,7 +266,7 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
         row["last_step"] = [*step, ["optimizer", -8.88, -8.875, 0]]
         row["last_step"] += [["all-reduce", -8.965 + late, -8.88, 4000]]
     write(log, logged)
-    phases, sent = report.events_of(log)
+    phases, sent = report.events_of(report.read_logs([log])[0], log)
     assert set(phases["process"]) == {"rank 0 on node0", "rank 1 on node1"}
     assert len(phases) == 10 and len(sent) == 2, "of the last row of the last run"
     figure = report.draw_step(phases, sent, tmp_path / "step.png")
@@ -269,6 +283,15 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     late = [event for event in trace if event["pid"] == 1 and event.get("tid") == 1]
     assert [event["ts"] for event in late] == [pytest.approx(95_000)], "microseconds"
     assert "needs --out" in run_report(log, "--step").stderr
+    (folder := tmp_path / "logs").mkdir()
+    write(folder / "both.jsonl", logged)
+    write(folder / "one.jsonl", [row for row in logged if row["rank"] == 0])
+    done = run_report(folder, "--step", "--out", tmp_path / "all")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for name, ranks in ("both", 2), ("one", 1):
+        trace = json.loads((tmp_path / f"all/{name}_step.json").read_text())["traceEvents"]
+        assert len({event["pid"] for event in trace}) == ranks
+        assert (tmp_path / f"all/{name}_step.png").exists()
     write(log, rows_of("a", 1, [1], last_step=[1]))
     done = run_report(log, "--step", "--out", tmp_path / "out")
     assert done.returncode == 1 and "cannot read the last step in " in done.stderr
