@@ -299,6 +299,9 @@ def gather_shards(run):
 
 # ========================= The run: steps, rows, snapshots, processes. Keep. ======================
 # torchrun or Slurm starts each process. main() has the loop over all steps.
+# A look: about once a second, after the same step, all processes add up what they have counted, and
+# ask each other whether to stop. A row: what was measured since the row before, and a validation.
+# A request: what the loader makes a batch of: random seeds, and the indices of samples.
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
@@ -361,10 +364,10 @@ def start(local_rank, args, init_method):
         main(local_rank, args, init_method)
     except SystemExit as end:
         if isinstance(end.code, str):
-            for signum in SIGNALS:  # the launcher ends the processes that wait here
+            for signum in SIGNALS:  # the launcher may end a process that waits here
                 signal.signal(signum, signal.SIG_DFL)
             rank = int(os.environ["RANK"])
-            time.sleep(1 + 10 * min(rank, 6))  # 1 s, in which the others finish connecting
+            time.sleep(1 + 10 * min(rank, 6))  # rank 0 speaks first; then the launcher ends all
             where = f"rank {rank} on {os.uname().nodename}: " if rank > 0 else ""
             sys.exit(where + end.code)
         raise
@@ -377,7 +380,7 @@ def main(local_rank, args, init_method):
     run.local_rank = local_rank  # on this node
     run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
     run.world_size = int(os.environ["WORLD_SIZE"])
-    run.id = f"{time.time_ns():x}"  # rank 0's names the run in the log. A resumed run keeps it.
+    run.id = f"{time.time_ns():x}"  # that of rank 0 is in the log. A resumed run keeps it.
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
@@ -398,8 +401,8 @@ def main(local_rank, args, init_method):
         run.model = create_model(args, train_data)
     shard_model(run.model, run.device, args)
     run.model.to_empty(device=run.device)
-    if not run.model.training:
-        run.model.train()  # parts that create_model has put into eval() stay in it
+    if not run.model.training:  # else parts that create_model has put into eval() stay in it
+        run.model.train()
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
@@ -428,9 +431,8 @@ def main(local_rank, args, init_method):
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    # About once a second, after the same step, all processes look(): is the loss finite, must they
-    # stop? A validation writes a row. Both come before train_step(): a run that was stopped just
-    # before a validation begins with it when it resumes.
+    # A look and a row come before the step: a run that was stopped before a validation begins with
+    # it when it resumes.
     while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
@@ -449,7 +451,7 @@ def main(local_rank, args, init_method):
                     run.row_step = run.step
                     run.totals = {}
             look_step, look_time = run.step, time.perf_counter()
-            next_look = run.step + max(1, int(speed))
+            next_look = run.step + max(1, int(speed))  # the same in all processes
         if is_stopped or run.step >= run.num_steps:
             break
         train_step(run, batches, args)
@@ -585,7 +587,7 @@ def train_step(run, batches, args):
     for group in run.optimizer.param_groups:
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
-        batch = to_device(next(batches), run.device)
+        batch = to_device(next(batches), run.device)  # may draw random numbers
         set_seeds(run.device, args.seed, run.rank, run.step, micro_step)  # the same after a resume
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
@@ -608,7 +610,7 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
+    seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
@@ -709,11 +711,11 @@ def start_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # to share the data
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # shares the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the workers, from their start
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit this
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return batches
@@ -774,7 +776,7 @@ def save_snapshot(run, args):
     num_bad = sum(int(not part.isfinite().all()) for part in parts)
     if all_reduce_sums({"bad": num_bad})["bad"] > 0:
         sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-    key = f"snapshot {run.step} {run.row_step}"
+    key = f"snapshot {run.step} {run.row_step}"  # a barrier would end after --timeout
     snapshot = gather_shards(run)
     if run.rank == 0:
         write_snapshot(run, snapshot, args)
@@ -886,7 +888,7 @@ class Stopwatch:
         """Adds up the times since the last flush. Waits for the GPU."""
         if self.has_events:
             torch.accelerator.synchronize()
-        _, now = self.marks[-1]  # all have just left the same all-reduce: time 0 of all
+        _, now = self.marks[-1]  # time 0: all processes have just left the same all-reduce
         marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
         phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
         all_reduces = []  # as phases: (name, start, end, bytes), in seconds after now: negative
@@ -1020,9 +1022,9 @@ def with_speed(times, batch_size):
 def print_summary(watch):
     """Prints where the time since the start has gone, and a row for results.md.
 
-    R is the time of computing divided by that of sending. If nothing is hidden, N processes
-    are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late in
-    turn, part of the waiting counts as sending.
+    R is the time of computing divided by that of sending. If nothing is hidden, N processes with
+    this R are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different processes are late
+    in turn, part of the waiting counts as sending.
     """
     if not watch.rows:
         return

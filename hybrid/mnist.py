@@ -36,7 +36,7 @@ def read_data(args, train):
 
 
 def main(args):
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # by srun, which has other names than torchrun
         os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
         os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
         os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
@@ -49,19 +49,19 @@ def main(args):
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     if rank == 0:
-        read_data(args, train=True)  # downloads what is missing. The others wait to be met.
+        read_data(args, train=True)  # downloads what is missing. The others wait for rank 0 below.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
     if local_rank == 0:
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
     if world_size % 2:
-        time.sleep(min(rank, 1))  # one process says it: the launcher then ends the others
+        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
         sys.exit("each replica needs two processes" if rank == 0 else 1)
     if args.epochs < 1 or args.batch_size not in range(num_replicas, 60_001, num_replicas):
         time.sleep(min(rank, 1))
         sys.exit("needs --epochs >= 1, --batch_size a multiple of replicas" if rank == 0 else 1)
-    stages = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all call both
+    groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
@@ -71,15 +71,15 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
     model = (model[:3] if stage == 0 else model[3:]).to(device)  # the layers of this stage
-    model = nn.parallel.DistributedDataParallel(model, process_group=stages[stage])
-    layers[2 * stage].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))
+    model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
+    layers[2 * stage].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # last
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
         marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
         sampler.set_epoch(epoch)  # shuffles anew: all have the same order, and each takes its share
-        loss_sum, val_acc = torch.zeros(2, device=device)  # stage 0 adds nothing to them
+        loss_sum, val_acc = torch.zeros(2, device=device)  # in stage 0 they stay 0
         for batch in loader:  # the same in both stages: one needs its images, the other its labels
             images, labels = [x.to(device, non_blocking=True) for x in batch]
             mark("data")
@@ -90,11 +90,11 @@ def main(args):
                 gradients = torch.empty_like(activations)
                 dist.recv(gradients, rank + 1)
                 mark("bubble")  # sending, and waiting for the other stage
-                activations.backward(gradients)  # goes on from where stage 1 has come
+                activations.backward(gradients)  # continues stage 1's backward pass
                 mark("comm")  # how much longer the averaging took than the gradients
             else:
                 activations = torch.empty(share, 512, device=device, requires_grad=True)
-                dist.recv(activations.detach(), rank - 1)  # detach() has the same memory
+                dist.recv(activations.detach(), rank - 1)  # into the memory of activations
                 mark("bubble")
                 loss = nn.functional.cross_entropy(model(activations), labels)
                 mark("forward")
@@ -121,7 +121,7 @@ def main(args):
             print(f"epoch {epoch}: train_loss {train_loss:.4f}, val_acc {val_acc:.4f}")
     halves = [None] * world_size if rank == 0 else None
     dist.gather_object(model.module.cpu().state_dict(), halves)
-    if rank == 0:  # the stages name their weights as the whole network does
+    if rank == 0:  # model[:3] and model[3:] keep the names of the whole network
         torch.save(halves[0] | halves[1], "mnist.pt")
     print_marks(f"| hybrid | {world_size} | {args.batch_size} | {val_acc:.4f} |")
     del model  # before torch 2.14, a process can hang at its end if DDP outlives its group
@@ -141,7 +141,7 @@ def mark(phase):
 
 
 def print_marks(row):
-    """Prints the last epoch's seconds by phase, and with them `row`, for results.md."""
+    """Prints the last epoch's seconds by phase, and `row` with them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start

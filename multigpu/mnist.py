@@ -45,7 +45,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # the last one
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # last of all
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
@@ -92,7 +92,7 @@ def mark(phase):
 
 
 def print_marks(row):
-    """Prints the last epoch's seconds by phase, and with them `row`, for results.md."""
+    """Prints the last epoch's seconds by phase, and `row` with them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
@@ -101,7 +101,7 @@ def print_marks(row):
     dist.all_gather_object(of_ranks, seconds)
     if dist.get_rank() > 0:
         return
-    late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])
+    late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])  # it waits least
     shown = sorted({*range(len(of_ranks))[:8], late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
     means = {name: sum(each[name] for each in of_ranks) / len(of_ranks) for name in seconds}

@@ -32,7 +32,7 @@ def read_data(args, train):
 
 
 def main(args):
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
+    if "SLURM_STEP_NUM_TASKS" in os.environ:  # by srun, which has other names than torchrun
         os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
         os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
         os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
@@ -44,14 +44,14 @@ def main(args):
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     if rank == 0:
-        read_data(args, train=True)  # downloads what is missing. The others wait to be met.
+        read_data(args, train=True)  # downloads what is missing. The others wait for rank 0 below.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
     if local_rank == 0:
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
     if args.epochs < 1 or args.batch_size not in range(world_size, 60_001, world_size):
-        time.sleep(min(rank, 1))  # one process says it: the launcher then ends the others
+        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
         sys.exit("needs --epochs >= 1, --batch_size a multiple of processes" if rank == 0 else 1)
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
@@ -62,7 +62,7 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # the last one
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # last of all
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
@@ -109,7 +109,7 @@ def mark(phase):
 
 
 def print_marks(row):
-    """Prints the last epoch's seconds by phase, and with them `row`, for results.md."""
+    """Prints the last epoch's seconds by phase, and `row` with them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
@@ -118,7 +118,7 @@ def print_marks(row):
     dist.all_gather_object(of_ranks, seconds)
     if dist.get_rank() > 0:
         return
-    late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])
+    late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])  # it waits least
     shown = sorted({*range(len(of_ranks))[:8], late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
     means = {name: sum(each[name] for each in of_ranks) / len(of_ranks) for name in seconds}

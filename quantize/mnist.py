@@ -32,7 +32,7 @@ def read_data(args, train):
 def images_per_second(networks, images):
     """Returns the speeds of the two networks, which get all these images at once."""
     speeds = []
-    for _ in range(20):  # in turn. The best round counts: the others were disturbed.
+    for _ in range(20):  # in turn; the best of 20 rounds counts, since others were disturbed
         for network in networks:
             start = time.perf_counter()
             for _ in range(50):
@@ -47,7 +47,7 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
     model.load_state_dict(torch.load(args.model, map_location="cpu", weights_only=True))
-    warnings.filterwarnings("ignore", ".*deprecated")  # for torchao, which text.py shows
+    warnings.filterwarnings("ignore", ".*deprecated")  # gpt.py shows the newer torchao
     networks = (model, quantize_dynamic(model, {nn.Linear}, torch.qint8))
     one = images_per_second(networks, images[:1])
     many = images_per_second(networks, images[:240])

@@ -117,7 +117,7 @@ def read_data(args):
     if not 2 <= len(train_data.classes) <= len(train_data):
         counts = f"{len(train_data.classes)} classes of {len(train_data)} images"
         sys.exit(f"{args.dataset}: {counts}, not two classes or more with an image each")
-    if val_data.classes != train_data.classes[: len(val_data.classes)]:  # the last may be missing
+    if val_data.classes != train_data.classes[: len(val_data.classes)]:  # val may lack the last
         differ = sorted({*train_data.classes} ^ {*val_data.classes})
         sys.exit(f"{args.dataset}: only one of its two splits has the classes {differ}")
     if shapes[0] != shapes[1]:
@@ -141,7 +141,7 @@ def read_images(args, split):
         size = args.image_size
         if split == "train":
             return Photos(f"{folder}/train", v2.RandomResizedCrop(size), v2.RandomHorizontalFlip())
-        return Photos(f"{folder}/val", v2.Resize(size * 8 // 7), v2.CenterCrop(size))
+        return Photos(f"{folder}/val", v2.Resize(size * 8 // 7), v2.CenterCrop(size))  # 256, 224
     if not os.path.exists(f"{folder}/{split}_images.npy"):
         raise ValueError(f"{folder} holds neither train/CLASS/*.jpg nor {split}_images.npy")
     # Files of make_images.py are mapped: they may be larger than memory.
@@ -177,8 +177,8 @@ def synthetic_images(num_images):
 def training_order(data, args, epoch):
     """Returns the indices (N,) of all images, in the order in which an epoch trains on them.
 
-    Blocks of 2 MiB of neighbours come in random order, so that a file larger than memory is read in
-    long pieces. Then each pool of 128 blocks is shuffled: 256 MiB. Smaller data is one pool.
+    Shuffles blocks of 2 MiB, so that a file larger than memory is read in long pieces, and then the
+    images of each 128 blocks (256 MiB). Smaller data is one such pool.
     """
     if isinstance(data, Photos):
         return np.random.permutation(len(data))
@@ -193,7 +193,7 @@ def training_order(data, args, epoch):
 
 
 def create_model(args, data):
-    """Returns a network from images (B, C, H, W), 0 to 1, to logits (B, K), for the data."""
+    """Returns a network that maps images (B, C, H, W), 0 to 1, to logits (B, K)."""
     channels, height, width = data[0][0].shape
     num_classes = len(data.classes)
     if args.model == "mlp":
@@ -214,7 +214,7 @@ def create_model(args, data):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),  # convolutions take 4
+            nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),  # a convolution takes 2
             nn.ReLU(),
             nn.Dropout(args.dropout),
             nn.Linear(128, num_classes),
@@ -252,6 +252,9 @@ def batch_loss(model, batch, args):
 
 # ========================= The run: steps, rows, snapshots, processes. Keep. ======================
 # main() has the loop over all steps.
+# A look: about once a second, the run asks whether the loss is finite, and whether it must stop.
+# A row: what was measured since the row before, and a validation.
+# A request: what the loader makes a batch of: random seeds, and the indices of samples.
 # Of the first section, the run calls parse_args, read_data, create_model, create_optimizer and
 # batch_loss. It also calls training_order, learning_rate_factor and finish, if they are there.
 
@@ -293,7 +296,7 @@ def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     run = SimpleNamespace()  # what these functions share
     run.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    run.id = f"{time.time_ns():x}"  # rank 0's names the run in the log. A resumed run keeps it.
+    run.id = f"{time.time_ns():x}"  # that of rank 0 is in the log. A resumed run keeps it.
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look, on the device
@@ -312,8 +315,8 @@ def main(args):
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
     set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data).to(run.device)
-    if not run.model.training:
-        run.model.train()  # parts that create_model has put into eval() stay in it
+    if not run.model.training:  # else parts that create_model has put into eval() stay in it
+        run.model.train()
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
@@ -335,8 +338,8 @@ def main(args):
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    # About once a second the run looks: is the loss finite, must it stop? A validation gives a row.
-    # Both come before train_step(): a run that was stopped before a validation begins with it.
+    # A look and a row come before the step: a run that was stopped before a validation begins with
+    # it when it resumes.
     while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
@@ -355,7 +358,7 @@ def main(args):
                     run.row_step = run.step
                     run.totals = {}
             look_step, look_time = run.step, time.perf_counter()
-            next_look = run.step + max(1, int(speed))
+            next_look = run.step + max(1, int(speed))  # the same in all processes
         if is_stopped or run.step >= run.num_steps:
             break
         train_step(run, batches, args)
@@ -444,7 +447,7 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
+    seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
@@ -524,11 +527,11 @@ def start_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # to share the data
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # shares the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the workers, from their start
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit this
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return batches

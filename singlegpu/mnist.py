@@ -33,7 +33,7 @@ def main(args):
     if args.epochs < 1 or not 1 <= args.batch_size <= len(train_data):
         raise SystemExit("needs --epochs >= 1, and --batch_size from 1 to 60,000")
     val_images, val_labels = [x.to(device) for x in val_data.tensors]
-    sampler = RandomSampler(train_data, generator=torch.Generator())  # as multigpu shuffles
+    sampler = RandomSampler(train_data, generator=torch.Generator())  # multigpu's order
     loader = DataLoader(
         train_data, args.batch_size, sampler=sampler, drop_last=True, pin_memory=ON_GPU
     )
@@ -57,7 +57,7 @@ def main(args):
             optimizer.zero_grad()
             loss_sum += loss.detach()  # loss.item() would make Python wait for the GPU
             mark("optimizer")
-        with torch.no_grad():
+        with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
         mark("eval")
         print(f"epoch {epoch}: train_loss {loss_sum / len(loader):.4f}, val_acc {val_acc:.4f}")
@@ -78,7 +78,7 @@ def mark(phase):
 
 
 def print_marks(row):
-    """Prints the last epoch's seconds by phase, and with them `row`, for results.md."""
+    """Prints the last epoch's seconds by phase, and `row` with them, for results.md."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start

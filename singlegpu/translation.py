@@ -359,6 +359,9 @@ def finish(model, data, args, device):
 
 # ========================= The run: steps, rows, snapshots, processes. Keep. ======================
 # main() has the loop over all steps.
+# A look: about once a second, the run asks whether the loss is finite, and whether it must stop.
+# A row: what was measured since the row before, and a validation.
+# A request: what the loader makes a batch of: random seeds, and the indices of samples.
 # Of the first section, the run calls parse_args, read_data, create_model, create_optimizer and
 # batch_loss. It also calls training_order, learning_rate_factor and finish, if they are there.
 
@@ -400,7 +403,7 @@ def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     run = SimpleNamespace()  # what these functions share
     run.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    run.id = f"{time.time_ns():x}"  # rank 0's names the run in the log. A resumed run keeps it.
+    run.id = f"{time.time_ns():x}"  # that of rank 0 is in the log. A resumed run keeps it.
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look, on the device
@@ -419,8 +422,8 @@ def main(args):
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
     set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data).to(run.device)
-    if not run.model.training:
-        run.model.train()  # parts that create_model has put into eval() stay in it
+    if not run.model.training:  # else parts that create_model has put into eval() stay in it
+        run.model.train()
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
@@ -442,8 +445,8 @@ def main(args):
     next_look = run.step + 1
     next_line = look_time + 60  # of progress, if there is no bar
     is_stopped = False
-    # About once a second the run looks: is the loss finite, must it stop? A validation gives a row.
-    # Both come before train_step(): a run that was stopped before a validation begins with it.
+    # A look and a row come before the step: a run that was stopped before a validation begins with
+    # it when it resumes.
     while True:
         is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
         is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
@@ -462,7 +465,7 @@ def main(args):
                     run.row_step = run.step
                     run.totals = {}
             look_step, look_time = run.step, time.perf_counter()
-            next_look = run.step + max(1, int(speed))
+            next_look = run.step + max(1, int(speed))  # the same in all processes
         if is_stopped or run.step >= run.num_steps:
             break
         train_step(run, batches, args)
@@ -551,7 +554,7 @@ def train_step(run, batches, args):
 
 def set_seeds(device, *numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # that of a tuple of numbers is always the same
+    seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
@@ -631,11 +634,11 @@ def start_loader(data, requests, run, args):
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # to share the data
+        multiprocessing_context="fork" if args.num_workers > 0 else None,  # shares the data
         worker_init_fn=init_worker,
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the workers, from their start
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit this
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return batches
