@@ -974,7 +974,7 @@ def print_summary(watch):
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
         verdict = "below 3: more processes hardly pay off"
         if ratio > 3:
-            verdict = "above 3: more processes can pay off, if each has a GPU or cores of its own"
+            verdict = "above 3: more processes can pay off, each on its own GPU or cores"
         print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
         print(f"sending {sending:.3f} s, {waiting} on {watch.rows[late]['host']}")
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")
