@@ -105,7 +105,9 @@ def read_row(line):
     same["script"] = script
     may_differ = {"batch_size", "seed", "comm_hook", *LAUNCH}
     row["same"] = tuple(sorted((name, same[name]) for name in same.keys() - may_differ))
-    return row
+    # A flag of a task may have a name like that of a result, such as --val_fraction.
+    flags = {name for name in row["settings"] if name.startswith(("train_", "val_"))}
+    return {name: value for name, value in row.items() if name not in flags}
 
 
 def read_logs(paths):

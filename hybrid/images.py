@@ -432,7 +432,10 @@ def main(local_rank, args, init_method):
     snapshot = read_snapshot(args)
     # This also sets run.devices, run.groups and run.store.
     train_data, val_data = connect(run, args, init_method)
-    run.steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    run.num_samples = len(train_data)
+    if snapshot and snapshot["progress"]["num_samples"] != run.num_samples:
+        sys.exit(f"cannot resume from {args.snapshot}: since then the training data has changed")
+    run.steps_per_epoch = run.num_samples // args.batch_size  # an incomplete last batch is left out
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
     if run.steps_per_epoch < 1 or len(val_data) < run.world_size:
         sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
@@ -630,7 +633,7 @@ def train_step(run, batches, args):
     for group in run.optimizer.param_groups:
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
-        batch = to_device(next(batches), run.device)  # may draw random numbers
+        batch = to_device(next(batches), run.device)
         set_seeds(run.device, args.seed, run.rank, run.step, micro_step)  # the same after a resume
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
@@ -791,7 +794,7 @@ def read_snapshot(args):
         return None
     try:
         snapshot = load(args.snapshot)
-        if "row_step" not in snapshot["progress"]:
+        if "num_samples" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
         for name, value in settings_of(args).items():
             saved = snapshot["settings"].get(name, value)
@@ -832,7 +835,7 @@ def write_snapshot(run, args):
     """Writes a temporary file and renames it, so that no snapshot is half written."""
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
     snapshot["settings"] = settings_of(args)
-    progress = ("id", "step", "row_step", "totals")
+    progress = ("id", "step", "row_step", "totals", "num_samples")
     snapshot["progress"] = {name: getattr(run, name) for name in progress}
     temporary = Path(f"{args.snapshot}.{run.id}.tmp")
     try:
@@ -1072,7 +1075,8 @@ def print_summary(watch):
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
     cells = {name: str(last.get(name, "-")) for name in names}
-    cells |= {name: f"{last[name]:.4g}" for name in last if name.startswith("val_")}
+    results = {name for name in last if name.startswith("val_")} - last["settings"].keys()
+    cells |= {name: f"{last[name]:.4g}" for name in last if name in results}
     mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
     cells |= {name: f"{value:.4g}" for name, value in mean.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):

@@ -18,6 +18,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import logging
 import math
 import os
 import random
@@ -262,6 +263,7 @@ def launch(args):
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     os.environ |= {"WORLD_SIZE": str(args.num_gpus), "GROUP_WORLD_SIZE": "1"}  # torchrun's names
     os.environ.pop("RANK", None)  # of another launcher
+    logging.disable(logging.WARNING)  # this process would report each one that it ends
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(start, (args, f"file://{folder}/store"), args.num_gpus, join=False)
 
@@ -311,7 +313,10 @@ def main(local_rank, args, init_method):
     check_args(run, args)
     snapshot = read_snapshot(args)
     train_data, val_data = connect(run, args, init_method)  # sets run.device and run.store
-    run.steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    run.num_samples = len(train_data)
+    if snapshot and snapshot["progress"]["num_samples"] != run.num_samples:
+        sys.exit(f"cannot resume from {args.snapshot}: since then the training data has changed")
+    run.steps_per_epoch = run.num_samples // args.batch_size  # an incomplete last batch is left out
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
     if run.steps_per_epoch < 1 or len(val_data) < run.world_size:
         sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
@@ -504,7 +509,7 @@ def train_step(run, batches, args):
     for group in run.optimizer.param_groups:
         group["lr"] = float(group["initial_lr"] * factor)
     for micro_step in range(args.grad_accum_steps):
-        batch = to_device(next(batches), run.device)  # may draw random numbers
+        batch = to_device(next(batches), run.device)
         set_seeds(run.device, args.seed, run.rank, run.step, micro_step)  # the same after a resume
         run.watch.mark("data")
         is_last = micro_step == args.grad_accum_steps - 1
@@ -664,7 +669,7 @@ def read_snapshot(args):
         return None
     try:
         snapshot = load(args.snapshot)
-        if "row_step" not in snapshot["progress"]:
+        if "num_samples" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
         for name, value in settings_of(args).items():
             saved = snapshot["settings"].get(name, value)
@@ -705,7 +710,7 @@ def write_snapshot(run, args):
     """Writes a temporary file and renames it, so that no snapshot is half written."""
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
     snapshot["settings"] = settings_of(args)
-    progress = ("id", "step", "row_step", "totals")
+    progress = ("id", "step", "row_step", "totals", "num_samples")
     snapshot["progress"] = {name: getattr(run, name) for name in progress}
     temporary = Path(f"{args.snapshot}.{run.id}.tmp")
     try:
@@ -912,7 +917,8 @@ def print_summary(watch):
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
     cells = {name: str(last.get(name, "-")) for name in names}
-    cells |= {name: f"{last[name]:.4g}" for name in last if name.startswith("val_")}
+    results = {name for name in last if name.startswith("val_")} - last["settings"].keys()
+    cells |= {name: f"{last[name]:.4g}" for name in last if name in results}
     mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
     cells |= {name: f"{value:.4g}" for name, value in mean.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):

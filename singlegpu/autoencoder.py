@@ -198,7 +198,10 @@ def main(args):
     snapshot = read_snapshot(args)
     set_seeds(run.device, args.seed)  # a resumed run draws the same random split
     train_data, val_data = read_data(args)
-    run.steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    run.num_samples = len(train_data)
+    if snapshot and snapshot["progress"]["num_samples"] != run.num_samples:
+        sys.exit(f"cannot resume from {args.snapshot}: since then the training data has changed")
+    run.steps_per_epoch = run.num_samples // args.batch_size  # an incomplete last batch is left out
     run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
     if run.steps_per_epoch < 1 or len(val_data) < 1:
         sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
@@ -465,7 +468,7 @@ def read_snapshot(args):
         return None
     try:
         snapshot = load(args.snapshot)
-        if "row_step" not in snapshot["progress"]:
+        if "num_samples" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
         for name, value in settings_of(args).items():
             saved = snapshot["settings"].get(name, value)
@@ -502,7 +505,7 @@ def write_snapshot(run, args):
     """Writes a temporary file and renames it, so that no snapshot is half written."""
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
     snapshot["settings"] = settings_of(args)
-    progress = ("id", "step", "row_step", "totals")
+    progress = ("id", "step", "row_step", "totals", "num_samples")
     snapshot["progress"] = {name: getattr(run, name) for name in progress}
     temporary = Path(f"{args.snapshot}.{run.id}.tmp")
     try:
@@ -643,7 +646,8 @@ def print_summary(watch):
         print(f"{phase:9} {total[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
     cells = {name: str(watch.row.get(name, "-")) for name in names}
-    cells |= {k: f"{value:.4g}" for k, value in watch.row.items() if k.startswith("val_")}
+    results = {name for name in watch.row if name.startswith("val_")} - watch.row["settings"].keys()
+    cells |= {name: f"{watch.row[name]:.4g}" for name in watch.row if name in results}
     total["peak_MB"] = watch.row["peak_MB"]
     cells |= {name: f"{value:.4g}" for name, value in total.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):

@@ -146,6 +146,20 @@ def test_mistakes_in_a_band_are_told(attempt, table_band, paste, tmp_path, name)
     assert seconds[1] < seconds[0] + 25, "workers delay the error"
 
 
+def test_flags_named_like_results(run, table_band, paste, tmp_path):
+    """They are none in the summary and in the tables of report.py."""
+    line, log = '    parser.add_argument("--table"', tmp_path / "log.jsonl"
+    names = '    parser.add_argument("--val_names", nargs="+", default=["a"])\n'
+    part = '    parser.add_argument("--val_part", type=float, default=0.2)\n'
+    for folder, processes in LAUNCHES[:2]:
+        script = paste(replaced(table_band, {line: names + part + line}), folder)
+        out = run(script, "--max_steps", 20, "--log", log, processes=processes)
+        assert "| val_loss |" in out and "val_names" not in out and "val_part" not in out
+        tables = "".join(re.findall(r"^\|.*", run("report.py", log), re.M))
+        assert "val_loss" in tables and "val_part" not in tables
+        log.unlink()
+
+
 def test_batches_in_which_nothing_counts(run, table_band, paste):
     """A run goes on if a process has no labelled sample in a batch, or none at all."""
     nothing = 'return 0 * loss, {"loss": 0 * loss, "mae": 0 * errors, "count": 0}'

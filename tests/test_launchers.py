@@ -221,6 +221,20 @@ def test_snapshots_that_do_not_fit_are_refused(refused, run, data, tmp_path):
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
 
 
+def test_other_data_is_no_resume(refused, run, tmp_path):
+    """The order of the data, and a random split, would be others than before."""
+    words = ("--dataset", tmp_path, "--model", "mlp", "--batch_size", 24, "--epochs", 1)
+    for count in (96, 95):
+        for split in ("train", "test"):
+            images = np.full((count, 8, 8), 9, np.uint8)
+            np.save(tmp_path / f"{split}_images.npy", images)
+            np.save(tmp_path / f"{split}_labels.npy", np.arange(count) % 2)
+        if count == 96:
+            run("singlegpu/images.py", *words, "--snapshot", tmp_path / "s.pt")
+    more = ("--epochs", 2, "--snapshot", tmp_path / "s.pt")
+    refused("the training data has changed", "multigpu/images.py", *words, *more, processes=2)
+
+
 def test_data_cannot_run_code(refused, tmp_path):
     """Arrays of pickled objects, and a data set's own script, end in a line of error."""
     bomb = tmp_path / "exploded"
@@ -264,6 +278,7 @@ def test_bad_arguments_are_named(attempt, refused, data, tmp_path):
     refused("one process has nobody to send to", "multigpu/allreduce.py", processes=1)
     status, out, err = attempt("multigpu/images.py", "--log", tmp_path, processes=2)
     assert status == 1 and err.count(f"cannot write {tmp_path}") == 1 and not out, err
+    assert err.count("\n") == 1, err
 
 
 def test_missing_data_is_named(refused, tmp_path):
