@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import runpy
 import shutil
@@ -18,10 +19,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
+STARTING = threading.Lock()
 PRELOADED = """datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm
     transformers.models.distilbert.modeling_distilbert transformers.models.llama.modeling_llama"""
 CONTEXT.set_forkserver_preload(PRELOADED.split())
@@ -89,7 +92,10 @@ class Fork:
             file.touch()  # a process that is ended at once has not made them
         words = (list(map(str, command)), cwd, env, self.files)
         self.child = CONTEXT.Process(target=run, args=words)
-        self.child.start()
+        with STARTING:
+            self.child.start()
+            # Else another thread that starts one reads the status, and this one finds 255.
+            multiprocessing.process._children.discard(self.child)
         self.pid = self.child.pid
 
     def poll(self):
