@@ -87,7 +87,9 @@ plain_attention = nn.functional.scaled_dot_product_attention
 nn.functional.scaled_dot_product_attention = attend
 nn.modules.module.register_module_forward_hook(note_layer)
 optimizer.register_optimizer_step_pre_hook(note_step)
-for name in {"all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"} & {*dir(dist)}:
+SENDING = """all_reduce reduce_scatter_tensor reduce_scatter_single all_gather_into_tensor
+    all_gather_single""".split()
+for name in {*SENDING} & {*dir(dist)}:
     note_sent(name)
 sys.argv = sys.argv[2:]
 runpy.run_path(script, run_name="__main__")

@@ -6,6 +6,8 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, Job, curve, rows
+from fork_server import run_all
+from test_hybrid import srun_envs
 
 MNIST = {"singlegpu": 1, "multigpu": 2, "multinode": 3, "hybrid": 4}  # processes
 
@@ -114,6 +116,9 @@ def test_runs_train_alike(run, words, on_cpu, changed, tmp_path, name):
     out = run(copy, *flags, processes=processes, EMU_DEVICES="4")
     assert {row["device"] for row in rows(log)} == {"Emulator"}
     assert waits_of(out) == [0] * 4 * processes, out
+    is_idle = processes < 4 and script.startswith(("multinode", "hybrid/gpt"))  # a device
+    assert ("processes do not use all 4 GPUs of a node" in out) == is_idle, out
+    assert "stages use" not in out
     rounding = 1e-3 if "16" in name else 1e-5  # gloo adds up in another order
     np.testing.assert_allclose(curve(log), on_cpu(task), rtol=rounding)
 
@@ -211,6 +216,41 @@ def test_too_few_devices(attempt, words, script, processes, devices, flags, told
     assert status != 0 and err.count(told) == 1 and "Traceback" not in err, err
 
 
+CONNECTING = "multinode/images hybrid/images hybrid/gpt_pipeline hybrid/gpt_fsdp".split()
+AFTER_CONNECT = "    run.num_steps = args.max_steps or"
+TELLS = """    all_reduce_sums({"/all": 1})
+    print(*getattr(run, "devices", [run.device]))
+    dist.destroy_process_group()
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("script", CONNECTING)
+def test_srun_may_show_each_task_its_own_devices(run, changed, words, tmp_path, script):
+    """Each of two tasks of a node sees what it needs, as number 0, and takes it."""
+    copy = changed(f"{script}.py", {AFTER_CONNECT: TELLS + AFTER_CONNECT})
+    flags = words("gpt" if "gpt" in script else "mlp")[1:]
+    is_split = script == "hybrid/images"
+    envs = [env | {"EMU_DEVICES": "2" if is_split else "1"} for env in srun_envs(2)]
+    expected = "emu:0 emu:1\n" if is_split else "emu:0\n"
+    for answer in run_all([[copy, *flags]] * 2, envs, tmp_path):
+        assert answer[:2] == (0, expected), answer
+    if is_split:
+        out = run(copy, *flags, EMU_DEVICES="4")
+        assert out == f"stages use 2 of 4 GPUs of a node\n{expected}"
+
+
+def test_what_saves_the_memory_of_activations(run, words, tmp_path):
+    """--checkpoint_activations and --grad_accum_steps lower the peak."""
+    base = (*words("gpt")[1:], "--num_layers", 4, "--batch_size", 48, "--max_steps", 1, "--log")
+    peaks = []
+    for more in ("", "--checkpoint_activations", "--grad_accum_steps 4"):
+        log = tmp_path / f"{more}.jsonl"
+        run("hybrid/gpt_fsdp.py", *base, log, *more.split(), EMU_DEVICES="1")
+        peaks.append(rows(log)[0]["peak_MB"])
+    assert max(peaks[1:]) < 0.6 * peaks[0], peaks
+
+
 # == The stopwatch, in simulated time ==
 GUARD = 'if __name__ == "__main__":\n'
 SLOW = """class Slow(torch.autograd.Function):
@@ -299,6 +339,10 @@ TIMES = {  # words of simulated(), and the ms that each phase must have in a ste
         (*PIPELINE, "--num_stages 4 --num_layers 4 --schedule gpipe", (1, 2, 0)),
         {"forward": 4, "backward": 8, "bubble": 9},
     ),
+    "stages of a pipeline, 1f1b": (  # the same
+        (*PIPELINE, "--num_stages 4 --num_layers 4 --schedule 1f1b", (1, 2, 0)),
+        {"forward": 4, "backward": 8, "bubble": 9},
+    ),
     "shards": (  # forward waits for 2 of 3 all-gathers. At the end of backward, a block's
         # reduce-scatter, and the head's, with an all-reduce after each, of which two overlap
         (*SHARDS, "", (2, 4, 1)),
@@ -315,12 +359,11 @@ def test_times_are_those_that_must_be(simulated, name):
 
 
 # == Scripts that are wrong ==
-MOVED = "        batch = to_device(next(batches), run.device)\n"
+MOVED = "        batch = to_device(next(batches), run.device)"
 SIDE = """        run.side = getattr(run, "side", None) or torch.Stream(run.device)
         with run.side:
-            batch = to_device(next(batches), run.device)
-"""
-SIDE_WAITED = SIDE + "        torch.accelerator.current_stream().wait_stream(run.side)\n"
+            batch = to_device(next(batches), run.device)"""
+SIDE_WAITED = SIDE + "\n        torch.accelerator.current_stream().wait_stream(run.side)"
 SAME = "Expected all tensors to be on the same device"
 ALONE = "No backend type associated with device type"
 MORE = {  # flags that some of them need
@@ -355,7 +398,7 @@ ERRORS = {  # name: (script, {text: other}, error)
         {"(logits.argmax(1) == labels).sum()": "(logits.argmax(1) == labels).numpy().sum()"},
         "can't convert emu",
     ),
-    "batch not moved": ("multinode/images.py", {MOVED: "        batch = next(batches)\n"}, SAME),
+    "batch not moved": ("multinode/images.py", {MOVED: "        batch = next(batches)"}, SAME),
     "one device for all": (
         "multinode/images.py",
         {"torch.device(run.local_rank % num_devices)": "torch.device(0)"},

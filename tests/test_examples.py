@@ -169,15 +169,20 @@ def test_batches_in_which_nothing_counts(run, table_band, paste):
         assert re.search(r"^step 20  seconds", out, re.M), out
 
 
-def test_a_parameter_without_gradient(attempt, table_band, paste):
-    """DDP says so. One process trains without it."""
+def test_a_parameter_without_gradient(attempt, run, table_band, paste, tmp_path):
+    """DDP says so. One process trains without it, and so do two with find_unused_parameters."""
     unused = "\n    model.unused = nn.Parameter(torch.ones(1))\n    return model"
     last = "nn.Linear(16, 1))"
     changes = {"return nn.Sequential(": "model = nn.Sequential(", last: last + unused}
     for folder, processes in LAUNCHES[:2]:
-        script = paste(replaced(table_band, changes), folder)
-        status, _, err = attempt(script, processes=processes)
+        script, log = paste(replaced(table_band, changes), folder), tmp_path / f"{folder}.jsonl"
+        status, _, err = attempt(script, "--log", log, processes=processes)
         assert (status != 0) == (processes > 1) == ("find_unused_parameters=True" in err), err
+    old = "gradient_as_bucket_view=True"
+    new = {old: f"{old}, find_unused_parameters=True"}
+    script.write_text(replaced(script.read_text(), new))
+    run(script, "--log", log, processes=2)
+    np.testing.assert_allclose(curve(log), curve(tmp_path / "singlegpu.jsonl"), rtol=1e-5)
 
 
 def test_weights_that_are_not_finite(refused, run, table_band, paste, tmp_path):

@@ -156,6 +156,11 @@ def test_precision(seen, script, processes, precisions):
         for step in steps:
             assert step["dtypes"] == [DTYPES[name]]
             assert step["matmul"] == ("high" if name == "tf32" else "highest")
+            if "fsdp" in script:  # parameters are sent in bf16, gradients in fp32
+                sent = {
+                    (op.split("_")[1], kind) for op, kind, _ in step["sent"] if op[4:] != "reduce"
+                }
+                assert sent == {("gather", "bfloat16"), ("scatter", "float32")}
 
 
 @pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py"))
@@ -255,7 +260,7 @@ def test_steps_and_rows(seen, tmp_path, script):
 
 
 def test_pipeline(seen):
-    """A process has its part of the layers, and passes micro-batches in the schedule's order."""
+    """A process has its part of the layers, and passes and holds micro-batches by the schedule."""
     for num_stages, count, schedule, order in (
         (2, 4, "gpipe", "FB"),
         (2, 4, "1f1b", "FBFBFB"),
@@ -263,10 +268,15 @@ def test_pipeline(seen):
     ):
         flags = f"--num_stages {num_stages} --num_microbatches {count} --schedule {schedule}"
         flags = f"--num_layers 4 {flags}"
-        (_, first, _), *_ = seen("hybrid/gpt_pipeline.py", flags, 4)[0]
+        found, _ = seen("hybrid/gpt_pipeline.py", flags, 4)
+        first = found[0][1]
         assert first["calls"] == 4 * 4 / num_stages * count, "a block has four linear layers"
         assert first["shape"][0] == 24 * num_stages / 4 / count
         assert re.sub(r"(.)\1+", r"\1", first["order"]) == order
+        for rank, (_, step, _) in enumerate(found):
+            held = np.cumsum([{"F": 1, "B": -1}[each] for each in step["order"]])  # calls
+            most = num_stages - rank % num_stages if schedule == "1f1b" else count
+            assert held.max() == most * step["calls"] / count and held[-1] == 0
 
 
 def test_checkpoint_activations(seen):
@@ -322,6 +332,8 @@ def test_data(run, data, task):
     assert f"steps 0 to {steps}\n" in out
     if task == "translation":
         assert re.search(r"^[0-9 ]+\n    [a-z ]+\n", out, re.M), out
+        words = (*flags.split(), "--data_dir", data, "--epochs", 0)  # to get the data
+        assert "steps 0 to 0\n" in run("singlegpu/translation.py", *words)
 
 
 @pytest.mark.parametrize("task", ("text", "translation"))

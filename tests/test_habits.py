@@ -95,7 +95,13 @@ PACKED = """class Packed(torch.utils.data.Dataset):
             packed = nn.utils.rnn.pack_sequence(features, enforce_sorted=False)
             return packed, torch.stack(targets)
     return [Packed(Subset(data, part.indices)) for part in parts]"""
+BARE = """class Bare(Subset):
+        def __getitems__(self, indices):
+            features, targets = zip(*super().__getitems__(indices))
+            return torch.cat((torch.stack(features), torch.stack(targets)), 1)
+    return [Bare(data, part.indices) for part in parts]"""
 BATCHES = {
+    "bare tensor": (BARE, "features, targets = batch[:, :-1], batch[:, -1:]\n"),
     "named tuple": (NAMED, "features, targets = batch.features, batch.targets\n"),
     "packed sequence": (
         PACKED,
@@ -110,6 +116,28 @@ def test_a_batch_stays_what_the_data_makes_of_it(run, table_band, paste, plain, 
     data, loss = BATCHES[name]
     sample = "Sample = __import__('collections').namedtuple('Sample', 'features targets')\n\n\n"
     changes = {DATA: data, LOSS: loss, "def parse_args": f"{sample}def parse_args"}
+    script, log = paste(replaced(table_band, changes), "multigpu"), tmp_path / "log.jsonl"
+    run(script, "--log", log, processes=2)
+    np.testing.assert_allclose(curve(log), plain, rtol=1e-6)
+
+
+FACTOR = "return (1 + math.cos(math.pi * done)) / 2"
+TWO = """class Two(torch.optim.Optimizer):
+        def __init__(self, *parts):
+            super().__init__([group for part in parts for group in part.param_groups], {})
+            self.parts = parts
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["lr"] *= (1 + math.cos(math.pi * args.done)) / 2
+            for part in self.parts:
+                part.step()
+    layers = [layer.parameters() for layer in (model[0], model[2])]
+    return Two(*(torch.optim.SGD(each, args.learning_rate, momentum=0.9) for each in layers))"""
+
+
+def test_an_optimizer_of_several_with_rates_of_its_own(run, table_band, paste, plain, tmp_path):
+    """learning_rate_factor notes how far the training is, and step() scales the rates."""
+    changes = {FACTOR: "args.done = done\n    return 1.0", OPTIMIZER: TWO}
     script, log = paste(replaced(table_band, changes), "multigpu"), tmp_path / "log.jsonl"
     run(script, "--log", log, processes=2)
     np.testing.assert_allclose(curve(log), plain, rtol=1e-6)

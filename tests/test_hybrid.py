@@ -1,6 +1,8 @@
 """Stages of a model, on devices or in pipelines, and shards, times data parallelism."""
 
+import math
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,6 +124,10 @@ def test_gpt_snapshots_move(run, words, tmp_path):
             assert [row["step"] for row in rows(log) if row["rank"] == 0] == [3 * number]
             curves.append(curve(log)[-1])
     np.testing.assert_allclose(curves[: len(MOVES)], curves[len(MOVES) :], rtol=1e-5)
+    snapshot = tmp_path / "moved.pt"  # gpt_fsdp.py has saved it
+    out = run("quantize/gpt.py", "--snapshot", snapshot, "--eager", "--row", "fp32", "--rounds", 1)
+    perplexity = float(re.search(r"\| fp32 \| eager \| [\d.]+ \| [\d.]+ \| ([\d.]+) ", out)[1])
+    assert perplexity == pytest.approx(math.exp(curves[len(MOVES) - 1][1]), rel=1e-3)
 
 
 def test_gpt_shards_and_stages_draw_the_same_text(run, words):
@@ -155,7 +161,9 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     assert_same_weights(cut, whole)
 
 
-def test_stages_and_shards_that_do_not_fit_are_named(run, refused, words, tmp_path):
+def test_stages_and_shards_that_do_not_fit_are_named(
+    run, refused, words, images, changed, tmp_path
+):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
     foreign = tmp_path / "foreign.pt"
     run_one = (*words, "--max_steps", 1, "--snapshot", foreign)
@@ -172,6 +180,22 @@ def test_stages_and_shards_that_do_not_fit_are_named(run, refused, words, tmp_pa
     with ThreadPoolExecutor() as pool:  # a refusal waits five seconds
         list(pool.map(lambda words: refused(words[-2][2:], *words, processes=2), mistakes))
     assert saved_at(foreign) == before
+    create = "    run.model = create_model(args, train_data)"
+    copy = changed(IMAGES, {create: f"{create}[1]"})  # a layer alone
+    refused("must return an nn.Sequential", copy, *images, "--model", "mlp", processes=1)
+
+
+def test_the_slowest_stage_is_named(run, words, tmp_path):
+    """That of the pipeline that comes last; sending, waiting and R are those of the log."""
+    log, before = tmp_path / "log.jsonl", (ROOT / "tests/slow.py", "step", 1, 0.1)
+    out = run(PIPELINE, *words, "--max_steps", 13, "--log", log, processes=4, before=before)
+    logged = rows(log)
+    totals = [row["comm_total"] for row in logged]
+    sending = min(np.mean(totals[:2]), np.mean(totals[2:]))
+    waiting = f"waiting {np.mean(totals) - sending:.3f} s for rank 1 on "
+    assert f"\nsending {sending:.3f} s, {waiting}" in out, (totals, out)
+    compute = [row[name] for row in logged for name in "forward backward bubble optimizer".split()]
+    assert f"\nR = compute / sending = {sum(compute) / 4 / sending:.1f}, " in out, out
 
 
 def test_pipelines_validate_different_numbers_of_batches(run, tmp_path):
@@ -185,13 +209,17 @@ def test_pipelines_validate_different_numbers_of_batches(run, tmp_path):
     np.testing.assert_allclose(curve(tmp_path / "four"), curve(tmp_path / "one"), rtol=1e-6)
 
 
+def srun_envs(count):
+    """What srun tells each of so many tasks of a node."""
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    meet |= {"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NUM_NODES": "1"}
+    return [meet | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(count)]
+
+
 def test_srun_gives_each_process_a_shard(words, tmp_path):
     """By default all processes share a copy, also where only Slurm's variables name them."""
     command = [str(ROOT / FSDP), *map(str, words), "--max_steps", "4", "--log", "log"]
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    meet |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    envs = [meet | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    for status, _, err in run_all([command] * 2, envs, tmp_path, TIMEOUT):
+    for status, _, err in run_all([command] * 2, srun_envs(2), tmp_path, TIMEOUT):
         assert status == 0, err
     for row in rows(tmp_path / "log"):
         assert row["shard_size"] == 2

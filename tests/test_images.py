@@ -54,6 +54,28 @@ def test_each_photograph_once_with_its_class(made):
     assert (np.diff(labels[0]) != 0).mean() > 0.4, "shuffled"
 
 
+def test_the_middle_square_is_kept(tmp_path):
+    """Of a picture of 90 x 30, whose sides are black, and one of 30 x 90."""
+    pixels = np.zeros((30, 90), np.uint8)
+    pixels[:10, 30:60], pixels[20:, 30:60] = 100, 200
+    for turned in (pixels, pixels.T):
+        Image.fromarray(turned).save(tmp_path / "0.png")
+        images = [{"image": {"path": tmp_path / "0.png", "bytes": None}}]
+        [made] = module(SCRIPT).decode(images, 0, namespace(size=12, grey=True))
+        made = made if turned is pixels else made.T
+        assert (made[:2, 2:-2] == 100).all() and (made[-2:, 2:-2] == 200).all()
+
+
+def test_images_py_trains_on_it(made, photos, run, tmp_path):
+    """On data/photos, though there are photos, too; it learns which class has which color."""
+    (tmp_path / "photos").symlink_to(photos)
+    (tmp_path / "data").symlink_to(made.parent)
+    words = ("--dataset", "photos", "--model", "mlp", "--batch_size", 20, "--epochs", 5)
+    log = tmp_path / "log.jsonl"
+    run("singlegpu/images.py", *words, "--log", log, cwd=tmp_path)
+    assert curve(log, "val_acc")[-1, 2] == 1
+
+
 def test_stopped_and_started_again(made, photos, fork, run, tmp_path):
     """The same command ends with the same bytes, wherever it was killed."""
     out, unfinished = tmp_path / "photos", tmp_path / "photos.32rgb.tmp"

@@ -140,7 +140,11 @@ def test_a_late_process_is_named(run, data, tmp_path):
         words = (*arguments_of("mlp", data), *more)
         out = run("multinode/images.py", *words, processes=3, before=before)
         verdicts.append(float(re.search(r"^R = compute / sending = ([\d.]+)", out, re.M)[1]))
-    assert f"for rank 2 on {os.uname().nodename}" in out, out
+        totals = [row["comm_total"] for row in rows(log)[-3:]]
+    waiting = f"waiting {sum(totals) / 3 - min(totals):.3f} s for rank 2 on {os.uname().nodename}\n"
+    assert f"\nsending {min(totals):.3f} s, {waiting}" in out, (totals, out)
+    compute = [row[name] for row in rows(log)[-3:] for name in ("forward", "backward", "optimizer")]
+    assert verdicts[1] == pytest.approx(sum(compute) / 3 / min(totals), abs=0.051)
     assert verdicts[1] > verdicts[0]
 
 
@@ -218,6 +222,11 @@ def test_snapshots_that_do_not_fit_are_refused(refused, run, data, tmp_path):
     with ThreadPoolExecutor(4) as pool:  # a refusal waits
         list(pool.map(lambda words: refused(*words, processes=2), cases))
     assert len(cases) == 9 and not bomb.exists()
+    words = (*base, "--max_steps", 40, "--snapshot")
+    (one, other), envs = forks_of("multinode/images.py", words, (2, 1))
+    answers = run_all([[*one, good], [*other, tmp_path / "none.pt"]], envs, tmp_path)
+    told = f"the nodes have different files {good}: use a shared file system"
+    assert answers[0][0] == 1 and [told in err for _, _, err in answers] == [True, False], answers
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
 
 
@@ -371,3 +380,5 @@ def test_a_hung_process_ends_the_run_and_says_where(fork, base, changed, tmp_pat
         expected = [1, *[0 if where == "data" else -signal.SIGALRM] * (processes - 1)]
         err = "".join(errs)
     assert list(statuses) == expected and re.search(told, err), (statuses, err)
+    shown = 1 if where == "data" else processes  # to read data may take long
+    assert err.count("Timeout (0:00:05)!") == shown, err

@@ -35,6 +35,32 @@ def test_copies_agree():
     assert subprocess.run([sys.executable, ROOT / "tests/check_copies.py"]).returncode == 0
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_an_edit_is_carried_to_its_copies(tmp_path):
+    """By --fix, in all folders; not if two copies are new since the last commit."""
+    for name in ("multigpu", "multinode", "slurm"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "tests").mkdir()
+    for name in ("report.py", "predict.py", "tests/check_copies.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    copies, head = [*tmp_path.glob("multi*/[!m]*.py")], "def note_stop(signum, frame):\n"
+    for tasks in (["gpt"], ["gpt", "text"]):
+        me = "git -c user.name=me -c user.email=me -c commit.gpgsign=false"
+        commit = f"git init -q && git add . && {me} commit -qm all"
+        subprocess.run(commit, shell=True, cwd=tmp_path, check=True)
+        for path in [tmp_path / f"multigpu/{task}.py" for task in tasks]:
+            path.write_text(path.read_text().replace(head, f"{head}    print('{path.stem}')\n"))
+        before = {path.read_text() for path in copies}
+        command = [sys.executable, tmp_path / "tests/check_copies.py", "--fix"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if tasks == ["gpt"]:
+            assert done.returncode == 0, done.stderr
+            carried = [f"{head}    print('gpt')\n" in path.read_text() for path in copies]
+            assert sum(carried) == 10, "five in each folder"
+    assert done.returncode == 1 and "note_stop\ndiffers" in done.stderr, done.stderr
+    assert before == {path.read_text() for path in copies}
+
+
 def test_scripts_stand_alone():
     """They import the standard library and installed packages, and nothing of ours."""
     for script in SCRIPTS:
@@ -67,15 +93,16 @@ def test_a_job_file_for_a_script_of_ones_own(tmp_path):
     assert "--job-name=multigpu_mine\n" in text and " python multigpu/mine.py --snapshot " in text
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "slurm/README.md", "tests/README.md"]
-)
+PAGES = "README.md CONTRIBUTING.md slurm/README.md examples/README.md tests/README.md"
+
+
+@pytest.mark.parametrize("page", PAGES.split())
 def test_a_page_names_what_exists(page):
     """Links to files and to sections of the page, and the scripts in commands."""
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\(([\w./]*)(?:#(.*?))?\)", text)
     missing = [link for link, _ in links if not (ROOT / page).parent.joinpath(link).exists()]
-    commands = re.findall(r"(?:python|sbatch|bash|--) ([a-z]+/\w+\.\w+)", text)
+    commands = re.findall(r"(?:python|sbatch|bash|--) ([a-z]+/(?!mine)\w+\.\w+)", text)
     missing += [name for name in commands if not (ROOT / name).exists()]
     for link, anchor in links:
         there = (ROOT / page).parent.joinpath(link).read_text() if link and anchor else text
@@ -189,8 +216,8 @@ def test_readme_table(run, tmp_path):
         assert curve(log)[1, 0] < curve(log)[0, 0]
 
 
-def test_readme_photos(run, photos, tmp_path):
-    """A pretrained network trains on a folder of photographs, and predicts as README says."""
+def test_readme_photos(run, refused, photos, tmp_path):
+    """A pretrained network trains on photographs, and predicts. --epochs 0 gets its weights."""
     (tmp_path / "photos/val/.ipynb_checkpoints").mkdir()
     words = ("--dataset", "photos", "--model", "resnet18", "--image_size", 32, "--batch_size", 6)
     words = (*words, "--epochs", 1)
@@ -202,6 +229,11 @@ def test_readme_photos(run, photos, tmp_path):
     (tmp_path / "multigpu").symlink_to(ROOT / "multigpu")
     out = run_block(run, "photos.pt", tmp_path)
     assert out in ("0\n", "1\n"), "a class, by the name of its folder"
+    words = ("singlegpu/images.py", *words, "--epochs", 0, "--pretrained", "--snapshot", "none.pt")
+    assert "steps 0 to 0\n" in run(*words, cwd=tmp_path, TORCH_HOME=str(tmp_path))
+    assert not (tmp_path / "none.pt").exists()
+    blocked = {"TORCH_HOME": str(tmp_path / "none"), "https_proxy": "http://127.0.0.1:9"}
+    refused("--model resnet18: <urlopen", *words, cwd=tmp_path, **blocked)
 
 
 def test_photos_that_do_not_fit_are_refused(refused, tmp_path):

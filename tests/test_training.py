@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, curve, rows
 
 PHASES = ("warmup", "data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
+TRAINING = ("data", "forward", "backward", "comm", "optimizer")
 MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --learning_rate 3e-4"
 MNIST += " --max_steps 40 --eval_every 20"
 TABLES = "--dataset tables --data_dir {data} --batch_size 24 --max_steps 40 --eval_every 20"
@@ -58,6 +59,8 @@ def test_one_loss_curve(run, data, tmp_path, task):
             is_first = row["step"] < end
             assert (row["warmup"] > 0) == is_first and row["steps"] == end // 2 - 3 * is_first
             assert (row.get("comm", 0) > 0) == (row.get("comm_total", 0) > 0) == (count > 1)
+            training = sum(row.get(name, 0) for name in TRAINING)
+            assert row["samples/s"] == pytest.approx(24 * row["steps"] / training)
         curves.append(curve(log, *(["val_acc"] if "val_acc" in logged[0] else [])))
     assert curves[0][1, 0] < curves[0][0, 0]
     for each in curves[1:]:
