@@ -429,6 +429,7 @@ def main(local_rank, args, init_method):
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
     run.totals = {}  # those since the last row, over all processes
     check_args(run, args)
+    run.settings = settings_of(args)  # before a function of the task adds to args
     snapshot = read_snapshot(args)
     # This also sets run.devices, run.groups and run.store.
     train_data, val_data = connect(run, args, init_method)
@@ -834,7 +835,7 @@ def save_snapshot(run, args):
 def write_snapshot(run, args):
     """Writes a temporary file and renames it, so that no snapshot is half written."""
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
-    snapshot["settings"] = settings_of(args)
+    snapshot["settings"] = run.settings
     progress = ("id", "step", "row_step", "totals", "num_samples")
     snapshot["progress"] = {name: getattr(run, name) for name in progress}
     temporary = Path(f"{args.snapshot}.{run.id}.tmp")
@@ -857,7 +858,7 @@ def log_row(run, val_totals, args):
     device_module = torch.get_device_module(run.device)
     row = vars(args) | {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "settings": settings_of(args),
+        "settings": run.settings,
         "processes": run.world_size,
         "nodes": int(os.environ["GROUP_WORLD_SIZE"]),
         "rank": run.rank,

@@ -195,6 +195,7 @@ def main(args):
     run.sums = {}  # of batch_loss since the last look, on the device
     run.totals = {}  # those since the last row
     check_args(run, args)
+    run.settings = settings_of(args)  # before a function of the task adds to args
     snapshot = read_snapshot(args)
     set_seeds(run.device, args.seed)  # a resumed run draws the same random split
     train_data, val_data = read_data(args)
@@ -504,7 +505,7 @@ def save_snapshot(run, args):
 def write_snapshot(run, args):
     """Writes a temporary file and renames it, so that no snapshot is half written."""
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
-    snapshot["settings"] = settings_of(args)
+    snapshot["settings"] = run.settings
     progress = ("id", "step", "row_step", "totals", "num_samples")
     snapshot["progress"] = {name: getattr(run, name) for name in progress}
     temporary = Path(f"{args.snapshot}.{run.id}.tmp")
@@ -527,7 +528,7 @@ def log_row(run, val_totals, args):
     device_module = torch.get_device_module(run.device)
     row = vars(args) | {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "settings": settings_of(args),
+        "settings": run.settings,
         "processes": 1,
         "nodes": 1,
         "rank": 0,

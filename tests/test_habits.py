@@ -6,6 +6,7 @@ import torch
 from conftest import assert_same_weights, curve, load, replaced
 from prediction import with_band
 from test_examples import LAUNCHES
+from test_project import block_with
 
 MODEL = "def create_model("
 OPTIMIZER = "return torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)"
@@ -141,6 +142,22 @@ def test_an_optimizer_of_several_with_rates_of_its_own(run, table_band, paste, p
     script, log = paste(replaced(table_band, changes), "multigpu"), tmp_path / "log.jsonl"
     run(script, "--log", log, processes=2)
     np.testing.assert_allclose(curve(log), plain, rtol=1e-6)
+
+
+def test_several_optimizers_survive_a_resume(run, table_band, paste, tmp_path):
+    """README's class: the weights of an undisturbed run, with the rates that the run has set."""
+    several = """layers = [layer.parameters() for layer in (model[0], model[2])]
+    adam = torch.optim.Adam(layers[0], args.learning_rate)
+    return Several(adam, torch.optim.SGD(layers[1], args.learning_rate, momentum=0.9))"""
+    first = f"{block_with('class Several')}\n\ndef parse_args"
+    changes = {OPTIMIZER: several, FACTOR: "args.done = done\n    return 0.5"}
+    script = paste(replaced(table_band, changes | {"def parse_args": first}), "multigpu")
+    for steps, name in ((20, "cut"), (40, "cut"), (40, "whole")):
+        more = ("--max_steps", steps, "--snapshot", tmp_path / f"{name}.pt")
+        run(script, *more, processes=2)
+    assert_same_weights(tmp_path / "cut.pt", tmp_path / "whole.pt")
+    assert len(load(tmp_path / "cut.pt")["optimizer"]["state"]) == 4  # of two layers
+    assert "done" not in load(tmp_path / "cut.pt")["settings"]
 
 
 def test_sparse_gradients_train(run, table_band, paste, tmp_path):
