@@ -9,6 +9,7 @@ torch.emu.sleep(seconds), a kernel.
 """
 
 import fcntl
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -151,5 +152,7 @@ def register():
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         aten.impl("_thnn_fused_lstm_cell", lstm_cell, key)
     torch._TorchCompileInductorWrapper.__call__ = compile_graph
+    # By default it forks the random states of CUDA: torch 2.12's pipelining does not name a device.
+    torch.random.fork_rng = functools.partial(torch.random.fork_rng, device_type="emu")
     if torch.distributed.is_available():
         torch.distributed.Backend.register_backend("emu_ccl", create_group, devices=["emu"])
