@@ -495,7 +495,7 @@ def main(local_rank, args, init_method):
     run.totals = {}  # those since the last row, over all processes
     check_args(run, args)
     run.settings = settings_of(args)  # before a function of the task adds to args
-    snapshot = read_snapshot(args)
+    snapshot = read_snapshot(run, args)
     train_data, val_data = connect(run, args, init_method)  # sets run.device and run.store
     create_groups(run, args)
     run.num_samples = len(train_data)
@@ -868,7 +868,7 @@ def load(path):
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def read_snapshot(args):
+def read_snapshot(run, args):
     """Returns the snapshot, or None if there is none yet. One with other settings ends the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return None
@@ -876,7 +876,7 @@ def read_snapshot(args):
         snapshot = load(args.snapshot)
         if "num_samples" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
-        for name, value in settings_of(args).items():
+        for name, value in run.settings.items():
             saved = snapshot["settings"].get(name, value)
             if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")

@@ -189,14 +189,14 @@ def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     run = SimpleNamespace()  # what these functions share
     run.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    run.id = f"{time.time_ns():x}"  # that of rank 0 is in the log. A resumed run keeps it.
+    run.id = f"{time.time_ns():x}"  # names the run in the log. A resumed run keeps it.
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look, on the device
     run.totals = {}  # those since the last row
     check_args(run, args)
     run.settings = settings_of(args)  # before a function of the task adds to args
-    snapshot = read_snapshot(args)
+    snapshot = read_snapshot(run, args)
     set_seeds(run.device, args.seed)  # a resumed run draws the same random split
     train_data, val_data = read_data(args)
     run.num_samples = len(train_data)
@@ -255,7 +255,7 @@ def main(args):
                     run.row_step = run.step
                     run.totals = {}
             look_step, look_time = run.step, time.perf_counter()
-            next_look = run.step + max(1, int(speed))  # the same in all processes
+            next_look = run.step + max(1, int(speed))
         if is_stopped or run.step >= run.num_steps:
             break
         train_step(run, batches, args)
@@ -463,7 +463,7 @@ def load(path):
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def read_snapshot(args):
+def read_snapshot(run, args):
     """Returns the snapshot, or None if there is none yet. One with other settings ends the run."""
     if not args.snapshot or not os.path.exists(args.snapshot):
         return None
@@ -471,7 +471,7 @@ def read_snapshot(args):
         snapshot = load(args.snapshot)
         if "num_samples" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
-        for name, value in settings_of(args).items():
+        for name, value in run.settings.items():
             saved = snapshot["settings"].get(name, value)
             if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")

@@ -113,14 +113,21 @@ def test_damaged_snapshots_are_read_or_refused(outcome, tmp_path, chance):
 
     def load(content):
         path.write_bytes(content)
-        return outcome(images.read_snapshot, args)
+        run = argparse.Namespace(settings=images.settings_of(args))
+        return outcome(images.read_snapshot, run, args)
 
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     document = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
     document["settings"] = images.settings_of(args)
     totals = {"loss": 0.5, "count": 8.0}
-    document["progress"] = {"id": "1a", "step": 2, "row_step": 1, "totals": totals}
+    document["progress"] = {
+        "id": "1a",
+        "step": 2,
+        "row_step": 1,
+        "totals": totals,
+        "num_samples": 9,
+    }
     torch.save(document, path)
     valid = path.read_bytes()
     bomb = Bomb(tmp_path / "exploded")
