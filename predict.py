@@ -487,6 +487,10 @@ def parse_args():
         parser.error("--gpus_per_node is for links inside a node and between nodes: both, or none")
     if len(each) > 1 or each - {1, args.gpus_per_node or max(each, default=1)}:
         parser.error("measure the link between nodes with one process a node, or with all GPUs")
+    try:
+        (args.out or Path()).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     return args
 
 
@@ -524,8 +528,6 @@ def report_on(run, alike, runs, number, args):
 def main():
     args = parse_args()
     plt.rcParams.update(STYLE)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
     rows, notes = read_logs(args.logs)
     runs = runs_of(rows)
     print("".join(f"note: {note}\n" for note in notes), end="")

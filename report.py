@@ -423,8 +423,10 @@ def main():
     plt.rcParams.update(STYLE)
     if args.step and not args.out:
         parser.error("--step needs --out")
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        (args.out or Path()).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     rows, notes = read_logs(args.paths)
     runs = runs_of(rows, notes)
     groups = groups_of(runs)

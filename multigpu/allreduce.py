@@ -12,6 +12,7 @@ a ring, and can be compared between different N. For many nodes there is multino
 
 import argparse
 import json
+import logging
 import os
 import signal
 import statistics
@@ -44,6 +45,8 @@ def parse_args():
         parser.error(f"--num_gpus must be at most {gpus}, the GPUs of this machine")
     if not 4 <= args.min_bytes <= args.max_bytes // 2:
         parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
+    if args.out and not os.path.isdir(os.path.dirname(args.out) or "."):
+        parser.error(f"there is no folder for {args.out}")
     return args
 
 
@@ -171,6 +174,7 @@ def launch_all(args):
     """Starts the processes, and exits with their exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
+    logging.disable(logging.WARNING)  # this process would report each one that it ends
     with tempfile.TemporaryDirectory() as folder:  # the processes meet by a file in it
         try:
             words = (args, f"file://{folder}/store")

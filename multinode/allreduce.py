@@ -50,6 +50,8 @@ def parse_args():
         parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
     if args.pairs and args.out:
         parser.error("--pairs measures no all-reduce that --out could write")
+    if args.out and not os.path.isdir(os.path.dirname(args.out) or "."):
+        parser.error(f"there is no folder for {args.out}")
     return args
 
 

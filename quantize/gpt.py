@@ -69,6 +69,8 @@ def parse_args():
     args = parser.parse_args()
     if args.out and not args.row:
         parser.error("--out needs --row")
+    if args.out and not os.path.isdir(os.path.dirname(args.out) or "."):
+        parser.error(f"there is no folder for {args.out}")
     return args
 
 

@@ -59,6 +59,8 @@ def parse_args():
     args = parse_run_args(parser, epochs=2, batch_size=64)
     if args.reconstructions and not os.path.isdir(os.path.dirname(args.reconstructions) or "."):
         parser.error(f"there is no folder for {args.reconstructions}")
+    if args.reconstructions and not args.reconstructions.lower().endswith((".png", ".jpg")):
+        parser.error("--reconstructions must end in .png or .jpg")
     args.model = "conv"
     return args
 

@@ -7,12 +7,12 @@
 
 A part takes at most 8 minutes on a fast GPU, by estimate. In brackets: seconds on two CPU cores.
 
-    mnist      the five mnist.py, on made-up images (30)
+    mnist      the five mnist.py, on made-up images (45)
     losses     the losses of each script are those of the CPU, in each precision (170)
     time       a stop and a resume; phases and wall time; what the stopwatch costs (40)
     waits      no step waits for the GPU, in the scripts or inside of torch (60)
     ddp        one process and all; DDP's own timer; the hook; a profiler's trace (105)
-    hybrid     shards, a pipeline and stages: the losses and the memory of one process (50)
+    hybrid     shards, a pipeline and stages: the losses and the memory of one process (55)
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (70)
     attention  GPT-2 with FlashAttention and with cuDNN's; texts with and without cuDNN's (60)
     cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)

@@ -281,6 +281,8 @@ def test_bad_arguments_are_named(attempt, refused, data, tmp_path):
     cases = [("--batch_size must be", f"{folder}/images.py", *words) for folder in STOPS]
     for flag in ("--snapshot", "--log", "--reconstructions"):
         cases.append(("none/file", "singlegpu/autoencoder.py", flag, "none/file"))
+    cases.append((".png or .jpg", "singlegpu/autoencoder.py", "--reconstructions", "of.mnist"))
+    cases.append(("none/file", "multigpu/allreduce.py", "--out", "none/file"))
     cases.append(("cannot write", "singlegpu/images.py", "--log", f"{__file__}/log.jsonl"))
     with ThreadPoolExecutor(4) as pool:  # a refusal waits
         list(pool.map(lambda words: refused(*words, processes=2), cases))

@@ -128,6 +128,7 @@ def test_bad_links_are_refused(tmp_path):
         (both, (one, good, "--gpus_per_node", 8)),
         ("or with all GPUs", (one, good, four, "--gpus_per_node", 4)),
         ("cannot read the noise scale", (one, good, "--noise", noise)),
+        ("--out: ", (one, good, "--out", one / "folder")),
     ):
         done = run_predict(log, *more)
         assert done.returncode and message in done.stderr.splitlines()[-1], done.stderr

@@ -223,6 +223,9 @@ def test_snapshots_that_do_not_fit_are_refused(attempt, trained, tmp_path):
     for path in (tmp_path / "none.pt", tmp_path / "cut.pt", trained("text")[1]):
         status, _, err = attempt("quantize/gpt.py", "--snapshot", path)
         assert status == 1 and path.name in err and "Traceback" not in err, err
+    for script in ("gpt", "text", "translation"):
+        words = ("--snapshot", path, "--row", "bf16", "--out", "none/model")
+        assert attempt(f"quantize/{script}.py", *words)[0] == 2
 
 
 class Hostile:

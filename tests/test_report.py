@@ -252,6 +252,8 @@ def test_damaged_rows_are_left_out(tmp_path):
     assert told.count("note: ") == 1 and "3 damaged or old row(s) left out" in told
     missing = run_report(tmp_path / "missing.jsonl")
     assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
+    unwritable = run_report(tmp_path, "--out", tmp_path / "old.jsonl")
+    assert unwritable.returncode == 2 and "--out: " in unwritable.stderr
 
 
 def test_the_last_step_is_drawn_and_written(tmp_path):
