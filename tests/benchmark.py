@@ -221,8 +221,8 @@ def changes(options):
 
 
 def prediction():
-    """Returns tests/prediction.py, which the other commands do not need, as it imports torch."""
-    sys.path.append(str(ROOT / "tests"))
+    """Returns helpers/prediction.py, which the other commands do not need, as it imports torch."""
+    sys.path.append(str(ROOT / "tests/helpers"))
     return importlib.import_module("prediction")
 
 

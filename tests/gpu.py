@@ -334,7 +334,7 @@ def check_all_processes():
     model = "mlp" if options.device == "cpu" else "vgg11 --learning_rate 1e-4"
     words = f"--model {model} --batch_size {32 * count}"
     with tempfile.TemporaryDirectory() as folder:
-        watched = f"tests/watch.py {folder} multinode/images.py"
+        watched = f"tests/helpers/watch.py {folder} multinode/images.py"
         row = run(watched, f"{words} {in_rows(1, 40)}", count)[0][0]  # of rank 0
         if not options.dry_run:
             seen = json.loads(Path(folder, "0.json").read_text())

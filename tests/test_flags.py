@@ -126,7 +126,7 @@ def seen(run, data, tmp_path):
             task = ["--batch_size", 24]
         words = [*task, *flags.split(), "--log", tmp_path / "log.jsonl"]
         words += [] if re.search("max_steps|epochs", flags) else ["--max_steps", 3]
-        before = (ROOT / "tests/probe.py", tmp_path)
+        before = (ROOT / "tests/helpers/probe.py", tmp_path)
         run(script, *words, processes=processes, before=before)
         found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("?.json"))]
         return found, curve(tmp_path / "log.jsonl")
@@ -375,7 +375,7 @@ def test_image_size(run, tmp_path):
         Image.new("RGB", (50, 40), (number, 0, 0)).save(path)
     words = ("--dataset", tmp_path / "photos", "--image_size", 20, "--model", "cnn")
     more = ("--batch_size", 4, "--max_steps", 1, "--num_workers", 0)
-    run("singlegpu/images.py", *words, *more, before=(ROOT / "tests/probe.py", tmp_path))
+    run("singlegpu/images.py", *words, *more, before=(ROOT / "tests/helpers/probe.py", tmp_path))
     [step] = json.loads((tmp_path / "0.json").read_text())
     assert step["shape"] == [4, 3, 20, 20]
 

@@ -187,7 +187,7 @@ def test_stages_and_shards_that_do_not_fit_are_named(
 
 def test_the_slowest_stage_is_named(run, words, tmp_path):
     """That of the pipeline that comes last; sending, waiting and R are those of the log."""
-    log, before = tmp_path / "log.jsonl", (ROOT / "tests/slow.py", "step", 1, 0.1)
+    log, before = tmp_path / "log.jsonl", (ROOT / "tests/helpers/slow.py", "step", 1, 0.1)
     out = run(PIPELINE, *words, "--max_steps", 13, "--log", log, processes=4, before=before)
     logged = rows(log)
     totals = [row["comm_total"] for row in logged]

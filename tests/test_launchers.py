@@ -103,7 +103,7 @@ def test_other_numbers_of_processes_carry_on(run, data, tmp_path):
         np.testing.assert_allclose(curve(log, "val_acc"), expected, rtol=1e-4)
 
 
-SLOWLY = (ROOT / "tests/slow.py",)
+SLOWLY = (ROOT / "tests/helpers/slow.py",)
 
 
 def test_killed_in_validation_repeats_the_validation_alone(fork, run, data, tmp_path):

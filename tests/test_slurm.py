@@ -12,7 +12,7 @@ import pytest
 from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights
 from conftest import rows, wait_for
 
-CLUSTER = ["bash", ROOT / "tests/slurm_cluster.sh"]
+CLUSTER = ["bash", ROOT / "tests/helpers/slurm_cluster.sh"]
 SMALL = ["--model", "mlp", "--batch_size", "64", "--max_steps", "10", "--eval_every", "5"]
 ONE_PROCESS = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]  # of each node
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}

@@ -57,7 +57,7 @@ def test_late_process_is_late_by_another_hosts_clock(run, data, tmp_path):
     if subprocess.run(["unshare", "--time", "true"], capture_output=True).returncode:
         pytest.skip("only root can set a clock ahead, in a time namespace")
     words = [*MNIST.format(data=data).split(), "--model", "mlp", "--max_steps", 8]
-    more = {"processes": 3, "before": (ROOT / "tests/slow.py", "backward", 1, LATE)}
+    more = {"processes": 3, "before": (ROOT / "tests/helpers/slow.py", "backward", 1, LATE)}
     log = tmp_path / "log.jsonl"
     run("multinode/images.py", *words, "--log", log, AHEAD="1", **more)
     ready = [  # when the last gradient of each process is ready

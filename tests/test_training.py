@@ -77,8 +77,8 @@ def watched(run, data, tmp_path_factory):
 
     def watched(task, *more):
         folder = tmp_path_factory.mktemp("watched")
-        more, before = (*more, "--log", folder / "log.jsonl"), (ROOT / "tests/watch.py", folder)
-        words = (*arguments_of(task, data), *more)
+        before = (ROOT / "tests/helpers/watch.py", folder)
+        words = (*arguments_of(task, data), *more, "--log", folder / "log.jsonl")
         run("multinode/images.py", *words, processes=2, before=before)
         seen = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
         return sorted(rows(folder / "log.jsonl"), key=lambda row: row["rank"]), seen

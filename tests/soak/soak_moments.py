@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, load, wait_for
 from test_slurm import ENDED, cluster, signal_of_the_limit, site, wait_for_restart  # noqa: F401
 
-MOMENTS = {  # what is slow at that moment (see tests/slow.py), and for how many seconds
+MOMENTS = {  # what is slow at that moment (see tests/helpers/slow.py), and for how many seconds
     "start-up": None,  # Python imports, processes meet
     "data preparation": ("read", 25),
     "first step": ("step", 25),
@@ -42,7 +42,7 @@ if os.environ.get("SOAK_MOMENTS") != "all":
 SLOWED = f"""
 import os, sys
 if os.path.exists(os.environ["SLOW_FILE"]):
-    sys.path.insert(0, {str(ROOT / "tests")!r})
+    sys.path.insert(0, {str(ROOT / "tests/helpers")!r})
     import slow
     what, seconds = open(os.environ["SLOW_FILE"]).read().split()
     slow.slow_down(what, -1, float(seconds))

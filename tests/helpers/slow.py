@@ -1,6 +1,6 @@
 """Run a script in which one process is slow at one thing, as on a cluster.
 
-    python tests/slow.py WHAT RANK SECONDS multigpu/images.py ...
+    python tests/helpers/slow.py WHAT RANK SECONDS multigpu/images.py ...
 
 WHAT is a name of SLOW. RANK is a rank, or -1 for all processes.
 """

@@ -1,6 +1,7 @@
 """Run multinode/images.py as it is, and write down what its log cannot tell:
 
-    torchrun --standalone --nproc_per_node=2 -- tests/watch.py FOLDER multinode/images.py ...
+    torchrun --standalone --nproc_per_node=2 -- \\
+        tests/helpers/watch.py FOLDER multinode/images.py ...
 
 Each process writes FOLDER/<rank>.json: `written`, the moment (s) at which it wrote each of its
 rows; `all_reduces`, the seconds of each all-reduce of the script's own that counts as `comm`, that

@@ -70,7 +70,7 @@ def run(command, cwd, env, files):
     if env.get("AHEAD") == env.get("RANK", "none"):
         set_clock_ahead()
     if "EMU_DEVICES" in env:
-        sys.path.insert(0, str(Path(__file__).with_name("emulator")))
+        sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
         importlib.import_module("emu").register()
     if command[0] == "-m":
         sys.argv = command[1:]

@@ -13,7 +13,7 @@ from pathlib import Path
 import link
 import pandas as pd
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 import predict as foretell  # noqa: E402
 import report  # noqa: E402
@@ -72,7 +72,7 @@ class Network:
         self.numbers = itertools.count()
         self.alone = {}  # the run of one process of each model
         self.links = {}
-        band = (ROOT / "tests/sleeping.py").read_text()
+        band = (ROOT / "tests/helpers/sleeping.py").read_text()
         (self.folder / "multinode").mkdir(parents=True)
         for model in MODELS:
             self.sleeper(model).write_text(with_band(band, "multinode/images.py"))
@@ -132,7 +132,7 @@ class Network:
         log = self.folder / f"{next(self.numbers)}.jsonl"
         words += ["--batch_size", batch, "--max_steps", 3 + steps, "--log", log, *more]
         last = len(spaces) * each - 1
-        slowly = [ROOT / "tests/slow.py", "backward", last, late] if late else []
+        slowly = [ROOT / "tests/helpers/slow.py", "backward", last, late] if late else []
         self.run([*slowly, self.sleeper(model), *words], spaces, each)
         rows, notes = report.read_logs([log])
         summary = report.runs_of(rows, notes).iloc[0].to_dict()

@@ -1,6 +1,6 @@
 """Run a training script as it is, and write down what its log cannot tell:
 
-    python tests/probe.py FOLDER multigpu/images.py ...
+    python tests/helpers/probe.py FOLDER multigpu/images.py ...
 
 Each process writes FOLDER/<rank>.json, a list with an object for each step: `dtypes` and `calls`
 of linear layers and convolutions; `shape` of their first input; `order` of their calls, an F each,

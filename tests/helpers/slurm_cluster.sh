@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A throwaway Slurm cluster of two nodes on this one machine, to run the job files for real. As root:
 #
-#   vars=$(bash tests/slurm_cluster.sh up FOLDER) && eval "$vars"    # exports SLURM_CONF
+#   vars=$(bash tests/helpers/slurm_cluster.sh up FOLDER) && eval "$vars"    # exports SLURM_CONF
 #   sbatch ...; squeue; scontrol show job ...
-#   bash tests/slurm_cluster.sh down FOLDER
+#   bash tests/helpers/slurm_cluster.sh down FOLDER
 #
 # Each node is a network namespace with its own address, hostname and /etc/hosts, so that they are
 # two hosts to torchrun and gloo. The GPUs are fake: Slurm counts them and sets
