@@ -42,13 +42,15 @@ import itertools
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
+# No two runs have all of these in common. A resumed run may change the last three.
+RUN = "run script processes nodes comm_hook compile grad_accum_steps".split()
 TITLE = ["model", "dataset", "precision"]
 # The flags of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
@@ -59,7 +61,7 @@ FEW_STEPS = 10  # fewer are a doubt
 
 # What a row must hold, and what is taken where a script does not log it.
 WORDS = ["run", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
-COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_per_epoch"]
+COUNTS = "processes nodes batch_size parameters trained threads steps_per_epoch".split()
 TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]
 NUMBERS = [*TIMES, "rank", "step", "peak_MB"]
 MEASURED = "^(train_|val_|d_model$|num_layers$|seq_len$)"  # numbers, or missing
@@ -89,6 +91,7 @@ def read_row(line):
     """Returns the row in this line with what titles and comparisons need, or None if damaged."""
     try:
         row = DEFAULTS | json.loads(line)
+        row.setdefault("trained", row["parameters"])
         row |= {name: str(row[name]) for name in WORDS}
         row |= {name: int(row[name]) for name in COUNTS}
         row |= {name: float(row[name]) for name in NUMBERS}
@@ -215,6 +218,7 @@ def runs_of(rows):
     runs["save"] = of_run["save"].mean()
     runs["warmup"] = of_run["warmup"].max()
     runs["steps"] = steps
+    runs["line"] = rows.index.to_series().groupby([rows[name] for name in RUN]).max()
     runs = runs.reset_index()
     runs["steps"] /= runs["processes"]
     runs["seconds"] = runs[PHASES].sum(axis=1)  # of a step
@@ -241,10 +245,12 @@ def step_of(run, alike, links, gpus_per_node=0):
         if not (np.isfinite(ready).all() and (sizes >= 0).all() and sizes.sum() < 1e15):
             raise ValueError
     except (ArithmeticError, LookupError, TypeError, ValueError):  # singlegpu has no buckets
-        total = 4 * run["parameters"]
+        total = 4 * run["trained"]
         ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
         sizes = np.diff(ends)
-        ready = ends[1:] / total
+        passes = run["grad_accum_steps"]  # backward passes of a step. The last one sends
+        passes = max(1, int(passes)) if passes.isdecimal() else 1
+        ready = 1 - (1 - ends[1:] / total) / passes
     step = {"batch": run["batch_size"], "phases": phases, "optimizer": own["optimizer"]}
     step |= {"bytes": sizes, "shares": np.diff(ready.clip(0, 1), prepend=0)}
     step |= {"hook": run["comm_hook"], "gpus_per_node": gpus_per_node}
@@ -407,9 +413,10 @@ def sbatch_line(row, run):
 def with_times_to_loss(weak, path):
     """Adds the time to the same loss beside one process, by a file of noise_scale.py."""
     try:
-        noise_scale = float(json.loads(Path(path).read_text())["noise_scale"])
-        if not 0 < noise_scale < math.inf:
-            raise ValueError(f"it is {noise_scale}")
+        written = json.loads(Path(path).read_text())
+        noise_scale, half_width = float(written["noise_scale"]), float(written["half_width"])
+        if not 0 <= 2 * half_width < noise_scale < math.inf:
+            raise ValueError(f"it is {noise_scale:g}, give or take {half_width:g}")
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot read the noise scale {path}: {error!r}")
     steps = 1 + noise_scale / (weak["processes"] * weak["local batch"])
@@ -433,6 +440,7 @@ def doubts_of(run, runs, strong, weak, step):
     """Returns why the prediction from this run is not to be trusted, if it is not."""
     short = strong["processes"][strong["ms a step"] < 10]
     uneven = [str(n) for n in strong["processes"] if step["batch"] % n]
+    waits = runs["waits"][runs["same"] == run["same"]].any()
     others = {link["device"] for link in step["links"]} - {run["device"]}
     is_cpu = run["device"] == "CPU"
     is_shared = is_cpu and step["links"][0]["nodes"] == 1
@@ -445,7 +453,7 @@ def doubts_of(run, runs, strong, weak, step):
         (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
         (is_shared, "CPU processes of one node share its cores and memory"),
         (is_beyond, f"a node is taken to hold {most} processes, but was measured with {known:.0f}"),
-        (runs["waits"].any(), "in the logs processes wait for a late one, which is not predicted"),
+        (waits, "in the logs processes wait for a late one, which is not predicted"),
         (uneven, f"{step['batch']} is no multiple of {', '.join(uneven)}: that is rounded"),
     ]
     return [f"Not to be trusted: {doubt}." for is_so, doubt in doubts if is_so]
@@ -488,7 +496,9 @@ def parse_args():
     if len(each) > 1 or each - {1, args.gpus_per_node or max(each, default=1)}:
         parser.error("measure the link between nodes with one process a node, or with all GPUs")
     try:
-        (args.out or Path()).mkdir(parents=True, exist_ok=True)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
         parser.error(f"--out: {error}")
     return args
@@ -511,7 +521,8 @@ def report_on(run, alike, runs, number, args):
     print(f"# {title}, run {run['run']}\n")
     print(*doubts_of(run, runs, strong, weak, step), *verdicts(strong, weak), sep="\n")
     for name, rows, columns in ("strong", strong, STRONG), ("weak", weak, WEAK):
-        print(f"\n## predicted {name} scaling, {title}\n\n{table(columns, rows[1:])}")
+        if len(rows) > 1:
+            print(f"\n## predicted {name} scaling, {title}\n\n{table(columns, rows[1:])}")
     default = max(2, pays_up_to(strong)[0])
     for count in sorted({*(args.processes or [default])}):
         if 1 < count <= step["batch"]:
@@ -533,9 +544,10 @@ def main():
     print("".join(f"note: {note}\n" for note in notes), end="")
     # hybrid/images.py splits the model of one process over several devices.
     singles = runs[(runs["processes"] == 1) & (runs["stages"].str.len() == 1)]
+    singles = singles.sort_values("line")  # of equal runs, the last one counts
     singles = singles.drop_duplicates(["same", *LAUNCH, "batch_size"], keep="last")
     if singles.empty:
-        sys.exit("there is no log of a run of one process that holds the whole model")
+        sys.exit("no run of one process holds the whole model, and has steps after its warmup")
     number = itertools.count(1)
     for _, alike in singles.groupby(["same", *LAUNCH], sort=False):
         for run in alike.to_dict("records"):

@@ -41,6 +41,7 @@ import itertools
 import json
 import math
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -49,7 +50,8 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-RUN = ["run", "script", "processes", "nodes"]  # no two runs have all of them in common
+# No two runs have all of these in common. A resumed run may change the last three.
+RUN = "run script processes nodes comm_hook compile grad_accum_steps".split()
 TITLE = ["model", "dataset", "precision"]
 # The flags of a launch. They say how a model and a batch are split, and change no loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
@@ -61,7 +63,7 @@ FEW_STEPS = 10  # fewer are a doubt
 
 # What a row must hold, and what is taken where a script does not log it.
 WORDS = ["run", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
-COUNTS = ["processes", "nodes", "batch_size", "parameters", "threads", "steps_per_epoch"]
+COUNTS = "processes nodes batch_size parameters trained threads steps_per_epoch".split()
 TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]
 NUMBERS = [*TIMES, "rank", "step", "peak_MB"]
 MEASURED = "^(train_|val_|d_model$|num_layers$|seq_len$)"  # numbers, or missing
@@ -88,6 +90,7 @@ def read_row(line):
     """Returns the row in this line with what titles and comparisons need, or None if damaged."""
     try:
         row = DEFAULTS | json.loads(line)
+        row.setdefault("trained", row["parameters"])
         row |= {name: str(row[name]) for name in WORDS}
         row |= {name: int(row[name]) for name in COUNTS}
         row |= {name: float(row[name]) for name in NUMBERS}
@@ -135,7 +138,7 @@ def read_logs(paths):
 
 def runs_of(rows, notes):
     """Returns a table of the runs: the last values of their rows, and their times of an epoch."""
-    for (run, _, processes, _), steps in rows.groupby(RUN, sort=False)["steps"].sum().items():
+    for (run, _, processes, *_), steps in rows.groupby(RUN, sort=False)["steps"].sum().items():
         if steps / processes < FEW_STEPS:
             what = f"run {run} on {processes} process(es)"
             notes.append(f"{what} has only {steps / processes:.0f} step(s) after its warmup")
@@ -319,25 +322,23 @@ def draw_losses(group, rows, path):
     save(figure, sentence, path, title="processes")
 
 
-def events_of(rows, path):
-    """Returns the phases and the collectives of the last step in a log, two tables.
+def events_of(rows):
+    """Returns the phases and the collectives of the last step in a log, two tables, or raises.
 
     Their times are in ms after the start of the step. The clocks of all processes agree, since all
     have just left an all-reduce when they note their times.
     """
+    rows = rows[rows["last_step"].map(bool)]
+    if rows.empty:
+        raise ValueError("its rows hold no step")
     last = rows.loc[rows.index.max()]  # the last that was written
     rows = rows[(rows[[*RUN, "step"]] == last[[*RUN, "step"]]).all(axis=1)]
     events = []
-    try:
-        for row in rows.itertuples():
-            process = f"rank {row.rank:.0f} on {row.host}"
-            for name, *numbers in row.last_step:
-                events.append((int(row.rank), process, str(name), *map(float, numbers)))
-        events = pd.DataFrame(events, columns=["rank", "process", "name", "start", "end", "bytes"])
-    except (ArithmeticError, TypeError, ValueError) as error:
-        sys.exit(f"cannot read the last step in {path}: {error}")
-    if events.empty:
-        sys.exit(f"the last rows in {path} hold no step")
+    for row in rows.itertuples():
+        process = f"rank {row.rank:.0f} on {row.host}"
+        for name, *numbers in row.last_step:
+            events.append((int(row.rank), process, str(name), *map(float, numbers)))
+    events = pd.DataFrame(events, columns=["rank", "process", "name", "start", "end", "bytes"])
     events[["start", "end"]] = 1000 * (events[["start", "end"]] - events["start"].min())
     events["ms"] = events["end"] - events["start"]
     is_sent = events["name"].isin(COLLECTIVES)
@@ -399,6 +400,22 @@ def draw_step(phases, sent, path):
     return figure
 
 
+def draw_steps(rows, out):
+    """Draws and writes the last step of each log. At the end it names those that hold none."""
+    failed = []
+    stems = [path.stem for path in rows["file"].unique()]
+    for path, logged in rows.groupby("file"):
+        name = path.stem if stems.count(path.stem) == 1 else f"{path.parent.name}_{path.stem}"
+        try:
+            phases, sent = events_of(logged)
+            write_trace(phases, sent, out / f"{name}_step.json")
+            draw_step(phases, sent, out / f"{name}_step.png")
+        except (ArithmeticError, TypeError, ValueError) as error:  # damaged
+            failed.append(f"cannot read the last step in {path}: {error}")
+    if failed:
+        sys.exit("\n".join(failed))
+
+
 def write_all(groups, rows, lines, out):
     """Writes the lines, the table of the compared runs, and pictures of each group."""
     (out / "report.md").write_text("\n".join(lines) + "\n")
@@ -424,7 +441,9 @@ def main():
     if args.step and not args.out:
         parser.error("--step needs --out")
     try:
-        (args.out or Path()).mkdir(parents=True, exist_ok=True)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
         parser.error(f"--out: {error}")
     rows, notes = read_logs(args.paths)
@@ -441,10 +460,8 @@ def main():
     print("\n".join(lines))
     if args.out:
         write_all(groups, rows, lines, args.out)
-    for path, logged in rows.groupby("file") if args.step else []:
-        phases, sent = events_of(logged, path)
-        write_trace(phases, sent, args.out / f"{path.stem}_step.json")
-        draw_step(phases, sent, args.out / f"{path.stem}_step.png")
+    if args.step:
+        draw_steps(rows, args.out)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,11 @@ def parse_args():
         parser.error(f"--num_gpus must be at most {gpus}, the GPUs of this machine")
     if not 4 <= args.min_bytes <= args.max_bytes // 2:
         parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
-    if args.out and not os.path.isdir(os.path.dirname(args.out) or "."):
-        parser.error(f"there is no folder for {args.out}")
+    folder = os.path.join(os.path.dirname(args.out or ""), ".")
+    if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
+        parser.error(
+            f"cannot write {args.out}: it is a folder, or its folder is not there to write"
+        )
     return args
 
 

@@ -50,8 +50,13 @@ def parse_args():
         parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
     if args.pairs and args.out:
         parser.error("--pairs measures no all-reduce that --out could write")
-    if args.out and not os.path.isdir(os.path.dirname(args.out) or "."):
-        parser.error(f"there is no folder for {args.out}")
+    if args.expect and not args.pairs:
+        parser.error("--expect needs --pairs")
+    folder = os.path.join(os.path.dirname(args.out or ""), ".")
+    if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
+        parser.error(
+            f"cannot write {args.out}: it is a folder, or its folder is not there to write"
+        )
     return args
 
 

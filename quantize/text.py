@@ -71,8 +71,13 @@ def parse_args():
     args = parser.parse_args()
     if args.out and not args.row:
         parser.error("--out needs --row")
-    if args.out and not os.path.isdir(os.path.dirname(args.out) or "."):
-        parser.error(f"there is no folder for {args.out}")
+    if min(args.batch_size, args.rounds) < 1 or args.num_samples < 0:
+        parser.error("--batch_size and --rounds must be 1 or more, --num_samples 0 or more")
+    folder = os.path.join(os.path.dirname(args.out or ""), ".")
+    if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
+        parser.error(
+            f"cannot write {args.out}: it is a folder, or its folder is not there to write"
+        )
     return args
 
 

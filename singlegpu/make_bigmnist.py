@@ -40,6 +40,7 @@ def parse_args():
     args = parser.parse_args()
     if min(args.num_images, args.versions, args.copies) < 1:
         parser.error("--num_images, --versions and --copies must be at least 1")
+    args.out = os.path.normpath(args.out)  # without a slash at its end
     return args
 
 
@@ -116,10 +117,7 @@ def write_images(path, images, args):
 
     with open(path, "a+b") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         file.seek(0)
-        begun = file.read(len(header))
-        if begun != header[: len(begun)]:
-            sys.exit(f"{path} was begun with other arguments: remove it or take these")
-        if begun != header:
+        if file.read(len(header)) != header:
             file.truncate(0)
             file.write(header)
             file.flush()
@@ -145,7 +143,7 @@ def main(args):
     images = images[: args.num_images]
     labels = labels[: args.num_images]
     test_images, test_labels = read_split(args, train=False)
-    unfinished = args.out + ".tmp"
+    unfinished = f"{args.out}.{args.dataset}{args.num_images}x{args.versions}x{args.copies}.tmp"
     try:
         os.makedirs(unfinished, exist_ok=True)
         np.save(f"{unfinished}/test_images.npy", test_images)

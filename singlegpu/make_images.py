@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 SPLITS = ("train", "test", "val", "valid", "validation")
 HEADER_SIZE = 128  # bytes of the header of such .npy files
-BLOCK_SIZE = 256  # images that are decoded side by side, and then written
+BLOCK_BYTES = 2**26  # of images that are decoded side by side, and then written
 
 
 def parse_args():
@@ -44,6 +44,9 @@ def parse_args():
     add("--out", metavar="FOLDER", help="folder to write to; if not given, data/NAME_OF_SOURCE")
     args = parser.parse_args()
     args.out = args.out or os.path.join("data", os.path.basename(os.path.abspath(args.source)))
+    args.out = os.path.normpath(args.out)  # without a slash at its end
+    if os.path.abspath(args.out) == os.path.abspath(args.source):
+        parser.error(f"--out: {args.out} is the source itself. Name another folder")
     if args.size < 1:
         parser.error("--size must be at least 1")
     return args
@@ -56,6 +59,9 @@ def read_folders(source):
         root = os.path.join(source, name)
         paths = sorted(glob("*/**", root_dir=root, recursive=True))
         paths = [path for path in paths if os.path.isfile(os.path.join(root, path))]
+        if not paths and name == "test":  # such as that of a contest, whose labels are secret
+            print(f"{root} has no folders of images: left out")
+            continue
         if not paths:
             raise ValueError(f"there are no folders of images in {root}")
         odd = [path for path in paths if path != os.fsencode(path).decode(errors="replace")]
@@ -173,8 +179,9 @@ def write_split(path, images, rows, labels, args):
         file.truncate(end)  # leaves room for the header, which is written at last
         label_file.truncate(done.nbytes)
         bar.update(len(done))
+        block_size = min(256, max(16, BLOCK_BYTES // math.prod(shape)))
         while len(done) < len(rows):
-            block = slice(len(done), len(done) + BLOCK_SIZE)
+            block = slice(len(done), len(done) + block_size)
             decoded = pool.map(lambda row: decode(images, row, args), rows[block].tolist())
             decoded = list(decoded)
             kept = np.array([image for image in decoded if image is not None])

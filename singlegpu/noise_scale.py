@@ -17,6 +17,7 @@ loss falls.
 """
 
 import argparse
+import ast
 import importlib.util
 import itertools
 import json
@@ -43,8 +44,11 @@ def parse_args():
     options, words = parser.parse_known_args()
     if options.steps < 20:
         parser.error("--steps must be at least 20")
-    if options.out and not os.path.isdir(os.path.dirname(options.out) or "."):
-        parser.error(f"there is no folder for {options.out}")
+    folder = os.path.join(os.path.dirname(options.out or ""), ".")
+    if options.out and (os.path.isdir(options.out) or not os.access(folder, os.W_OK)):
+        parser.error(
+            f"cannot write {options.out}: it is a folder, or its folder is not there to write"
+        )
     return options, words
 
 
@@ -59,10 +63,7 @@ def load_script(path, words):
     if not hasattr(script, "batch_loss"):
         sys.exit(f"{path} is no training script: it has no batch_loss")
     sys.argv = [path, *words]
-    args = script.parse_args()
-    if args.precision == "fp16":
-        sys.exit("--precision fp16 scales its loss: take bf16")
-    return script, args
+    return script, script.parse_args()
 
 
 def load_weights(path, args, words):
@@ -72,8 +73,11 @@ def load_weights(path, args, words):
         given = [word.split("=")[0] for word in words if word.startswith("--")]
         for name, value in snapshot["settings"].items():
             is_given = any(f"--{name}".startswith(flag) for flag in given)
-            if not is_given and value != "None":  # numbers, and everything else as strings
-                setattr(args, name, value)
+            parsed = getattr(args, name, None)
+            if is_given or str(parsed) == str(value) or value == "None":
+                continue
+            # The snapshot has numbers as they are, and everything else as strings.
+            setattr(args, name, ast.literal_eval(value) if isinstance(parsed, list) else value)
         return snapshot["model"]
     except Exception as error:  # a damaged or foreign file can fail anywhere
         sys.exit(f"cannot load {path}: {error!r}")
@@ -155,6 +159,8 @@ def main():
     weights = None
     if options.snapshot and os.path.exists(options.snapshot):
         weights = load_weights(options.snapshot, args, words)
+    if args.precision == "fp16":
+        sys.exit("--precision fp16 scales its loss: take bf16")
     # What follows is as in the script's main(): the same split of the data, device and arithmetic.
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"

@@ -25,6 +25,7 @@ script=$1
 shift
 out=${out:-runs/$script-$(date +%Y%m%d-%H%M%S)}
 [ -f "slurm/multigpu_$script.slurm" ] || fail "there is no slurm/multigpu_$script.slurm"
+grep -q '"--log"' "multigpu/$script.py" || fail "multigpu/$script.py has no --log, from which the report is made"
 [ ! -e "$out" ] || [ -z "$(ls -A "$out")" ] || fail "$out is not empty: choose another --out"
 read -ra options <<<"$sbatch"
 
@@ -52,13 +53,15 @@ for count in $gpus; do
     [[ $count != *x* ]] || nodes=${count%x*}
     [[ $count != *x* ]] || tasks=(--ntasks-per-node="$each")
     case $count in 1) folder=singlegpu ;; *x*) folder=multinode ;; *) folder=multigpu ;; esac
+    processes=()
+    [ "$folder" != multigpu ] || processes=(--num_gpus "$each") # without GPUs, too
     for size in $batch_sizes; do
         batch=$size
         [ "$scaling" = strong ] || batch=$((size * nodes * each))
         run=$out/${folder}_${count}_$batch
         jobs+=("$(submit ${options[@]+"${options[@]}"} --nodes="$nodes" --gpus-per-node="$each" \
             ${tasks[@]+"${tasks[@]}"} --output="$run-%j.out" \
-            "slurm/${folder}_$script.slurm" "$@" --batch_size "$batch" --log "$run.jsonl" --snapshot "$run.pt")")
+            "slurm/${folder}_$script.slurm" "$@" ${processes[@]+"${processes[@]}"} --batch_size "$batch" --log "$run.jsonl" --snapshot "$run.pt")")
     done
 done
 report=$(submit ${options[@]+"${options[@]}"} --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" \

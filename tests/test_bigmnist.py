@@ -12,6 +12,7 @@ from test_models import module, namespace
 from torchvision.transforms.v2 import functional as v2
 
 SCRIPT = "singlegpu/make_bigmnist.py"
+NAME = "synthetic2500x2x15"  # of these
 SMALL = "--dataset synthetic --versions 2 --copies 15 --num_images 2500".split()
 FILES = [f"{split}_{what}.npy" for split in ("train", "test") for what in ("images", "labels")]
 
@@ -87,14 +88,14 @@ def test_killed_and_started_again(big, fork, run, tmp_path):
     """The same command ends with the same bytes, and a third one does not write them again."""
     out = tmp_path / "bigmnist"
     job = fork(SCRIPT, *SMALL, "--out", out)
-    half_a_version, unfinished = 1 << 20, tmp_path / "bigmnist.tmp" / FILES[0]
+    half_a_version, unfinished = 1 << 20, tmp_path / f"bigmnist.{NAME}.tmp" / FILES[0]
     size = lambda: unfinished.exists() and unfinished.stat().st_size  # noqa: E731
     wait_for(lambda: size() > half_a_version or job.process.poll() is not None)
     job.process.send_signal(signal.SIGKILL)
     job.wait()
     if not out.exists():
         os.truncate(unfinished, half_a_version)
-        run(SCRIPT, *SMALL, "--out", out)
+        run(SCRIPT, *SMALL, "--out", f"{out}/")
     assert filecmp.cmpfiles(big, out, FILES, shallow=False)[0] == FILES
     assert sorted(os.listdir(tmp_path)) == ["bigmnist"]
 

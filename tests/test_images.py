@@ -79,7 +79,7 @@ def test_images_py_trains_on_it(made, photos, run, tmp_path):
 def test_stopped_and_started_again(made, photos, fork, run, tmp_path):
     """The same command ends with the same bytes, wherever it was killed."""
     out, unfinished = tmp_path / "photos", tmp_path / "photos.32rgb.tmp"
-    words = (SCRIPT, photos, "--size", 32, "--out", out)
+    words = (SCRIPT, photos, "--size", 32, "--out", f"{out}/")
     job = fork(*words)
     wait_for(lambda: (unfinished / FILES[0]).exists() or job.process.poll() is not None)
     job.process.send_signal(signal.SIGKILL)
@@ -110,6 +110,7 @@ def test_a_source_of_the_hub(photos, run, refused, tmp_path):
     assert sorted(np.load(out / FILES[3])) == [0, 0, 1, 1, 2, 2]
     refused("is there already", SCRIPT, tmp_path / "source", "--out", out)
     refused("cannot read", SCRIPT, tmp_path / "nowhere/no")
+    refused("is the source itself", SCRIPT, photos, "--out", f"{photos}/")
 
 
 def write(folder, shape, counts, num_classes=4, dtype=np.uint8):

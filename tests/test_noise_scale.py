@@ -80,18 +80,23 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, paste, 
 def test_settings_of_a_snapshot(tmp_path):
     """Switches, numbers and names are those of the training, but for the flags given now."""
     settings = {"frozen": True, "rate": 0.5, "text": "a.txt", "series": "None", "size": 2}
+    settings |= {"layers": "['q', 'v']", "same": "{'a': 1}"}
     torch.save({"settings": settings, "model": {}}, tmp_path / "s.pt")
     args = SimpleNamespace(frozen=False, rate=0, text=None, series=None, size=3)
+    args.layers, args.same = ["k"], {"a": 1}
     module("singlegpu/noise_scale.py").load_weights(tmp_path / "s.pt", args, ["--size", "3"])
-    assert vars(args) == settings | {"series": None, "size": 3}
+    lists = {"layers": ["q", "v"], "same": {"a": 1}}
+    assert vars(args) == settings | {"series": None, "size": 3} | lists
 
 
 def test_mistakes_are_told(refused, data, tmp_path):
     (bad := tmp_path / "bad.pt").write_text("no snapshot")
+    torch.save({"settings": {"precision": "fp16"}, "model": {}}, half := tmp_path / "half.pt")
     script, words = ROOT / "singlegpu/images.py", arguments_of("mlp", data)
     for more, message in (
         ((tmp_path / "none.py",), "none.py is no training script"),
         ((script, *words, "--snapshot", bad), f"cannot load {bad}"),
+        ((script, *words, "--snapshot", half), "--precision fp16 scales its loss"),
         ((script, *words, "--batch_size", 7), "--batch_size must be 8 or more"),
         ((ROOT / "report.py",), "report.py is no training script"),
         ((script, *words, "--steps", 1), "--steps must be at least 20"),

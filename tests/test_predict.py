@@ -47,6 +47,29 @@ def test_prediction_by_hand(tmp_path):
     assert "Not to be trusted: CPU processes of one node share its cores and memory" in text
 
 
+def test_what_is_frozen_or_accumulated(tmp_path):
+    """Without buckets in the log: frozen weights are not sent, and the last micro-batch sends."""
+    slow, speedups = link(tmp_path / "l.json", 2, 0, 10e6), []
+    many = {"parameters": 100_000_000}
+    for number, more in enumerate((many, many | {"trained": 100_000}, {"grad_accum_steps": 8})):
+        log = write(tmp_path / f"{number}.jsonl", rows_of("a", 1, [10, 10], **more))
+        speedups.append(float(predicted(log, slow)[1][0]["speedup"]))
+    assert speedups[0] < 0.1 and speedups[1] == pytest.approx(1 / (0.55 + 0.04), rel=0.004)
+    # The first MiB is ready when a micro-batch has gone through 26% of its backward pass.
+    ready = 0.2 * (1 - (1 - (1 << 20) / 4e6) / 8)
+    assert speedups[2] == pytest.approx(1 / (0.55 + ready + 0.4 - 0.2), rel=0.004)
+
+
+def test_the_newest_of_equal_runs_counts(tmp_path):
+    """Not that with the most steps. A run without timed steps is none."""
+    old, new = rows_of("old", 1, [10, 10]), rows_of("new", 1, [10], steps=5)
+    fast = link(tmp_path / "l.json")
+    text = run_predict(write(tmp_path / "a.jsonl", old, new), fast, "--processes", 1).stdout
+    assert "run new\n" in text and "run old" not in text and "|  |" not in text, text
+    short = write(tmp_path / "b.jsonl", rows_of("short", 1, [10], steps=0))
+    assert "has steps after its warmup" in run_predict(short, fast).stderr
+
+
 def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
     sent = [["all-reduce", -0.4, -0.3, 3e6], ["all-reduce", -0.1, 0, 1e6]]
     log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, last_step=sent))
@@ -101,7 +124,7 @@ def test_time_to_the_same_loss(tmp_path):
         write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1)),
         tmp_path / "noise.json",
     )
-    good.write_text('{"noise_scale": 100}')
+    good.write_text('{"noise_scale": 100, "half_width": 49}')
     fast = link(tmp_path / "l.json", 2, 0.05, 1e12, nodes=2)
     text, strong, weak, *_ = predicted(log, fast, "--noise", good)
     step = float(weak[0]["ms a step"]) / 900
@@ -120,6 +143,7 @@ def test_bad_links_are_refused(tmp_path):
     between = link(tmp_path / "between.json", nodes=2)
     both, noise = "links inside a node and between nodes", link(tmp_path / "noise.json")
     four = link(tmp_path / "four.json", 4, nodes=2)
+    (wide := tmp_path / "wide").write_text('{"noise_scale": 100, "half_width": 50}')
     for message, (log, *more) in (
         ("bad.json", (one, bad)),
         ("nan.json", (one, nan)),
@@ -128,6 +152,7 @@ def test_bad_links_are_refused(tmp_path):
         (both, (one, good, "--gpus_per_node", 8)),
         ("or with all GPUs", (one, good, four, "--gpus_per_node", 4)),
         ("cannot read the noise scale", (one, good, "--noise", noise)),
+        ("100, give or take 50", (one, good, "--noise", wide)),
         ("--out: ", (one, good, "--out", one / "folder")),
     ):
         done = run_predict(log, *more)

@@ -256,6 +256,16 @@ def test_damaged_rows_are_left_out(tmp_path):
     assert unwritable.returncode == 2 and "--out: " in unwritable.stderr
 
 
+def test_a_run_resumed_with_another_flag_counts_twice(tmp_path):
+    """Its two parts have times of their own."""
+    first = rows_of("b", 2, [10], comm_hook="none")
+    later = rows_of("b", 2, [4], comm_hook="bf16")
+    alone = rows_of("a", 1, [12])
+    text, *found = tables(write(tmp_path / "a.jsonl", alone, first, later))
+    assert re.findall(r"^comm_hook (\w+)", text, re.M) == ["bf16", "none"], text
+    assert [each[1]["speedup"] for each in found if "speedup" in each[0]] == ["3.00", "1.20"]
+
+
 def test_the_last_step_is_drawn_and_written(tmp_path):
     """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce. Of a folder, each log counts."""
     log = tmp_path / "run.jsonl"
@@ -268,7 +278,7 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
         row["last_step"] = [*step, ["optimizer", -8.88, -8.875, 0]]
         row["last_step"] += [["all-reduce", -8.965 + late, -8.88, 4000]]
     write(log, logged)
-    phases, sent = report.events_of(report.read_logs([log])[0], log)
+    phases, sent = report.events_of(report.read_logs([log])[0])
     assert set(phases["process"]) == {"rank 0 on node0", "rank 1 on node1"}
     assert len(phases) == 10 and len(sent) == 2, "of the last row of the last run"
     figure = report.draw_step(phases, sent, tmp_path / "step.png")
@@ -299,4 +309,11 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     assert done.returncode == 1 and "cannot read the last step in " in done.stderr
     write(log, rows_of("a", 1, [1]))
     done = run_report(log, "--step", "--out", tmp_path / "out")
-    assert done.returncode == 1 and done.stderr.endswith("run.jsonl hold no step\n")
+    assert done.returncode == 1 and done.stderr.endswith("its rows hold no step\n")
+    write(folder / "both.jsonl", rows_of("a", 1, [1]))
+    (again := tmp_path / "again").mkdir()
+    killed = [*logged, *rows_of("z", 1, [1])]  # it was killed in the validation after its last step
+    done = run_report(folder, write(again / "one.jsonl", killed), "--step", "--out", tmp_path / "x")
+    assert done.returncode == 1 and done.stderr.count("cannot read the last step") == 1
+    drawn = {path.name for path in (tmp_path / "x").glob("*_step.png")}
+    assert drawn == {"logs_one_step.png", "again_one_step.png"}, "with a log that holds none"

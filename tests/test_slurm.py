@@ -175,10 +175,15 @@ def test_jobs_that_are_not_queued_again(site):
 def test_sweep_refuses(tmp_path):
     """Mistakes are found before anything is submitted; --dry_run submits nothing."""
     script = ["bash", ROOT / "slurm/sweep.sh", "--dry_run"]
-    cases = {"--gpus|1 many|images": "--gpus many", "nothing": "multigpu_nothing.slurm"}
+    cases = {
+        "--gpus|1 many|images": "--gpus many",
+        "nothing": "multigpu_nothing.slurm",
+        "mnist": "no --log",
+    }
     for words, message in cases.items():
         done = subprocess.run([*script, *words.split("|")], capture_output=True, text=True)
         assert done.returncode == 2 and message in done.stderr, done.stderr
-    words = [*script, "--gpus", "1 2x4", "--weak", "images"]
+    words = [*script, "--gpus", "1 2x4 4", "--weak", "images"]
     done = subprocess.run(words, capture_output=True, text=True)
-    assert "--batch_size 512" in done.stdout and done.stdout.count("sbatch --parsable") == 3
+    assert done.stdout.count("--num_gpus") == done.stdout.count("--num_gpus 4 ") == 1
+    assert "--batch_size 512" in done.stdout and done.stdout.count("sbatch --parsable") == 4

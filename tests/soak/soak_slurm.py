@@ -162,7 +162,7 @@ def test_a_data_set_that_takes_several_jobs(site):  # noqa: F811
     """At each limit it is queued again, as long as it has written more."""
     words = ("--dataset", "synthetic", "--versions", 100, "--copies", 1, "--out", "big")
     job = site.submit("singlegpu_make_bigmnist", *words, options=["--cpus-per-task=1"])
-    images = site.folder / "big.tmp/train_images.npy"
+    images = site.folder / "big.synthetic60000x100x1.tmp/train_images.npy"
     size = 0
     for start in (1, 2, 3):
         wait_for(lambda size=size: images.exists() and images.stat().st_size > size + 50_000_000)
