@@ -119,7 +119,7 @@ def read_data(args):
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
         if not text.all():
             raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (OSError, ValueError) as error:
+    except (EOFError, OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
@@ -357,9 +357,10 @@ def join_gradients(stage, device):
 
     The gradients are views of it. optimizer.zero_grad() would drop them: zero the tensor instead.
     """
-    sizes = [parameter.numel() for parameter in stage.parameters()]
+    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    sizes = [parameter.numel() for parameter in trained]
     gradients = torch.zeros(sum(sizes), device=device)
-    for parameter, gradient in zip(stage.parameters(), gradients.split(sizes)):
+    for parameter, gradient in zip(trained, gradients.split(sizes)):
         parameter.grad = gradient.view_as(parameter)
     return gradients
 
@@ -368,7 +369,7 @@ def squared_norm(stage):
     """Returns the squared norm of the gradients. The embedding counts in the first stage only."""
     gradients = []
     for name, parameter in stage.named_parameters():
-        if stage.is_first or name != "embedding.weight":
+        if parameter.requires_grad and (stage.is_first or name != "embedding.weight"):
             gradients.append(parameter.grad)
     return nn.utils.get_total_norm(gradients) ** 2
 
@@ -388,21 +389,17 @@ def gather_stages(run, args):
     if 0 < run.rank < args.num_stages:
         for name, parameter in run.stage.named_parameters():
             if name != "embedding.weight":  # rank 0 has it, too
-                for tensor in (parameter.detach(), *run.optimizer.state[parameter].values()):
-                    dist.send(tensor.cpu(), dst=0)
+                state = run.optimizer.state.get(parameter, {})  # of a frozen one there is none
+                dist.send_object_list(to_device([parameter.detach(), state], "cpu"), dst=0)
     if run.rank > 0:
         return
-    moments = run.optimizer.state[run.stage.embedding.weight]  # others have the same keys and types
     for number in range(1, args.num_stages):
         for name, parameter in Stage(run.model, number, args).named_parameters():
-            if name == "embedding.weight":
-                continue
-            dist.recv(parameter.data, src=number)
-            for key, tensor in moments.items():
-                shape = parameter.shape if tensor.dim() > 0 else ()
-                moment = torch.empty(shape, dtype=tensor.dtype)
-                dist.recv(moment, src=number)
-                run.optimizer.state[parameter][key] = moment
+            if name != "embedding.weight":
+                received = [None, None]
+                dist.recv_object_list(received, src=number)
+                parameter.data, state = received
+                run.optimizer.state[parameter].update(state)
 
 
 # ========================= The run: steps, rows, snapshots, processes. Keep. ======================
@@ -488,7 +485,9 @@ def main(local_rank, args, init_method):
     run.local_rank = local_rank  # on this node
     run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
     run.world_size = int(os.environ["WORLD_SIZE"])
-    run.id = f"{time.time_ns():x}"  # that of rank 0 is in the log. A resumed run keeps it.
+    run.start = f"{time.time_ns():x}"  # names this start
+    run.id = run.start  # that of rank 0 is in the log. A resumed run keeps it.
+    run.writer = None  # the start that wrote the snapshot from which this one resumes
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
@@ -512,8 +511,8 @@ def main(local_rank, args, init_method):
     set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data)  # on the CPU
     run.num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    if not run.model.training:  # else parts that create_model has put into eval() stay in it
-        run.model.train()
+    resting = [part for part in run.model.modules() if not part.training]
+    train_again(run.model, resting if run.model.training else [])
     run.stage = Stage(run.model, run.rank % args.num_stages, args).to(run.device)
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
@@ -526,6 +525,8 @@ def main(local_rank, args, init_method):
     run.gradients = join_gradients(run.stage, run.device)
     run.watch = PipelineWatch(run.device)
     run.schedule = create_schedule(run, args)
+    if all_reduce_sums({"step": run.step})["step"] != run.step * run.world_size:
+        sys.exit(f"the nodes have different files {args.snapshot}: use a shared file system")
     if run.rank == 0:
         print(f"processes {run.world_size}, device {run.device},", end=" ")
         print(f"steps {run.step} to {run.num_steps}", flush=True)
@@ -536,6 +537,8 @@ def main(local_rank, args, init_method):
     for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
     expect_progress(args.timeout)
+    if run.step > 0 and "learning_rate_factor" in globals():  # it may note how far the training is
+        globals()["learning_rate_factor"](args, min(1.0, run.step / max(1, run.num_steps)))
     first_step = look_step = run.step
     first_row = run.row_step
     look_time = time.perf_counter()
@@ -561,8 +564,9 @@ def main(local_rank, args, init_method):
                     log_row(run, val_totals, args)
                     run.row_step = run.step
                     run.totals = {}
+            farthest = 2 * (run.step - look_step)  # speed can be that of a few quick steps
+            next_look = run.step + max(1, min(int(speed), farthest))
             look_step, look_time = run.step, time.perf_counter()
-            next_look = run.step + max(1, int(speed))  # the same in all processes
         if is_stopped or run.step >= run.num_steps:
             break
         train_step(run, batches, args)
@@ -640,6 +644,8 @@ def connect(run, args, init_method):
     set_seeds(run.device, args.seed)  # a random split is the same in all processes
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
+    for rank in range(run.world_size):
+        wait_for(run, f"data of {rank}")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size, "timeout": timeout}
     expect_progress(args.timeout)
     try:
@@ -682,15 +688,13 @@ def look(run, look_step, look_time, args):
     sums = {name: float(value) for name, value in run.sums.items()}  # waits for the GPU
     speed = (run.step - look_step) / (time.perf_counter() - look_time)
     # The slash keeps these names apart from those of batch_loss.
-    news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step}
+    news = {"/stops": len(STOP_REQUESTS), "/speed": speed}
     news = all_reduce_sums(news | sums)
     for name in run.sums:
         run.totals[name] = run.totals.get(name, 0.0) + news[name]
     run.sums = {}
     run.watch.mark("comm")
     run.watch.flush()
-    if news["/step"] != run.step * run.world_size:
-        sys.exit(f"the nodes have different files {args.snapshot}: use a shared file system")
     if not math.isfinite(run.totals["loss"]):
         sys.exit(f"the loss is not finite at step {run.step}")
     return news["/stops"] > 0, news["/speed"] / run.world_size
@@ -714,7 +718,8 @@ def train_step(run, batches, args):
     run.watch.note_all_reduce(reducing, run.gradients.nbytes)
     run.watch.mark_bubble(run.pipeline_group)
     reducing.wait()
-    if run.embedding_group:  # the first and the last stage each have a part of this gradient
+    # The first and the last stage each have a part of the embedding's gradient.
+    if run.embedding_group and run.stage.embedding.weight.requires_grad:
         dist.all_reduce(run.stage.embedding.weight.grad, group=run.embedding_group)
     run.watch.mark("comm")
     if args.max_grad_norm > 0:
@@ -768,6 +773,13 @@ def all_stops(group=None):
     return stops.item()
 
 
+def train_again(model, resting):
+    """Calls model.train(), but leaves in eval() the parts that rest, such as frozen ones."""
+    model.train()
+    for part in resting:
+        part.training = False
+
+
 @torch.no_grad()
 def evaluate(run, data, args):
     """Returns the sums of batch_loss over the data, of which each pipeline takes a share."""
@@ -775,7 +787,7 @@ def evaluate(run, data, args):
     size = args.batch_size // run.num_pipelines  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    trained = [part for part in run.stage.modules() if part.training]
+    resting = [part for part in run.stage.modules() if not part.training]
     run.stage.eval()
     run.pass_sums = {} if run.stage.is_last else dict.fromkeys(SUMS, 0.0)
     for number, batch in enumerate(start_loader(data, requests, run, args)):
@@ -788,8 +800,7 @@ def evaluate(run, data, args):
         pass_batch(run, run.schedule.eval, tokens, targets)
         if all_stops(run.pipeline_group) > 0:  # pipelines can differ in the number of batches
             break
-    for part in trained:
-        part.training = True
+    train_again(run.stage, resting)
     return all_reduce_sums(run.pass_sums | {"/stops": len(STOP_REQUESTS)})
 
 
@@ -802,6 +813,8 @@ def training_requests(data, run, args):
         if order is None or step_of_epoch == 0:
             set_seeds(run.device, args.seed, epoch)  # all processes draw the same order
             order = np.asarray(draw_order(data, args, epoch))
+            if len(order) != len(data):
+                sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         indices = order[step_of_epoch, run.pipeline :: run.num_pipelines].tolist()
         yield (args.seed, step), indices  # all stages of a pipeline load the same samples
@@ -861,7 +874,11 @@ def to_device(batch, device):
 def settings_of(args):
     """Returns the flags that shape the weights, as numbers and strings."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
+    # Without the slash at the end of a folder: it means nothing.
+    return {
+        name: v if isinstance(v, (int, float)) else str(v).rstrip("/")
+        for name, v in settings.items()
+    }
 
 
 def load(path):
@@ -874,11 +891,12 @@ def read_snapshot(run, args):
         return None
     try:
         snapshot = load(args.snapshot)
-        if "num_samples" not in snapshot["progress"]:
+        if "writer" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
         for name, value in run.settings.items():
             saved = snapshot["settings"].get(name, value)
-            if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
+            names = {os.path.basename(str(each)) for each in (saved, value)}  # folders may differ
+            if saved != value and len(names) > 1:
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
@@ -919,15 +937,18 @@ def write_snapshot(run, args):
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
     snapshot["settings"] = run.settings
     progress = ("id", "step", "row_step", "totals", "num_samples")
-    snapshot["progress"] = {name: getattr(run, name) for name in progress}
-    temporary = Path(f"{args.snapshot}.{run.id}.tmp")
+    snapshot["progress"] = {name: getattr(run, name) for name in progress} | {"writer": run.start}
+    temporary = Path(f"{args.snapshot}.{run.id}.{run.start}.tmp")
     try:
+        for old in temporary.parent.glob(f"*.{run.id}.*.tmp"):  # of starts that were killed
+            old.unlink(missing_ok=True)
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
             os.fsync(file.fileno())
         load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
-        if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
-            raise OSError("another run writes it")
+        if os.path.exists(args.snapshot):
+            if load(args.snapshot)["progress"]["writer"] not in (run.start, run.writer):
+                raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
     except Exception as error:
         temporary.unlink(missing_ok=True)
@@ -938,7 +959,8 @@ def write_snapshot(run, args):
 def log_row(run, val_totals, args):
     """Prints the means since the last row, and appends a row for each process to --log."""
     device_module = torch.get_device_module(run.device)
-    row = vars(args) | {
+    plain = (int, float, str, type(None))
+    row = {name: v if isinstance(v, plain) else str(v) for name, v in vars(args).items()} | {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
         "settings": run.settings,
         "processes": run.world_size,

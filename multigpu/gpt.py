@@ -117,7 +117,7 @@ def read_data(args):
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
         if not text.all():
             raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (OSError, ValueError) as error:
+    except (EOFError, OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
@@ -305,7 +305,9 @@ def main(local_rank, args, init_method):
     run.local_rank = local_rank  # on this node
     run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
     run.world_size = int(os.environ["WORLD_SIZE"])
-    run.id = f"{time.time_ns():x}"  # that of rank 0 is in the log. A resumed run keeps it.
+    run.start = f"{time.time_ns():x}"  # names this start
+    run.id = run.start  # that of rank 0 is in the log. A resumed run keeps it.
+    run.writer = None  # the start that wrote the snapshot from which this one resumes
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look: of this process, on its device
@@ -327,8 +329,8 @@ def main(local_rank, args, init_method):
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
     set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data).to(run.device)
-    if not run.model.training:  # else parts that create_model has put into eval() stay in it
-        run.model.train()
+    resting = [part for part in run.model.modules() if not part.training]
+    train_again(run.model, resting if run.model.training else [])
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
@@ -342,6 +344,8 @@ def main(local_rank, args, init_method):
     run.watch = Stopwatch(run.device)
     comm_hook = timed(comm_hook, run.watch, run.device)
     run.ddp_model.register_comm_hook(None, comm_hook)
+    if all_reduce_sums({"step": run.step})["step"] != run.step * run.world_size:
+        sys.exit(f"the nodes have different files {args.snapshot}: use a shared file system")
     if run.rank == 0:
         print(f"processes {run.world_size}, device {run.device},", end=" ")
         print(f"steps {run.step} to {run.num_steps}", flush=True)
@@ -352,6 +356,8 @@ def main(local_rank, args, init_method):
     for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
     expect_progress(args.timeout)
+    if run.step > 0 and "learning_rate_factor" in globals():  # it may note how far the training is
+        globals()["learning_rate_factor"](args, min(1.0, run.step / max(1, run.num_steps)))
     first_step = look_step = run.step
     first_row = run.row_step
     look_time = time.perf_counter()
@@ -377,8 +383,9 @@ def main(local_rank, args, init_method):
                     log_row(run, val_totals, args)
                     run.row_step = run.step
                     run.totals = {}
+            farthest = 2 * (run.step - look_step)  # speed can be that of a few quick steps
+            next_look = run.step + max(1, min(int(speed), farthest))
             look_step, look_time = run.step, time.perf_counter()
-            next_look = run.step + max(1, int(speed))  # the same in all processes
         if is_stopped or run.step >= run.num_steps:
             break
         train_step(run, batches, args)
@@ -447,6 +454,8 @@ def connect(run, args, init_method):
     set_seeds(run.device, args.seed)  # a random split is the same in all processes
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
+    for rank in range(run.world_size):
+        wait_for(run, f"data of {rank}")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size, "timeout": timeout}
     expect_progress(args.timeout)
     try:
@@ -489,15 +498,13 @@ def look(run, look_step, look_time, args):
     sums = {name: float(value) for name, value in run.sums.items()}  # waits for the GPU
     speed = (run.step - look_step) / (time.perf_counter() - look_time)
     # The slash keeps these names apart from those of batch_loss.
-    news = {"/stops": len(STOP_REQUESTS), "/speed": speed, "/step": run.step}
+    news = {"/stops": len(STOP_REQUESTS), "/speed": speed}
     news = all_reduce_sums(news | sums)
     for name in run.sums:
         run.totals[name] = run.totals.get(name, 0.0) + news[name]
     run.sums = {}
     run.watch.mark("comm")
     run.watch.flush()
-    if news["/step"] != run.step * run.world_size:
-        sys.exit(f"the nodes have different files {args.snapshot}: use a shared file system")
     if not math.isfinite(run.totals["loss"]):
         sys.exit(f"the loss is not finite at step {run.step}")
     return news["/stops"] > 0, news["/speed"] / run.world_size
@@ -562,6 +569,13 @@ def all_reduce_sums(sums):
     return {name: totals[name] for name in sums}
 
 
+def train_again(model, resting):
+    """Calls model.train(), but leaves in eval() the parts that rest, such as frozen ones."""
+    model.train()
+    for part in resting:
+        part.training = False
+
+
 @torch.no_grad()
 def evaluate(run, data, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
@@ -573,7 +587,7 @@ def evaluate(run, data, args):
     size = args.batch_size // run.world_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(share, size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    trained = [part for part in run.model.modules() if part.training]
+    resting = [part for part in run.model.modules() if not part.training]
     run.model.eval()
     sums = {}
     for number, batch in enumerate(start_loader(data, requests, run, args)):
@@ -583,8 +597,7 @@ def evaluate(run, data, args):
         if STOP_REQUESTS:
             break
     sums["/stops"] = len(STOP_REQUESTS)
-    for part in trained:
-        part.training = True
+    train_again(run.model, resting)
     return all_reduce_sums(sums)
 
 
@@ -597,6 +610,8 @@ def training_requests(data, run, args):
         if order is None or step_of_epoch == 0:
             set_seeds(run.device, args.seed, epoch)  # all processes draw the same order
             order = np.asarray(draw_order(data, args, epoch))
+            if len(order) != len(data):
+                sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         share = order[step_of_epoch, run.rank :: run.world_size]
         for indices in share.reshape(args.grad_accum_steps, -1).tolist():
@@ -657,7 +672,11 @@ def to_device(batch, device):
 def settings_of(args):
     """Returns the flags that shape the weights, as numbers and strings."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
+    # Without the slash at the end of a folder: it means nothing.
+    return {
+        name: v if isinstance(v, (int, float)) else str(v).rstrip("/")
+        for name, v in settings.items()
+    }
 
 
 def load(path):
@@ -670,11 +689,12 @@ def read_snapshot(run, args):
         return None
     try:
         snapshot = load(args.snapshot)
-        if "num_samples" not in snapshot["progress"]:
+        if "writer" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
         for name, value in run.settings.items():
             saved = snapshot["settings"].get(name, value)
-            if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
+            names = {os.path.basename(str(each)) for each in (saved, value)}  # folders may differ
+            if saved != value and len(names) > 1:
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
@@ -712,15 +732,18 @@ def write_snapshot(run, args):
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
     snapshot["settings"] = run.settings
     progress = ("id", "step", "row_step", "totals", "num_samples")
-    snapshot["progress"] = {name: getattr(run, name) for name in progress}
-    temporary = Path(f"{args.snapshot}.{run.id}.tmp")
+    snapshot["progress"] = {name: getattr(run, name) for name in progress} | {"writer": run.start}
+    temporary = Path(f"{args.snapshot}.{run.id}.{run.start}.tmp")
     try:
+        for old in temporary.parent.glob(f"*.{run.id}.*.tmp"):  # of starts that were killed
+            old.unlink(missing_ok=True)
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
             os.fsync(file.fileno())
         load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
-        if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
-            raise OSError("another run writes it")
+        if os.path.exists(args.snapshot):
+            if load(args.snapshot)["progress"]["writer"] not in (run.start, run.writer):
+                raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
     except Exception as error:
         temporary.unlink(missing_ok=True)
@@ -731,7 +754,8 @@ def write_snapshot(run, args):
 def log_row(run, val_totals, args):
     """Prints the means since the last row, and appends a row for each process to --log."""
     device_module = torch.get_device_module(run.device)
-    row = vars(args) | {
+    plain = (int, float, str, type(None))
+    row = {name: v if isinstance(v, plain) else str(v) for name, v in vars(args).items()} | {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
         "settings": run.settings,
         "processes": run.world_size,

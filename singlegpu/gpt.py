@@ -109,7 +109,7 @@ def read_data(args):
         text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
         if not text.all():
             raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (OSError, ValueError) as error:
+    except (EOFError, OSError, ValueError) as error:
         sys.exit(f"cannot read {args.dataset}: {error}")
     num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
@@ -247,7 +247,9 @@ def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     run = SimpleNamespace()  # what these functions share
     run.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    run.id = f"{time.time_ns():x}"  # names the run in the log. A resumed run keeps it.
+    run.start = f"{time.time_ns():x}"  # names this start
+    run.id = run.start  # names the run in the log. A resumed run keeps it.
+    run.writer = None  # the start that wrote the snapshot from which this one resumes
     run.step = 0  # steps that are done
     run.row_step = 0  # the step of the last row
     run.sums = {}  # of batch_loss since the last look, on the device
@@ -270,8 +272,8 @@ def main(args):
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
     set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data).to(run.device)
-    if not run.model.training:  # else parts that create_model has put into eval() stay in it
-        run.model.train()
+    resting = [part for part in run.model.modules() if not part.training]
+    train_again(run.model, resting if run.model.training else [])
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
@@ -287,6 +289,8 @@ def main(args):
     for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
         signal.signal(signum, note_stop)
     expect_progress(args.timeout)
+    if run.step > 0 and "learning_rate_factor" in globals():  # it may note how far the training is
+        globals()["learning_rate_factor"](args, min(1.0, run.step / max(1, run.num_steps)))
     first_step = look_step = run.step
     first_row = run.row_step
     look_time = time.perf_counter()
@@ -312,8 +316,9 @@ def main(args):
                     log_row(run, val_totals, args)
                     run.row_step = run.step
                     run.totals = {}
+            farthest = 2 * (run.step - look_step)  # speed can be that of a few quick steps
+            next_look = run.step + max(1, min(int(speed), farthest))
             look_step, look_time = run.step, time.perf_counter()
-            next_look = run.step + max(1, int(speed))
         if is_stopped or run.step >= run.num_steps:
             break
         train_step(run, batches, args)
@@ -425,13 +430,20 @@ def compute_loss(run, model, batch, sums, args):
     return loss
 
 
+def train_again(model, resting):
+    """Calls model.train(), but leaves in eval() the parts that rest, such as frozen ones."""
+    model.train()
+    for part in resting:
+        part.training = False
+
+
 @torch.no_grad()
 def evaluate(run, data, args):
     """Returns the sums of batch_loss over the data."""
     size = args.batch_size // args.grad_accum_steps  # as in training
     batches_of_indices = BatchSampler(range(len(data)), size, drop_last=False)
     requests = (((args.seed,), indices) for indices in batches_of_indices)
-    trained = [part for part in run.model.modules() if part.training]
+    resting = [part for part in run.model.modules() if not part.training]
     run.model.eval()
     sums = {}
     for number, batch in enumerate(start_loader(data, requests, run, args)):
@@ -441,8 +453,7 @@ def evaluate(run, data, args):
         if STOP_REQUESTS:
             break
     sums["/stops"] = len(STOP_REQUESTS)
-    for part in trained:
-        part.training = True
+    train_again(run.model, resting)
     return {name: float(value) for name, value in sums.items()}
 
 
@@ -455,6 +466,8 @@ def training_requests(data, run, args):
         if order is None or step_of_epoch == 0:
             set_seeds(run.device, args.seed, epoch)  # a resumed run draws the same order
             order = np.asarray(draw_order(data, args, epoch))
+            if len(order) != len(data):
+                sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         for indices in order[step_of_epoch].reshape(args.grad_accum_steps, -1).tolist():
             yield (args.seed, step), indices
@@ -514,7 +527,11 @@ def to_device(batch, device):
 def settings_of(args):
     """Returns the flags that shape the weights, as numbers and strings."""
     settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    return {name: v if isinstance(v, (int, float)) else str(v) for name, v in settings.items()}
+    # Without the slash at the end of a folder: it means nothing.
+    return {
+        name: v if isinstance(v, (int, float)) else str(v).rstrip("/")
+        for name, v in settings.items()
+    }
 
 
 def load(path):
@@ -527,11 +544,12 @@ def read_snapshot(run, args):
         return None
     try:
         snapshot = load(args.snapshot)
-        if "num_samples" not in snapshot["progress"]:
+        if "writer" not in snapshot["progress"]:
             raise ValueError("an older version of this script has written it")
         for name, value in run.settings.items():
             saved = snapshot["settings"].get(name, value)
-            if os.path.basename(str(saved)) != os.path.basename(str(value)):  # folders may differ
+            names = {os.path.basename(str(each)) for each in (saved, value)}  # folders may differ
+            if saved != value and len(names) > 1:
                 raise ValueError(f"it was made with --{name} {saved}, not {value}")
         return snapshot
     except Exception as error:  # a damaged or foreign file can fail anywhere
@@ -565,15 +583,18 @@ def write_snapshot(run, args):
     snapshot = {name: getattr(run, name).state_dict() for name in STATES}
     snapshot["settings"] = run.settings
     progress = ("id", "step", "row_step", "totals", "num_samples")
-    snapshot["progress"] = {name: getattr(run, name) for name in progress}
-    temporary = Path(f"{args.snapshot}.{run.id}.tmp")
+    snapshot["progress"] = {name: getattr(run, name) for name in progress} | {"writer": run.start}
+    temporary = Path(f"{args.snapshot}.{run.id}.{run.start}.tmp")
     try:
+        for old in temporary.parent.glob(f"*.{run.id}.*.tmp"):  # of starts that were killed
+            old.unlink(missing_ok=True)
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
             os.fsync(file.fileno())
         load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
-        if os.path.exists(args.snapshot) and load(args.snapshot)["progress"]["id"] != run.id:
-            raise OSError("another run writes it")
+        if os.path.exists(args.snapshot):
+            if load(args.snapshot)["progress"]["writer"] not in (run.start, run.writer):
+                raise OSError("another run writes it")
         os.replace(temporary, args.snapshot)
     except Exception as error:
         temporary.unlink(missing_ok=True)
@@ -584,7 +605,8 @@ def write_snapshot(run, args):
 def log_row(run, val_totals, args):
     """Prints the means since the last row, and appends a row to --log."""
     device_module = torch.get_device_module(run.device)
-    row = vars(args) | {
+    plain = (int, float, str, type(None))
+    row = {name: v if isinstance(v, plain) else str(v) for name, v in vars(args).items()} | {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
         "settings": run.settings,
         "processes": 1,
@@ -594,7 +616,8 @@ def log_row(run, val_totals, args):
         "device": getattr(device_module, "get_device_name", run.device.type.upper)(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "trained": sum(p.numel() for p in run.model.parameters() if p.requires_grad),
         "step": run.step,
         "steps_per_epoch": run.steps_per_epoch,
         "run": run.id,

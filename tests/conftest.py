@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -85,10 +86,10 @@ class Job:
         return found
 
     def workers(self):
-        """The ids of the processes that train, of a job that has several."""
+        """The ids of the processes that train, of a job that has several: the oldest first."""
         trains = re.compile(r"spawn_main|^(?!.*distributed\.run).*(multinode|hybrid)/")
         found = {pid for pid, command in self.processes().items() if trains.search(command)}
-        return sorted(found - {self.process.pid})
+        return sorted(found - {self.process.pid}, key=started_at)
 
     def end(self):
         for pid in self.processes():
@@ -96,6 +97,13 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         if self.process.returncode is None:
             self.process.communicate()
+
+
+def started_at(pid):
+    """When a process was started. Ids tell no order: after the highest they begin anew."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return math.inf  # it has ended
 
 
 def words_of(script, arguments, processes):

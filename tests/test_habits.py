@@ -150,11 +150,16 @@ def test_several_optimizers_survive_a_resume(run, table_band, paste, tmp_path):
     adam = torch.optim.Adam(layers[0], args.learning_rate)
     return Several(adam, torch.optim.SGD(layers[1], args.learning_rate, momentum=0.9))"""
     first = f"{block_with('class Several')}\n\ndef parse_args"
-    changes = {OPTIMIZER: several, FACTOR: "args.done = done\n    return 0.5"}
+    noted = "args.done, args.note = done, lambda: done\n    return 0.5"
+    changes = {OPTIMIZER: several, FACTOR: noted, LOSS: f"assert args.done > 0\n    {LOSS}"}
     script = paste(replaced(table_band, changes | {"def parse_args": first}), "multigpu")
     for steps, name in ((20, "cut"), (40, "cut"), (40, "whole")):
         more = ("--max_steps", steps, "--snapshot", tmp_path / f"{name}.pt")
         run(script, *more, processes=2)
+        if steps == 20:  # it goes on with a validation, as after a crash in the one before
+            due = torch.load(tmp_path / "cut.pt", weights_only=True)
+            due["progress"] |= {"row_step": 0, "totals": {"loss": 1.0, "mae": 1.0, "count": 1.0}}
+            torch.save(due, tmp_path / "cut.pt")
     assert_same_weights(tmp_path / "cut.pt", tmp_path / "whole.pt")
     assert len(load(tmp_path / "cut.pt")["optimizer"]["state"]) == 4  # of two layers
     assert "done" not in load(tmp_path / "cut.pt")["settings"]
@@ -203,6 +208,32 @@ def test_eval_in_create_model(run, table_band, paste, tmp_path, whole):
     run(script, "--snapshot", tmp_path / "s.pt", processes=2)
     counted = load(tmp_path / "s.pt")["model"]["0.num_batches_tracked"]
     assert counted == (40 if whole else 0)
+
+
+OWN = """class Own(nn.Sequential):
+        def train(self, mode=True):
+            print("train", mode)
+            super().train(mode)
+            self[0].eval()
+            return self
+    return Own(nn.BatchNorm1d(len(features)), *LAYERS)"""
+
+
+@pytest.mark.parametrize("folder", ("singlegpu", "hybrid"))
+def test_a_model_may_define_train_anew(run, table_band, paste, tmp_path, folder):
+    """As one that keeps BatchNorm frozen, or merges weights to validate. It is called each time."""
+    network = OWN.replace("LAYERS", NETWORK.removeprefix("return "))
+    script = paste(replaced(table_band, {NETWORK: network}), folder)
+    out = run(script, "--epochs", 2, "--snapshot", tmp_path / "s.pt", processes=1)
+    calls = [line.split()[1] for line in out.splitlines() if line.startswith("train ")]
+    assert calls[:5] == ["True", "False", "True", "False", "True"], out
+    assert load(tmp_path / "s.pt")["model"]["0.num_batches_tracked"] == 0
+
+
+def test_an_order_of_another_length_is_refused(refused, table_band, paste):
+    order = f"def training_order(data, args, epoch):\n    return range(240)\n\n\n{MODEL}"
+    script = paste(replaced(table_band, {MODEL: order}))
+    refused("training_order must return 480 indices, not 240", script)
 
 
 def test_compile_compiles(run, data, tmp_path):

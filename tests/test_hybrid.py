@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, TIMEOUT, assert_same_weights, curve, free_port, load, rows, saved_at
 from conftest import wait_for, wait_for_saves
 from fork_server import run_all
@@ -182,7 +183,53 @@ def test_stages_and_shards_that_do_not_fit_are_named(
     assert saved_at(foreign) == before
     create = "    run.model = create_model(args, train_data)"
     copy = changed(IMAGES, {create: f"{create}[1]"})  # a layer alone
-    refused("must return an nn.Sequential", copy, *images, "--model", "mlp", processes=1)
+    mlp = (*images, "--model", "mlp")
+    refused("must return an nn.Sequential", copy, *mlp, processes=1)
+    own = "\n    run.model.__class__ = type('Own', (nn.Sequential,), {'forward': lambda *_: 0})"
+    refused("must return an nn.Sequential", changed(IMAGES, {create: create + own}), *mlp)
+    twice = (
+        "\n    run.model.insert(3, run.model[5])\n    run.model[5] = run.model[3] = run.model[4]"
+    )
+    refused("in two stages", changed(IMAGES, {create: create + twice}), *mlp, "--num_stages", 2)
+
+
+def test_frozen_layers(run, words, images, changed, tmp_path):
+    """They stay as they are, in a pipeline, too; a stage may have no others."""
+    frozen = "\n    for part in (run.model.blocks[0], run.model.blocks[-1], run.model.positions):\n"
+    create = "    run.model = create_model(args, train_data)"
+    script = changed(PIPELINE, {create: f"{create}{frozen}        part.requires_grad_(False)"})
+    models = []
+    for steps in (1, 4):
+        (path := tmp_path / f"{steps}.pt")
+        run(
+            script,
+            *words,
+            "--learning_rate",
+            0.1,
+            "--max_steps",
+            steps,
+            "--snapshot",
+            path,
+            processes=2,
+        )
+        models.append(load(path)["model"])
+    kept = {name for name, weight in models[0].items() if torch.equal(weight, models[1][name])}
+    blocks = sorted({name.split(".")[1] for name in models[0] if name.startswith("blocks.")})
+    ends = (f"blocks.{blocks[0]}.", f"blocks.{blocks[-1]}.", "positions")
+    assert kept == {name for name in models[0] if name.startswith(ends)}
+    freeze = "\n    run.model[:3].requires_grad_(False)\n    assert run.model[:3]"
+    for script, name in ("singlegpu/images.py", "one"), (IMAGES, "two"):
+        text = create + (".to(run.device)" if name == "one" else "")
+        script = changed(script, {text: text + freeze})
+        more = ("--model", "mlp", "--max_steps", 4, "--log", tmp_path / name)
+        run(script, *images, *more, processes=1 if name == "one" else 2)
+    np.testing.assert_allclose(curve(tmp_path / "two"), curve(tmp_path / "one"), rtol=1e-5)
+
+
+def test_batch_loss_knows_whether_it_validates(run, images, changed):
+    loss = "    logits = model(images.float() / 255)  # (B, K)\n"
+    check = "    assert model.training == torch.is_grad_enabled()\n"
+    run(changed(IMAGES, {loss: check + loss}), *images, "--model", "mlp", "--max_steps", 4)
 
 
 def test_the_slowest_stage_is_named(run, words, tmp_path):

@@ -120,10 +120,10 @@ def test_killed_in_validation_repeats_the_validation_alone(fork, run, data, tmp_
     assert rows(log)[0]["steps"] == 0 and rows(log)[0]["eval"] > 0
 
 
-@pytest.mark.parametrize("what", ["read", "save"])
-def test_a_slow_rank_0_times_nobody_out(run, data, tmp_path, what):
-    """Rank 0 may take longer than --timeout to prepare data or to save; a save is not `comm`."""
-    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, 0, 5)
+@pytest.mark.parametrize(("what", "rank"), [("read", 0), ("read", 2), ("save", 0)])
+def test_a_slow_process_times_nobody_out(run, data, tmp_path, what, rank):
+    """One may take longer than --timeout to prepare data, or rank 0 to save: that is not `comm`."""
+    log, before = tmp_path / "log.jsonl", (*SLOWLY, what, rank, 5)
     files = ("--snapshot", tmp_path / "s.pt", "--log", log)
     words = (*arguments_of("mlp", data), "--max_steps", 20, "--timeout", 4, *files)
     run("multinode/images.py", *words, processes=3, before=before)
@@ -223,16 +223,20 @@ def test_snapshots_that_do_not_fit_are_refused(refused, run, data, tmp_path):
         list(pool.map(lambda words: refused(*words, processes=2), cases))
     assert len(cases) == 9 and not bomb.exists()
     words = (*base, "--max_steps", 40, "--snapshot")
-    (one, other), envs = forks_of("multinode/images.py", words, (2, 1))
-    answers = run_all([[*one, good], [*other, tmp_path / "none.pt"]], envs, tmp_path)
-    told = f"the nodes have different files {good}: use a shared file system"
-    assert answers[0][0] == 1 and [told in err for _, _, err in answers] == [True, False], answers
-    assert before == {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    due = torch.load(good, weights_only=True)  # as after a crash: it begins with a validation
+    due["progress"]["row_step"] = 0
+    torch.save(due, tmp_path / "due.pt")
+    for path in (good, tmp_path / "due.pt"):
+        (one, other), envs = forks_of("multinode/images.py", words, (2, 1))
+        answers = run_all([[*one, path], [*other, tmp_path / "none.pt"]], envs, tmp_path)
+        told = f"the nodes have different files {path}: use a shared file system"
+        assert answers[0][0] == 1 and [told in err for *_, err in answers] == [True, False], answers
+    assert before.items() <= {path: path.read_bytes() for path in tmp_path.glob("*.pt")}.items()
 
 
 def test_other_data_is_no_resume(refused, run, tmp_path):
     """The order of the data, and a random split, would be others than before."""
-    words = ("--dataset", tmp_path, "--model", "mlp", "--batch_size", 24, "--epochs", 1)
+    words = ("--dataset", f"{tmp_path}/", "--model", "mlp", "--batch_size", 24, "--epochs", 1)
     for count in (96, 95):
         for split in ("train", "test"):
             images = np.full((count, 8, 8), 9, np.uint8)
@@ -241,7 +245,17 @@ def test_other_data_is_no_resume(refused, run, tmp_path):
         if count == 96:
             run("singlegpu/images.py", *words, "--snapshot", tmp_path / "s.pt")
     more = ("--epochs", 2, "--snapshot", tmp_path / "s.pt")
-    refused("the training data has changed", "multigpu/images.py", *words, *more, processes=2)
+    for dataset in (f"{tmp_path}/", tmp_path):  # a slash at the end means nothing
+        there = ("--dataset", dataset, *more)
+        refused("the training data has changed", "multigpu/images.py", *words, *there, processes=2)
+    refused(
+        f"it was made with --dataset {tmp_path}",
+        "singlegpu/images.py",
+        *words,
+        *more,
+        "--dataset",
+        "x/",
+    )
 
 
 def test_data_cannot_run_code(refused, tmp_path):
@@ -280,9 +294,10 @@ def test_bad_arguments_are_named(attempt, refused, data, tmp_path):
     words = (*arguments_of("mlp", data), "--batch_size", 25, "--grad_accum_steps", 2)
     cases = [("--batch_size must be", f"{folder}/images.py", *words) for folder in STOPS]
     for flag in ("--snapshot", "--log", "--reconstructions"):
-        cases.append(("none/file", "singlegpu/autoencoder.py", flag, "none/file"))
+        cases.append(("cannot write none/file", "singlegpu/autoencoder.py", flag, "none/file"))
     cases.append((".png or .jpg", "singlegpu/autoencoder.py", "--reconstructions", "of.mnist"))
-    cases.append(("none/file", "multigpu/allreduce.py", "--out", "none/file"))
+    for out in ("none/file", tmp_path):
+        cases.append((f"cannot write {out}", "multigpu/allreduce.py", "--out", out))
     cases.append(("cannot write", "singlegpu/images.py", "--log", f"{__file__}/log.jsonl"))
     with ThreadPoolExecutor(4) as pool:  # a refusal waits
         list(pool.map(lambda words: refused(*words, processes=2), cases))
@@ -324,13 +339,18 @@ def test_a_full_disk_is_named_and_spoils_nothing(refused, run, data, tmp_path):
         subprocess.run(["umount", small], check=True)
 
 
-def test_two_runs_with_one_snapshot(fork, base, tmp_path):
-    """The one that saves later ends, and says why; the other one goes on."""
+@pytest.mark.parametrize("resumed", (False, True))
+def test_two_runs_with_one_snapshot(fork, run, base, tmp_path, resumed):
+    """The one that saves later ends, and says why; the other one goes on. So do two that resume."""
     words = (*base, "--max_steps", 3 * STEPS, "--snapshot", tmp_path / "run.pt")
+    if resumed:
+        run("singlegpu/images.py", *words, "--max_steps", STEPS)
     ended = [job.wait() for job in [fork("singlegpu/images.py", *words) for _ in range(2)]]
     assert sorted(status for status, _, _ in ended) == [0, 1], ended
     [err] = [err for status, _, err in ended if status]
-    assert "another run writes it" in err and "Traceback" not in err, err
+    told = "cannot save" if resumed else "another run writes it"
+    assert told in err and "Traceback" not in err, err
+    assert os.listdir(tmp_path) == ["run.pt"]
 
 
 READING = "        images, labels = (tensor"

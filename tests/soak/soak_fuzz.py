@@ -127,6 +127,7 @@ def test_damaged_snapshots_are_read_or_refused(outcome, tmp_path, chance):
         "row_step": 1,
         "totals": totals,
         "num_samples": 9,
+        "writer": "1b",
     }
     torch.save(document, path)
     valid = path.read_bytes()
