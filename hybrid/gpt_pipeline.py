@@ -642,10 +642,15 @@ def connect(run, args, init_method):
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
         wait_for(run, f"data of {first}")
     set_seeds(run.device, args.seed)  # a random split is the same in all processes
+    start_time = time.monotonic()
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
-    for rank in range(run.world_size):
-        wait_for(run, f"data of {rank}")
+    limit = 10 * (args.timeout + time.monotonic() - start_time)  # others may be slower
+    try:
+        everybody = [f"data of {rank}" for rank in range(run.world_size)]
+        run.store.wait(everybody, timedelta(seconds=limit))
+    except dist.DistError:
+        sys.exit(f"{limit:.0f} s after this process another one has not read its data")
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size, "timeout": timeout}
     expect_progress(args.timeout)
     try:
