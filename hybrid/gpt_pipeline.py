@@ -390,7 +390,9 @@ def gather_stages(run, args):
         for name, parameter in run.stage.named_parameters():
             if name != "embedding.weight":  # rank 0 has it, too
                 state = run.optimizer.state.get(parameter, {})  # of a frozen one there is none
-                dist.send_object_list(to_device([parameter.detach(), state], "cpu"), dst=0)
+                parts = [parameter.detach(), state]
+                parts = tree_map(lambda x: x.cpu() if hasattr(x, "cpu") else x, parts)
+                dist.send_object_list(parts, dst=0)
     if run.rank > 0:
         return
     for number in range(1, args.num_stages):
@@ -818,7 +820,7 @@ def training_requests(data, run, args):
         if order is None or step_of_epoch == 0:
             set_seeds(run.device, args.seed, epoch)  # all processes draw the same order
             order = np.asarray(draw_order(data, args, epoch))
-            if len(order) != len(data):
+            if not run.steps_per_epoch * args.batch_size <= len(order) <= len(data):
                 sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         indices = order[step_of_epoch, run.pipeline :: run.num_pipelines].tolist()

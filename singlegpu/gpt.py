@@ -466,7 +466,7 @@ def training_requests(data, run, args):
         if order is None or step_of_epoch == 0:
             set_seeds(run.device, args.seed, epoch)  # a resumed run draws the same order
             order = np.asarray(draw_order(data, args, epoch))
-            if len(order) != len(data):
+            if not run.steps_per_epoch * args.batch_size <= len(order) <= len(data):
                 sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
             order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
         for indices in order[step_of_epoch].reshape(args.grad_accum_steps, -1).tolist():
