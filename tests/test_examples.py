@@ -123,7 +123,7 @@ MISTAKES = {  # name: (text of the table's section, what stands there instead, t
     "vector": (LOSS, LOSS.replace("errors", "targets"), "only one element tensors"),
     "infinite": (LOSS, LOSS.replace("loss * len(targets)", "math.inf"), "not finite at step 1"),
     "infinite at last": (LOSS, AT_LAST, "the loss is not finite at step 20"),
-    "short order": ("def create_model", ORDER, "cannot reshape array of size 100"),
+    "short order": ("def create_model", ORDER, "training_order must return 480 indices, not 100"),
     "sample": (DATA, UNREADABLE, "sample 77 cannot be read"),
     "too little": ("[0.8, 0.2]", "[10, 590]", "samples are too few"),
     "no flag": ('("--table", ', '("--tables", ', "no attribute 'table'"),

@@ -230,12 +230,6 @@ def test_a_model_may_define_train_anew(run, table_band, paste, tmp_path, folder)
     assert load(tmp_path / "s.pt")["model"]["0.num_batches_tracked"] == 0
 
 
-def test_an_order_of_another_length_is_refused(refused, table_band, paste):
-    order = f"def training_order(data, args, epoch):\n    return range(240)\n\n\n{MODEL}"
-    script = paste(replaced(table_band, {MODEL: order}))
-    refused("training_order must return 480 indices, not 240", script)
-
-
 def test_compile_compiles(run, data, tmp_path):
     """Kernels are generated for a network of torch.nn's layers, and the loss is the eager one."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}

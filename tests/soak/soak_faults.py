@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, Job, assert_same_weights, commands_of, curve
+from conftest import Job, assert_same_weights, commands_of, curve
 from conftest import rows, wait_for, wait_for_saves
 
 KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
@@ -135,16 +135,3 @@ def test_listens_on_loopback_alone(start, tmp_path, shape):
     lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
     found = {line.split()[3] for line in lines if set(re.findall(r"pid=(\d+)", line)) & own}
     assert found and all(place.startswith(("127.", "[::1]")) for place in found), found
-
-
-def test_a_process_that_never_reads_its_data_ends_the_job(refused, data):
-    """The others wait ten times as long as --timeout says, and say why they end."""
-    before = (ROOT / "tests/helpers/slow.py", "read", 1, 600)
-    words = ("--dataset", "mnist", "--data_dir", data, "--timeout", 3)
-    refused(
-        "another one has not read its data",
-        "multinode/images.py",
-        *words,
-        processes=2,
-        before=before,
-    )
