@@ -407,7 +407,7 @@ def main(local_rank, args, init_method):
         run.model = create_model(args, train_data)
     shard_model(run.model, run.device, args)
     run.model.to_empty(device=run.device)
-    resting = [part for part in run.model.modules() if not part.training]
+    resting = [part for part in run.model.modules() if not part.training]  # these stay so
     train_again(run.model, resting if run.model.training else [])
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:

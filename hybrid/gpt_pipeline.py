@@ -513,7 +513,7 @@ def main(local_rank, args, init_method):
     set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data)  # on the CPU
     run.num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    resting = [part for part in run.model.modules() if not part.training]
+    resting = [part for part in run.model.modules() if not part.training]  # these stay so
     train_again(run.model, resting if run.model.training else [])
     run.stage = Stage(run.model, run.rank % args.num_stages, args).to(run.device)
     run.optimizer = create_optimizer(run.model, args)

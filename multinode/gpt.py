@@ -318,7 +318,7 @@ def main(local_rank, args, init_method):
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
     set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
     run.model = create_model(args, train_data).to(run.device)
-    resting = [part for part in run.model.modules() if not part.training]
+    resting = [part for part in run.model.modules() if not part.training]  # these stay so
     train_again(run.model, resting if run.model.training else [])
     run.optimizer = create_optimizer(run.model, args)
     for group in run.optimizer.param_groups:
