@@ -1,5 +1,7 @@
 """PyTorch's own habits work in a first part: each was a silent fault somewhere, once."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -195,6 +197,32 @@ def test_buffers_that_ddp_ignores_are_left_alone(run, table_band, paste, plain, 
     log = tmp_path / "log.jsonl"
     run(script, "--log", log, processes=3)
     np.testing.assert_allclose(curve(log), plain, rtol=1e-5)
+
+
+CENTRE = """class Centre(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(len(features)))
+        def forward(self, x):
+            if self.training:
+                self.mean.lerp_(x.mean(0), 0.1)
+            return x - self.mean
+    return nn.Sequential(Centre(), *LAYERS)"""
+
+
+def test_a_buffer_that_training_reads(run, table_band, paste, tmp_path):
+    """DDP sends that of rank 0 before each step, in place of each validation, as README says."""
+    network = CENTRE.replace("LAYERS", NETWORK.removeprefix("return "))
+    script, weights = paste(replaced(table_band, {NETWORK: network}), "multigpu"), []
+    whole = script.read_text()
+    sends = re.sub(".*broadcast_buffers = False.*\n", "", whole)
+    for text in (whole, sends):
+        script.write_text(text)
+        for steps in (10, 20):
+            path = tmp_path / f"{steps}{text == sends}.pt"
+            run(script, "--eval_every", steps, "--snapshot", path, processes=2)
+            weights.append(load(path)["model"]["1.weight"])
+    assert not torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3])
 
 
 @pytest.mark.parametrize("whole", (False, True), ids=("part", "whole"))
