@@ -642,17 +642,13 @@ def connect(run, args, init_method):
     run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=timeout))
     if run.rank > 0:
         first = run.rank - run.local_rank if run.local_rank > 0 else 0
-        wait_for(run, f"data of {first}")
+        wait_for(run, [f"data of {first}"])
     set_seeds(run.device, args.seed)  # a random split is the same in all processes
     start_time = time.monotonic()
     data = read_data(args)
     run.store.set(f"data of {run.rank}", "is read")
     limit = 10 * (args.timeout + time.monotonic() - start_time)  # others may be slower
-    try:
-        everybody = [f"data of {rank}" for rank in range(run.world_size)]
-        run.store.wait(everybody, timedelta(seconds=limit))
-    except dist.DistError:
-        sys.exit(f"{limit:.0f} s after this process another one has not read its data")
+    wait_for(run, [f"data of {rank}" for rank in range(run.world_size)], limit)
     group = {"store": run.store, "rank": run.rank, "world_size": run.world_size, "timeout": timeout}
     expect_progress(args.timeout)
     try:
@@ -664,12 +660,14 @@ def connect(run, args, init_method):
     return data
 
 
-def wait_for(run, key):
-    """Waits until another process has set the key, however long it takes."""
+def wait_for(run, keys, seconds=86_400):
+    """Waits until other processes have set the keys, for a day if nothing else is said."""
     try:
-        run.store.wait([key], timedelta(days=1))
-    except dist.DistError:  # rank 0 has ended, and has said why
+        run.store.wait(keys, timedelta(seconds=seconds))
+    except dist.DistNetworkError:  # rank 0 has ended, and has said why
         sys.exit(1)
+    except RuntimeError:  # each kind of store has its own
+        sys.exit(f"waited {seconds:.0f} s in vain for another process to read its data, or to save")
 
 
 def note_stop(signum, frame):
@@ -916,6 +914,7 @@ def restore(run, snapshot, args):
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
         vars(run).update(snapshot["progress"])
+        snapshot.clear()  # else, beside a GPU, the file takes disk space after it is replaced
     except Exception as error:
         sys.exit(f"cannot resume from {args.snapshot}: {error}")
 
@@ -934,7 +933,7 @@ def save_snapshot(run, args):
     if run.rank == 0:
         write_snapshot(run, args)
         run.store.set(key, "is saved")
-    wait_for(run, key)
+    wait_for(run, [key])
     run.watch.mark("save")
     expect_progress(args.timeout)
 
@@ -952,10 +951,11 @@ def write_snapshot(run, args):
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
             os.fsync(file.fileno())
-        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot):
-            if load(args.snapshot)["progress"]["writer"] not in (run.start, run.writer):
+            writer = load(args.snapshot)["progress"]["writer"]
+            if writer not in (run.start, run.writer) or not temporary.exists():
                 raise OSError("another run writes it")
+        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         os.replace(temporary, args.snapshot)
     except Exception as error:
         temporary.unlink(missing_ok=True)

@@ -47,9 +47,8 @@ def parse_args():
         parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
     folder = os.path.join(os.path.dirname(args.out or ""), ".")
     if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
-        parser.error(
-            f"cannot write {args.out}: it is a folder, or its folder is not there to write"
-        )
+        where = "it is a folder, or its folder is missing or read-only"
+        parser.error(f"cannot write {args.out}: {where}")
     return args
 
 

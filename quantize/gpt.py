@@ -73,9 +73,8 @@ def parse_args():
         parser.error("--batch_size and --rounds must be 1 or more, --num_samples 0 or more")
     folder = os.path.join(os.path.dirname(args.out or ""), ".")
     if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
-        parser.error(
-            f"cannot write {args.out}: it is a folder, or its folder is not there to write"
-        )
+        where = "it is a folder, or its folder is missing or read-only"
+        parser.error(f"cannot write {args.out}: {where}")
     return args
 
 

@@ -46,9 +46,8 @@ def parse_args():
         parser.error("--steps must be at least 20")
     folder = os.path.join(os.path.dirname(options.out or ""), ".")
     if options.out and (os.path.isdir(options.out) or not os.access(folder, os.W_OK)):
-        parser.error(
-            f"cannot write {options.out}: it is a folder, or its folder is not there to write"
-        )
+        where = "it is a folder, or its folder is missing or read-only"
+        parser.error(f"cannot write {options.out}: {where}")
     return options, words
 
 

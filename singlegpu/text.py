@@ -638,6 +638,7 @@ def restore(run, snapshot, args):
         for name in STATES:
             getattr(run, name).load_state_dict(snapshot[name])
         vars(run).update(snapshot["progress"])
+        snapshot.clear()  # else, beside a GPU, the file takes disk space after it is replaced
     except Exception as error:
         sys.exit(f"cannot resume from {args.snapshot}: {error}")
 
@@ -667,10 +668,11 @@ def write_snapshot(run, args):
         with open(temporary, "wb") as file:
             torch.save(snapshot, file)
             os.fsync(file.fileno())
-        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         if os.path.exists(args.snapshot):
-            if load(args.snapshot)["progress"]["writer"] not in (run.start, run.writer):
+            writer = load(args.snapshot)["progress"]["writer"]
+            if writer not in (run.start, run.writer) or not temporary.exists():
                 raise OSError("another run writes it")
+        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
         os.replace(temporary, args.snapshot)
     except Exception as error:
         temporary.unlink(missing_ok=True)

@@ -460,7 +460,11 @@ def test_files_that_are_no_text(refused, tmp_path):
     (ids + 1).astype(np.uint16).tofile(tmp_path / "ids.bin")
     for split in ("train", "val"):
         ids.tofile(tmp_path / f"{split}.bin")
+    (tmp_path / "empty").mkdir()
+    for split in ("train", "val"):
+        (tmp_path / f"empty/{split}.npy").touch()
     cases = {"text": "bytes of 0", "ids.bin": "bytes of 0", "": "more than 16 bits"}
+    cases["empty"] = "cannot read"
     for name, message in cases.items():
         refused(message, "singlegpu/gpt.py", "--dataset", tmp_path / name)
 

@@ -503,6 +503,23 @@ def test_a_wait_in_each_step_is_seen(run, words, changed, name):
     assert len(waits_of(out)) == 4 * processes and min(waits_of(out)) > 0
 
 
+RESUMED = [(script, 4) for script in ("multigpu/images.py", "hybrid/gpt_pipeline.py")]
+RESUMED += [("hybrid/gpt_fsdp.py", devices) for devices in (0, 4)]  # elsewhere, CPUs keep views
+
+
+@pytest.mark.parametrize(("script", "devices"), RESUMED)
+def test_a_resumed_run_lets_go_of_the_old_snapshot(run, words, changed, tmp_path, script, devices):
+    """The file is replaced at the next save. Mapped, it would take disk space until the end."""
+    end = "    print_summary(run.watch)\n"
+    told = "    print('mapped', '.pt (deleted)' in open('/proc/self/maps').read())\n"
+    flags = words("gpt" if "gpt" in script else "mlp")[1:]
+    more = (*flags, "--snapshot", tmp_path / "s.pt", "--max_steps")
+    env = {"EMU_DEVICES": "4"} if devices else {}
+    script = changed(script, {end: told + end})
+    run(script, *more, 4, processes=2, **env)
+    assert "mapped False" in run(script, *more, 8, processes=2, **env)
+
+
 WRONG_TIMES = {  # words of simulated(), {text: other}, times of the last process that this changes
     "side stream left out": (
         (*DDP, "", (1, 1, 3)),

@@ -113,6 +113,16 @@ def test_a_source_of_the_hub(photos, run, refused, tmp_path):
     refused("is the source itself", SCRIPT, photos, "--out", f"{photos}/")
 
 
+def test_a_test_split_without_labels_is_left_out(made, photos, run, tmp_path):
+    """As in a contest: then a tenth of train is for testing."""
+    shutil.copytree(photos, tmp_path / "contest/train")
+    (tmp_path / "contest/test").mkdir()
+    (tmp_path / "contest/test/1.png").write_bytes(b"of a secret class")
+    words = (tmp_path / "contest", "--size", 32, "--out", tmp_path / "out")
+    assert "test has no folders of images: left out" in run(SCRIPT, *words)
+    assert filecmp.cmpfiles(made, tmp_path / "out", FILES, shallow=False)[0] == FILES
+
+
 def write(folder, shape, counts, num_classes=4, dtype=np.uint8):
     """Write random images and labels of both splits."""
     folder.mkdir()

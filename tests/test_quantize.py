@@ -224,8 +224,11 @@ def test_snapshots_that_do_not_fit_are_refused(attempt, trained, tmp_path):
         status, _, err = attempt("quantize/gpt.py", "--snapshot", path)
         assert status == 1 and path.name in err and "Traceback" not in err, err
     for script in ("gpt", "text", "translation"):
-        words = ("--snapshot", path, "--row", "bf16", "--out", "none/model")
-        assert attempt(f"quantize/{script}.py", *words)[0] == 2
+        words = (f"quantize/{script}.py", "--snapshot", path)
+        *_, err = attempt(*words, "--row", "bf16", "--out", "none/model")
+        assert "error: cannot write none/model: " in err, err
+        *_, err = attempt(*words, "--rounds", 0)
+        assert "error: --batch_size and --rounds must be 1 or more" in err, err
 
 
 class Hostile:
