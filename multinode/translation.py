@@ -784,13 +784,14 @@ class Batches(Dataset):
 
 def start_loader(data, requests, run, args):
     """Returns an iterator over batches, one for each request."""
+    parent = os.getpid()
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # what the data set returns is a batch
         sampler=requests,
         num_workers=args.num_workers,
         multiprocessing_context="fork" if args.num_workers > 0 else None,  # shares the data
-        worker_init_fn=init_worker,
+        worker_init_fn=lambda _: init_worker(parent),
         pin_memory=run.device.type not in ("cpu", "mps"),
     )
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit this
@@ -799,9 +800,8 @@ def start_loader(data, requests, run, args):
     return batches
 
 
-def init_worker(worker):
+def init_worker(parent):
     """Lets a worker outlive a signal to the whole job. It ends with its parent."""
-    parent = os.getppid()
 
     def wait_for_parent():
         while os.getppid() == parent:  # while it is alive

@@ -121,6 +121,15 @@ def test_signals_while_workers_start(run, data, tmp_path):
     assert len(curve(tmp_path / "log")) == 2
 
 
+def test_a_worker_that_starts_after_its_parents_end_ends(attempt, tmp_path):
+    """Nobody else would end it, and it keeps the job's output open."""
+    (script := tmp_path / "late.py").write_text(
+        f"import sys, time\nsys.path.append('{ROOT / 'multigpu'}')\nimport images\n"
+        "images.init_worker(2**30)\ntime.sleep(1000)\nprint('lives')"
+    )
+    assert attempt(script) == (0, "", "")
+
+
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'
 QUEUED = """
 class Queued(torch.Tensor):
