@@ -920,10 +920,10 @@ def restore(run, snapshot, args):
 
 
 def save_snapshot(run, args):
-    """Saves in rank 0, while the other processes wait, however long it takes."""
+    """Saves in rank 0, while the other processes wait: ten times as long as --timeout says."""
     if not args.snapshot:
         return
-    expect_progress(0)
+    expect_progress(10 * args.timeout)
     parts = [parameter for parameter in run.stage.parameters() if parameter.requires_grad]
     num_bad = sum(int(not part.isfinite().all()) for part in parts)
     if all_reduce_sums({"bad": num_bad})["bad"] > 0:
@@ -933,7 +933,7 @@ def save_snapshot(run, args):
     if run.rank == 0:
         write_snapshot(run, args)
         run.store.set(key, "is saved")
-    wait_for(run, [key])
+    wait_for(run, [key], 10 * args.timeout)
     run.watch.mark("save")
     expect_progress(args.timeout)
 

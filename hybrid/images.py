@@ -850,17 +850,17 @@ def restore(run, snapshot, args):
 
 
 def save_snapshot(run, args):
-    """Saves in rank 0, while the other processes wait, however long it takes."""
+    """Saves in rank 0, while the other processes wait: ten times as long as --timeout says."""
     if not args.snapshot:
         return
-    expect_progress(0)
+    expect_progress(10 * args.timeout)
     if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
         sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     key = f"snapshot {run.step} {run.row_step}"  # a barrier would end after --timeout
     if run.rank == 0:
         write_snapshot(run, args)
         run.store.set(key, "is saved")
-    wait_for(run, [key])
+    wait_for(run, [key], 10 * args.timeout)
     run.watch.mark("save")
     expect_progress(args.timeout)
 

@@ -617,10 +617,10 @@ def restore(run, snapshot, args):
 
 
 def save_snapshot(run, args):
-    """Saves a snapshot, however long it takes."""
+    """Saves a snapshot. This may take ten times as long as --timeout says."""
     if not args.snapshot:
         return
-    expect_progress(0)
+    expect_progress(10 * args.timeout)
     if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
         sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
     write_snapshot(run, args)

@@ -352,19 +352,14 @@ BATCH = "    images, labels = batch\n"
 CONNECT = "    try:\n        train_data, val_data"
 
 
-def test_a_process_of_the_node_that_never_reads_its_data(refused, base):
-    """As in `data` below, by a file in place of a server: one line of error."""
-    before = (*SLOWLY, "read", 1, 1000)
-    err = refused(
-        "waited 10 s in vain",
-        "multigpu/images.py",
-        *base,
-        "--timeout",
-        1,
-        processes=2,
-        before=before,
-    )
-    assert err.count("\n") == 1, err
+@pytest.mark.parametrize(("what", "rank", "seconds"), [("read", 1, 1), ("save", 0, 3)])
+def test_a_process_that_never_reads_or_saves(attempt, base, tmp_path, what, rank, seconds):
+    """The others end after ten times --timeout; in a save, all have shown their stacks."""
+    before = (*SLOWLY, what, rank, 1000)
+    words = (*base, "--timeout", seconds, "--snapshot", tmp_path / "s.pt")
+    status, _, err = attempt("multigpu/images.py", *words, processes=2, before=before)
+    assert status == 1 and err.count(f"waited {10 * seconds} s in vain") == 1, err
+    assert err.count("Timeout (0:00:30)!") == (2 if what == "save" else 0), err
 
 
 @pytest.mark.parametrize("folder", ("singlegpu", "multigpu"))
