@@ -1,6 +1,6 @@
 # Each target sets up .venv first.
 # make demo: mnist.py in one process and in two, the speedup, and int8; on made-up images, 25 s.
-# make test: the suite, 8 minutes on 2 cores.
+# make test: the suite, 9 minutes on 2 cores.
 # make test-torch TORCH=2.12.1: the same with that torch, by default the oldest of requirements.txt.
 # make soak: what takes long, 90 minutes; TEST_NUM_WORKERS=2 gives all training scripts of either
 # workers.
@@ -8,7 +8,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 TORCH ?= $(shell sed -n 's/^torch>=\([0-9.]*\).*/\1/p' requirements.txt)
-RUN := $(CURDIR)/.venv/bin/python
+RUN := "$(CURDIR)/.venv/bin/python"
 OUT := runs
 DEMO := --synthetic --epochs 2 --batch_size 1200
 
@@ -18,11 +18,11 @@ demo: .venv/installed
 	@mkdir -p $(OUT) && cd $(OUT) && export OMP_NUM_THREADS=1 && \
 	gpus=$$($(RUN) -c 'import torch; print(torch.accelerator.device_count())') && \
 	{ [ "$$gpus" -ge 2 ] || export CUDA_VISIBLE_DEVICES=; } && \
-	{ $(RUN) $(CURDIR)/singlegpu/mnist.py $(DEMO) && echo && \
-	$(RUN) $(CURDIR)/multigpu/mnist.py --num_gpus 2 $(DEMO) && echo; } | tee demo.txt && \
+	{ $(RUN) "$(CURDIR)/singlegpu/mnist.py" $(DEMO) && echo && \
+	$(RUN) "$(CURDIR)/multigpu/mnist.py" --num_gpus 2 $(DEMO) && echo; } | tee demo.txt && \
 	awk -F '|' '/^\| (single|multi)gpu/ { total[++n] = $$(NF - 1) } \
 		END { printf "Two processes are %.2f times as fast as one.\n\n", total[1] / total[2] }' \
-		demo.txt && $(RUN) $(CURDIR)/quantize/mnist.py --synthetic
+		demo.txt && $(RUN) "$(CURDIR)/quantize/mnist.py" --synthetic
 
 test: .venv/installed lint
 	$(RUN) -m pytest

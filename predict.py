@@ -398,9 +398,9 @@ def with_whole_training(strong, run, num_steps):
 
 
 def sbatch_line(row, run):
-    """Returns what to ask Slurm for, with a fifth more time."""
+    """Returns what to ask Slurm for, with a fifth more time, and time to start and to stop."""
     each = math.ceil(row["processes"] / row["nodes"])
-    minutes = math.ceil(1.2 * 60 * row["hours"])
+    minutes = math.ceil(1.2 * 60 * row["hours"]) + 5  # up to 3 before its end, USR2 stops the job
     needs = f"--gpus-per-node={each}"
     if run["device"] == "CPU":  # 0 in place of the job file's 4, which a site without GPUs refuses
         needs = f"--gpus-per-node=0 --cpus-per-task={run['threads']}"
@@ -528,7 +528,7 @@ def report_on(run, alike, runs, number, args):
         if 1 < count <= step["batch"]:
             rows, sentence = what_helps(step, count)
             print(f"\n## what would help on {count} processes\n\n{table(HELP, rows)}\n\n{sentence}")
-    print(f"\n## what to ask for: {num_steps:,} steps, and a fifth more time\n")
+    print(f"\n## what to ask for: {num_steps:,} steps, a fifth more time, and 5 minutes\n")
     print(table(["processes", "nodes", "hours", "device-hours"], strong), end="\n\n")
     print(*(sbatch_line(row, run) for row in strong.to_dict("records")), "", sep="\n")
     if args.out:

@@ -455,7 +455,7 @@ def main():
     alone = runs.drop(index=[number for group in groups for number in group.index], errors="ignore")
     if len(alone):
         lines += ["## not compared: no other run differs in the number of processes alone", ""]
-        lines += tables(ALONE, alone)
+        lines += ["Times are those of an epoch.", "", *tables(ALONE, alone)]
     lines += [f"note: {note}" for note in notes]
     print("\n".join(lines))
     if args.out:

@@ -41,7 +41,11 @@ def read_data(args):
     unknown = set(val_data.unique("label")) - set(labels)
     if unknown:
         sys.exit(f"{args.texts}: {[*parts][1]} has labels that train has not: {sorted(unknown)}")
+    if len(labels) < 2:
+        sys.exit(f"{args.texts}: all labels of train are {labels[0]}")
     tokenizer = AutoTokenizer.from_pretrained(args.network)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # GPT-2's has none
+    args.pad_token_id = tokenizer.pad_token_id
     options = {"padding": "max_length", "max_length": args.seq_len, "truncation": True}
 
     def encode(rows):
@@ -57,7 +61,10 @@ def read_data(args):
 def create_model(args, data):
     num_labels = len(data.unique("labels"))
     options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}  # a new last layer
-    return AutoModelForSequenceClassification.from_pretrained(args.network, **options)
+    options["dtype"] = torch.float32  # by default it is that of the file, such as fp16
+    model = AutoModelForSequenceClassification.from_pretrained(args.network, **options)
+    model.config.pad_token_id = args.pad_token_id
+    return model
 
 
 def create_optimizer(model, args):

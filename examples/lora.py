@@ -30,7 +30,7 @@ def read_data(args):
     if len(unknown) > len(ids) / 3 and os.environ.get("RANK", "0") == "0":  # one process says it
         print("more than a third of all tokens is unknown to the tokenizer")
     num_samples = len(ids) // (args.seq_len + 1)
-    samples = ids[: num_samples * (args.seq_len + 1)].reshape(num_samples, -1)
+    samples = ids[: num_samples * (args.seq_len + 1)].reshape(num_samples, args.seq_len + 1)
     num_train = num_samples * 9 // 10
     return TensorDataset(samples[:num_train]), TensorDataset(samples[num_train:])
 
@@ -51,9 +51,11 @@ class LoRA(nn.Module):
 def create_model(args, data):
     network = AutoModelForCausalLM.from_pretrained(args.network, dtype=torch.float32)
     network.requires_grad_(False)
-    layers = [name for name, _ in network.named_modules() if name.endswith(tuple(args.lora_layers))]
+    ends = tuple(args.lora_layers)
+    linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
+    layers = [name for name in linear if name.endswith(ends)]
     if not layers:
-        sys.exit(f"{args.network} has no layer whose name ends in one of {args.lora_layers}")
+        sys.exit(f"{args.network} has no nn.Linear whose name ends in one of {args.lora_layers}")
     for name in layers:
         network.set_submodule(name, LoRA(network.get_submodule(name), args.lora_rank))
     return network

@@ -3,7 +3,7 @@
 PHOTOS/train and PHOTOS/val hold images/NAME.jpg (or .png) and masks/NAME.png, one number a pixel.
 """
 
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import TensorDataset
 
 NO_LABEL = 255
@@ -34,7 +34,8 @@ class Photos(Dataset):
 
     def __getitem__(self, index):
         size = (self.args.image_size, self.args.image_size)
-        image = np.array(Image.open(self.images[index]).convert("RGB").resize(size))
+        image = ImageOps.exif_transpose(Image.open(self.images[index]))  # upright, as its mask
+        image = np.array(image.convert("RGB").resize(size))
         mask = np.array(Image.open(self.masks[index]).resize(size, Image.NEAREST), np.int64)
         if mask.ndim > 2 or mask[mask != NO_LABEL].max(initial=0) >= self.args.num_classes:
             raise ValueError(f"{self.masks[index]} is no grey image of 0 to --num_classes - 1")

@@ -58,12 +58,14 @@ def main(args):
     if world_size % 2:
         time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
         sys.exit("each replica needs two processes" if rank == 0 else 1)
-    if args.epochs < 1 or args.batch_size not in range(num_replicas, 60_001, num_replicas):
-        time.sleep(min(rank, 1))
-        sys.exit("needs --epochs >= 1, --batch_size a multiple of replicas" if rank == 0 else 1)
     groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
+    size = len(train_data)
+    if args.epochs < 1 or args.batch_size not in range(num_replicas, size + 1, num_replicas):
+        time.sleep(min(rank, 1))
+        words = f"a multiple of {num_replicas} replicas, up to {size}"
+        sys.exit(f"needs --epochs >= 1, and --batch_size {words}" if rank == 0 else 1)
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
     share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch

@@ -121,9 +121,10 @@ if __name__ == "__main__":
     parser.add_argument("--batch_size", type=int, default=240, help="images per step, in total")
     args = parser.parse_args()
     args.num_gpus = args.num_gpus or torch.accelerator.device_count() or 2
-    if args.epochs < 1 or args.batch_size not in range(args.num_gpus, 60_001, args.num_gpus):
-        parser.error(f"needs --epochs >= 1, --batch_size a multiple of {args.num_gpus} processes")
-    read_data(args, train=True)  # downloads what is missing, once for all processes
+    size = len(read_data(args, train=True))  # downloads what is missing, once for all processes
+    if args.epochs < 1 or args.batch_size not in range(args.num_gpus, size + 1, args.num_gpus):
+        words = f"a multiple of {args.num_gpus} processes, up to {size}"
+        parser.error(f"needs --epochs >= 1, and --batch_size {words}")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # stay on this machine
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     with tempfile.TemporaryDirectory() as folder:  # the processes meet by a file in it

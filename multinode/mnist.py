@@ -50,11 +50,13 @@ def main(args):
     if local_rank == 0:
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
-    if args.epochs < 1 or args.batch_size not in range(world_size, 60_001, world_size):
-        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
-        sys.exit("needs --epochs >= 1, --batch_size a multiple of processes" if rank == 0 else 1)
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
+    size = len(train_data)
+    if args.epochs < 1 or args.batch_size not in range(world_size, size + 1, world_size):
+        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
+        words = f"a multiple of {world_size} processes, up to {size}"
+        sys.exit(f"needs --epochs >= 1, and --batch_size {words}" if rank == 0 else 1)
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, drop_last=True)
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch

@@ -60,6 +60,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--snapshot", metavar="FILE", required=True, help="what a gpt.py saved")
+    add("--dataset", default=argparse.SUPPRESS, help="where that of the training is now")
     add("--row", choices=ROWS, help="measure only this row, beside fp32")
     add("--out", metavar="FILE", help="save the model of --row")
     add("--eager", action="store_true", help="leave out the compiled rows: compiling takes minutes")
@@ -198,8 +199,11 @@ def load_trained(args):
 
 @torch.no_grad()
 def generate(model, prompts, num_new):
-    """Returns the likeliest tokens (B, num_new) after prompts (B, P)."""
+    """Returns the likeliest tokens (B, num_new) after prompts (B, P). All must fit in --seq_len."""
     length = prompts.shape[1]
+    seq_len = len(model.positions.weight)
+    if length + num_new > seq_len + 1:  # the last one is not read
+        raise ValueError(f"{length} and {num_new} tokens do not fit in --seq_len {seq_len}")
     cache = model.new_cache(len(prompts), length + num_new)
     tokens = [model(prompts, cache, 0, 1).argmax(2)]  # (B, 1)
     for start in range(length, length + num_new - 1):

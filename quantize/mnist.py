@@ -8,7 +8,7 @@ Converting takes time, too: in small models, int8 can be slower for one image at
 
 import argparse
 import io
-import os
+import sys
 import time
 import warnings
 
@@ -46,7 +46,10 @@ def main(args):
     images, labels = read_data(args, train=False).tensors
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
-    model.load_state_dict(torch.load(args.model, map_location="cpu", weights_only=True))
+    try:
+        model.load_state_dict(torch.load(args.model, map_location="cpu", weights_only=True))
+    except Exception as error:  # a damaged or foreign file can fail anywhere
+        sys.exit(f"cannot load {args.model}, which the other mnist.py write: {error}")
     warnings.filterwarnings("ignore", ".*deprecated")  # gpt.py shows the newer torchao
     networks = (model, quantize_dynamic(model, {nn.Linear}, torch.qint8))
     one = images_per_second(networks, images[:1])
@@ -64,7 +67,4 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="mnist.pt", help="file that a training has saved")
     parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
-    args = parser.parse_args()
-    if not os.path.exists(args.model):
-        parser.error(f"there is no {args.model}: the other mnist.py write it")
-    main(args)
+    main(parser.parse_args())

@@ -2,7 +2,7 @@
 
     python singlegpu/make_images.py photos       # photos/CLASS/*.jpg, or photos/train/CLASS/*.jpg
     python singlegpu/images.py --dataset photos --model resnet18                     # trains on it
-    python singlegpu/make_images.py ylecun/mnist --size 28 --grey      # of the Hugging Face hub
+    python singlegpu/make_images.py zalando-datasets/fashion_mnist --size 28 --grey    # of the hub
     sbatch slurm/singlegpu_make_images.slurm photos --size 224
 
 A source has a folder of images for each class, or such folders in train and in test (or val, valid,

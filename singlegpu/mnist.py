@@ -31,7 +31,7 @@ def main(args):
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     if args.epochs < 1 or not 1 <= args.batch_size <= len(train_data):
-        raise SystemExit("needs --epochs >= 1, and --batch_size from 1 to 60,000")
+        raise SystemExit(f"needs --epochs >= 1, and --batch_size from 1 to {len(train_data)}")
     val_images, val_labels = [x.to(device) for x in val_data.tensors]
     sampler = RandomSampler(train_data, generator=torch.Generator())  # multigpu's order
     loader = DataLoader(

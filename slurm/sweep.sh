@@ -59,9 +59,13 @@ for count in $gpus; do
         batch=$size
         [ "$scaling" = strong ] || batch=$((size * nodes * each))
         run=$out/${folder}_${count}_$batch
-        jobs+=("$(submit ${options[@]+"${options[@]}"} --nodes="$nodes" --gpus-per-node="$each" \
+        job=$(submit ${options[@]+"${options[@]}"} --nodes="$nodes" --gpus-per-node="$each" \
             ${tasks[@]+"${tasks[@]}"} --output="$run-%j.out" \
-            "slurm/${folder}_$script.slurm" "$@" ${processes[@]+"${processes[@]}"} --batch_size "$batch" --log "$run.jsonl" --snapshot "$run.pt")")
+            "slurm/${folder}_$script.slurm" "$@" ${processes[@]+"${processes[@]}"} --batch_size "$batch" --log "$run.jsonl" --snapshot "$run.pt") || {
+            [ ${#jobs[@]} = 0 ] || scancel "${jobs[@]}"
+            fail "sbatch refused the run of $count, and the jobs before it are cancelled"
+        }
+        jobs+=("$job")
     done
 done
 report=$(submit ${options[@]+"${options[@]}"} --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" \

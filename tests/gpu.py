@@ -67,9 +67,10 @@ PUBLISHED = (
     "Published for GPT-2 (124 M), tokens/s of a GPU: nanoGPT 273,000 (8 x H200), llm.c 468,000",
     "(8 x H100); MFU of nanochat: 41 to 46% (H100). Small CNNs from memory: 111,000 images/s.",
 )
-# bf16 TFLOP/s without sparsity, by the data sheets; the first name that the device's contains
-PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "A100": 312}
-PEAKS |= {"GB200": 2500, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "4090": 165}
+# bf16 TFLOP/s without sparsity, by the data sheets; the first words that the device's name contains
+PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989}
+PEAKS |= {"A100": 312, "GB200": 2500, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125}
+PEAKS |= {"RTX 4090": 165}
 LAUNCH = {
     "singlegpu": "",
     "quantize": "",
@@ -110,6 +111,16 @@ def start(script, words, log=None, count=1, environment=()):
     return subprocess.Popen([sys.executable, *command], env=environment, **pipes)
 
 
+def end_of(process):
+    """Returns what it has printed, and written to stderr. One that takes too long is ended."""
+    try:
+        return process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # multigpu's script and torchrun pass it on
+        process.communicate(timeout=60)
+        raise
+
+
 def run(script, words, count=1, log=True, **environment):
     """Returns the rows of the log, what was printed, and what was written to stderr."""
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +128,7 @@ def run(script, words, count=1, log=True, **environment):
         process = start(script, words, log, count, environment)
         if not process:
             return [dict.fromkeys(NUMBERS, 1.0) | {"rank": 0}], "", ""
-        out, err = process.communicate(timeout=600)
+        out, err = end_of(process)
         if process.returncode:
             raise AssertionError(f"{script} {words}: status {process.returncode}\n{err[-2000:]}")
         return list(map(json.loads, log.read_text().splitlines())) if log else [], out, err
@@ -235,7 +246,7 @@ def check_resume():
         while not snapshot.exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=600)
+        end_of(process)
         assert process.returncode in (0, os.EX_TEMPFAIL), process.returncode
         step = torch.load(snapshot, weights_only=True)["progress"]["step"]
         resumed = run(SCRIPT, more)[0]
@@ -449,7 +460,7 @@ def check_gpt(batch):
     # of a token: 6 a parameter, and the attention (Chowdhery et al. 2022, "PaLM", appendix B)
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     tflops = flops * speed / 1e12  # a second
-    peak = next((peak for card, peak in PEAKS.items() if card in options.name), None)
+    peak = peak_of(options.name)
     mfu = f"{tflops / peak:.1%} of {peak}" if peak else "-"
     if batch == 8:
         tell("", "| batch | tokens/s | TFLOP/s | MFU | of a matmul | plain loop | ours to it |")
@@ -460,6 +471,12 @@ def check_gpt(batch):
     )
     if batch == 64:
         tell("", *PUBLISHED, "")
+
+
+def peak_of(name):
+    """The TFLOP/s of a device of this name by its data sheet. None: not known."""
+    found = [peak for card, peak in PEAKS.items() if re.search(rf"\b{card}\b", name)]
+    return found[0] if found and "Laptop" not in name else None
 
 
 def matmul_tflops():
@@ -649,6 +666,8 @@ def main():
     names = options.only.split(",")
     if unknown := [name for name in names if not checks_of(parts, name)]:
         parser.error(f"--only: {', '.join(unknown)} is no part; they are {', '.join(parts)}")
+    if not os.access(os.path.join(os.path.dirname(options.out), "."), os.W_OK):
+        parser.error(f"cannot write {options.out}: its folder is missing or read-only")
     options.device = options.device or ("cuda" if options.dry_run else device)
     if options.device == "cuda" and device == "cpu" and not options.dry_run:
         sys.exit("torch sees no GPU here; --device cpu runs what needs none")

@@ -68,6 +68,7 @@ FLAGS = f"""
 --snapshot --row --out | quantize/TASK | test_quantize.test_int8_is_smaller_and_as_good
 --eager | quantize/TASK | test_quantize.test_compiled_rows
 --batch_size --num_samples --rounds --data_dir | quantize/TASK | test_flags.test_quantize
+--dataset | quantize/gpt | test_quantize.test_a_text_that_has_moved
 --out | report | test_report.test_speedup_and_efficiency_by_hand
 --step | report | test_report.test_the_last_step_is_drawn_and_written
 --out | predict | test_predict.test_what_helps

@@ -140,17 +140,20 @@ def test_synthetic_needs_no_data(run, tmp_path):
     assert 0.9 < last < 0.999 and losses(out)[0] > 0.5
 
 
-SIZES = "needs --epochs >= 1, and --batch_size from 1 to 60,000"
+SIZES = "needs --epochs >= 1, and --batch_size"  # of 1,200 images
 REFUSED = [
-    ("singlegpu", 1, ("--batch_size", 70_000), SIZES),
+    ("singlegpu", 1, ("--batch_size", 1201), f"{SIZES} from 1 to 1200"),
     ("singlegpu", 1, ("--epochs", 0), SIZES),
-    ("multigpu", 2, ("--batch_size", 47), "--batch_size a multiple of 2 processes"),
-    ("multigpu", -1, (), "--batch_size a multiple of -1 processes"),
-    ("multinode", 2, ("--epochs", 0), "needs --epochs >= 1"),
-    ("multinode", 3, ("--batch_size", 47), "--batch_size a multiple of processes"),
+    ("multigpu", 2, ("--batch_size", 47), f"{SIZES} a multiple of 2 processes, up to 1200"),
+    ("multigpu", 2, ("--batch_size", 1202), f"{SIZES} a multiple of 2 processes, up to 1200"),
+    ("multigpu", -1, (), f"{SIZES} a multiple of -1 processes"),
+    ("multinode", 2, ("--epochs", 0), SIZES),
+    ("multinode", 3, ("--batch_size", 47), f"{SIZES} a multiple of 3 processes"),
+    ("multinode", 3, ("--batch_size", 1203), f"{SIZES} a multiple of 3 processes, up to 1200"),
     ("hybrid", 3, (), "each replica needs two processes"),
-    ("hybrid", 4, ("--batch_size", 47), "--batch_size a multiple of replicas"),
-    ("quantize", 1, ("--model", "none.pt"), "there is no none.pt: the other mnist.py write it"),
+    ("hybrid", 4, ("--batch_size", 47), f"{SIZES} a multiple of 2 replicas"),
+    ("hybrid", 4, ("--batch_size", 1202), f"{SIZES} a multiple of 2 replicas, up to 1200"),
+    ("quantize", 1, ("--model", "none.pt"), "cannot load none.pt, which the other mnist.py write"),
 ]
 
 
@@ -171,9 +174,12 @@ def test_started_by_nobody(attempt, folder):
 
 def test_make_demo(data, tmp_path):
     """One process, two, the speedup, and int8; the environment is there already (-o)."""
-    small = f"DEMO=--data_dir {data} --epochs 1"
-    words = ["make", "-o", ".venv/installed", "demo", f"RUN={sys.executable}", f"OUT={tmp_path}"]
-    done = subprocess.run([*words, small], cwd=ROOT, capture_output=True, text=True)
+    (folder := tmp_path / "my folder").mkdir()
+    for name in ("Makefile", "requirements.txt", "singlegpu", "multigpu", "quantize"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    words = ["make", "-o", ".venv/installed", "demo", f"DEMO=--data_dir {data} --epochs 1"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     totals = re.findall(r"^total +([\d.]+)", done.stdout, re.M)
     told = float(re.search(r"Two processes are ([\d.]+) times as fast as one", done.stdout)[1])

@@ -245,7 +245,7 @@ def test_the_job_file_exists(script):
     row = {"processes": 6, "nodes": 2, "hours": 1.0}
     line = predict.sbatch_line(row, {"script": script, "device": "CPU", "threads": 4})
     words = "sbatch --nodes=2 --gpus-per-node=0 --cpus-per-task=4 --ntasks-per-node=3"
-    assert line.split()[:-1] == [*words.split(), "--time=1:12:00"]
+    assert line.split()[:-1] == [*words.split(), "--time=1:17:00"]  # a fifth, and 5 min
     assert (ROOT / line.split()[-1]).exists()
 
 

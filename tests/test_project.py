@@ -12,6 +12,7 @@ import torch
 from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, curve, free_port, rows
 from fork_server import run_all
 from PIL import Image
+from test_models import module
 from torchvision.models import ResNet18_Weights, resnet18
 
 TINY = {  # how a command begins: flags that make it small. The first that fits counts.
@@ -179,6 +180,15 @@ def test_gpu_dry_run(run, tmp_path):
     out = run("tests/gpu.py", "--dry_run", "--out", tmp_path / "gpu.md")
     assert out.count("\npython ") > 80, out
     assert not (tmp_path / "gpu.md").exists()
+
+
+def test_peaks_are_of_this_card():
+    """A name that contains that of another card has no peak of its own."""
+    peaks = module("tests/gpu.py").peak_of
+    assert peaks("NVIDIA H100 80GB HBM3") == 989 and peaks("NVIDIA H100 PCIe") == 756
+    assert peaks("NVIDIA L40S") == 362 and peaks("NVIDIA A100-SXM4-80GB") == 312
+    for name in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA RTX 4090 Laptop GPU"):
+        assert peaks(name) is None, name
 
 
 def block_with(word):

@@ -214,6 +214,21 @@ def test_cached_keys_change_nothing(trained):
             logits = plain(tokens).unflatten(0, tokens.shape)  # (B, T, V)
             tokens = torch.cat((tokens, logits[:, -1:].argmax(2)), 1)
     assert torch.equal(found, tokens[:, 12:])
+    quantize.generate(model, prompts, args.seq_len - 11)  # as many as there are positions for
+    with pytest.raises(ValueError, match="do not fit in --seq_len"):
+        quantize.generate(model, prompts, args.seq_len - 10)
+
+
+def test_a_text_that_has_moved(run, refused, tmp_path):
+    """--dataset says where it is."""
+    text, moved, snapshot = (tmp_path / name for name in ("a.txt", "b.txt", "s.pt"))
+    text.write_text("abcdefghij" * 100)
+    words = ("--seq_len", 8, "--d_model", 16, "--num_layers", 1, "--max_steps", 1)
+    run("singlegpu/gpt.py", "--dataset", text, *words, "--snapshot", snapshot)
+    text.rename(moved)
+    words = ("quantize/gpt.py", "--snapshot", snapshot, "--eager", "--row", "fp32", "--rounds", 1)
+    refused(f"cannot read {text}", *words)
+    assert len(table(run(*words, "--dataset", moved))) == 1
 
 
 def test_snapshots_that_do_not_fit_are_refused(attempt, trained, tmp_path):

@@ -199,7 +199,8 @@ def test_settings_of_an_own_section(tmp_path):
         own = {"data": folder, "seed": str(number)}  # `data` is also the name of a phase
         changes = {"settings": own, "val_iou": 0.5, "val_acc": math.nan}
         runs.append(rows_of(number, processes, [4], **changes))
-    _, group, alone = tables(write(tmp_path / "a.jsonl", *runs))
+    text, group, alone = tables(write(tmp_path / "a.jsonl", *runs))
+    assert text.count("Times are those of an epoch.") == 2
     assert [row["val_iou"] for row in group] == ["0.500", "0.500"]
     assert len(alone) == 1 and "speedup" not in alone[0]
 

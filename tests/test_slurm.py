@@ -117,6 +117,24 @@ def test_mnist_jobs(site, data):
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
+def test_a_study_that_slurm_refuses_leaves_nothing(site):
+    """Its second run asks for more GPUs than a node has."""
+    words = [
+        "bash",
+        "slurm/sweep.sh",
+        "--gpus",
+        "1 64",
+        "--sbatch",
+        "--begin=now+1hour",
+        "images",
+        *SMALL,
+    ]
+    where = {"cwd": site.folder, "env": site.environment}
+    done = subprocess.run(words, capture_output=True, text=True, **where)
+    assert done.returncode == 2 and "sbatch refused the run of 64" in done.stderr, done.stderr
+    assert "singlegpu_images" not in site.command("squeue", "--format=%j")
+
+
 def test_quantize_job(site, run):
     """The soak submits the others of quantize."""
     words = ("--synthetic", "--epochs", 1, "--batch_size", 6000)
