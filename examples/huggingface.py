@@ -15,7 +15,9 @@ def parse_args():
 
 def has_label(label):
     """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
-    return label.strip() != "" if isinstance(label, str) else label is not None and label >= 0
+    if isinstance(label, str):
+        return label.strip() != ""
+    return label not in (None, -1) and label == label
 
 
 def read_data(args):
@@ -31,7 +33,8 @@ def read_data(args):
             part = splits[name].filter(has_label, input_columns="label")
             if len(part) < len(splits[name]) and os.environ.get("RANK", "0") == "0":
                 missing = len(splits[name]) - len(part)
-                print(f"{missing} of {len(splits[name])} rows of {name} have no label: left out")
+                count = f"{missing} of {len(splits[name])} rows of {name}"
+                print(f"{count} have no label (or -1): left out")
             if len(part) > 0:
                 parts[name] = part
     if "train" not in parts or len(parts) == 1:

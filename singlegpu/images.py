@@ -93,13 +93,17 @@ class Photos(datasets.ImageFolder):
 
 
 def is_photo(path):
-    name = os.path.basename(path).lower()
-    return name.endswith(datasets.folder.IMG_EXTENSIONS) and not name.startswith(".")
+    is_hidden = any(name.startswith(".") for name in path.split(os.sep)[-2:])
+    endings = (*datasets.folder.IMG_EXTENSIONS, ".gif", ".jfif")
+    return path.lower().endswith(endings) and not is_hidden
 
 
 def read_photo(path):
     try:
-        photo = ImageOps.exif_transpose(Image.open(path))  # upright
+        photo = Image.open(path)
+        photo.getexif()
+        photo.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
+        photo = ImageOps.exif_transpose(photo)  # upright
         if photo.mode.startswith(("I", "F")):  # convert() would clip these
             raise ValueError("it has more than 8 bits a channel. make_images.py scales 16 bits")
         return photo.convert("RGB")
@@ -156,12 +160,12 @@ def read_images(args, split):
         raise ValueError(f"{split} images are all 0 or 1, not 0 to 255")
     if images.shape[3] in (1, 3, 4) and images.shape[1] not in (1, 3, 4):
         raise ValueError(f"{split} images are (N, H, W, C). Use images.transpose(0, 3, 1, 2)")
-    if labels.dim() != 1 or labels.is_floating_point() or labels.min() < 0:
+    if labels.dim() != 1 or labels.is_floating_point() or labels.long().min() < 0:
         shape = f"{labels.dtype} {tuple(labels.shape)}"
         raise ValueError(f"{split} labels are {shape}, not whole numbers (N,) from 0")
     if len(labels) != len(images):
         raise ValueError(f"{split} has {len(images)} images and {len(labels)} labels")
-    return Images(images, labels)
+    return Images(images, labels.long())
 
 
 def synthetic_images(num_images):

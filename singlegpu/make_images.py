@@ -79,7 +79,9 @@ def read_folders(source):
 
 def has_label(label):
     """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
-    return label.strip() != "" if isinstance(label, str) else label is not None and label >= 0
+    if isinstance(label, str):
+        return label.strip() != ""
+    return label not in (None, -1) and label == label
 
 
 def read_source(source):
@@ -112,7 +114,8 @@ def read_source(source):
         column = splits[name]["label"][:]
         found = {row: name_of(label) for row, label in enumerate(column) if has_label(label)}
         if len(found) < len(column):
-            print(f"{len(column) - len(found):,} of {len(column):,} rows of {name} have no label")
+            count = f"{len(column) - len(found):,} of {len(column):,} rows of {name}"
+            print(f"{count} have no label (or -1)")
         if found:
             labels[name] = found
     for name in names[:2]:
@@ -147,6 +150,8 @@ def decode(images, row, args):
             file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"])
         ) as image:
             image.draft("RGB", (2 * args.size, 2 * args.size))  # decodes a large JPEG at 1/2 to 1/8
+            image.getexif()
+            image.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
             image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # convert() clips at 255
             image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))

@@ -56,7 +56,7 @@ def parse_args():
     add("--dataset", default="synthetic", help="or ag_news, imdb, a folder, a name on the hub")
     add("--data_dir", default="data", help="folder in which --dataset is looked for first")
     add("--seq_len", type=int, default=256, help="tokens of a text that the model reads")
-    add("--dropout", type=float, default=0.0, help="dropout probability in blocks and classifier")
+    add("--dropout", type=float, default=0.0, help="dropout probability of the model")
     return parse_run_args(parser, epochs=5, batch_size=64)
 
 
@@ -101,7 +101,9 @@ def encode(batch, tokenizer, labels):
 
 def has_label(label):
     """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
-    return label.strip() != "" if isinstance(label, str) else label is not None and label >= 0
+    if isinstance(label, str):
+        return label.strip() != ""
+    return label not in (None, -1) and label == label
 
 
 def say(message):
@@ -130,7 +132,8 @@ def load_texts(args):
     for name, texts in [*labelled.items()]:
         num_missing = len(splits[name]) - len(texts)
         if num_missing > 0:
-            say(f"{num_missing} of {len(splits[name])} rows of {name} have no label: left out")
+            count = f"{num_missing} of {len(splits[name])} rows of {name}"
+            say(f"{count} have no label (or -1): left out")
         if len(texts) == 0:
             del labelled[name]
     if "train" not in labelled or len(labelled) == 1:

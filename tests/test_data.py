@@ -4,7 +4,9 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
+import struct
 import subprocess
 
 import datasets
@@ -185,11 +187,19 @@ def test_photographs(run, attempt, tmp_path):
     for split in ("train", "val"):
         write_folders(photos / split, suffix="jpg")
         (photos / split / "class1/._0.jpg").write_bytes(b"of macOS")
+        (hidden := photos / split / "class1/.ipynb_checkpoints").mkdir()
+        shutil.copy(photos / split / "class1/0.jpg", hidden)
     turned = photos / "train/class0/0.jpg"
-    exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    side = (0x0112, 3, 1, bytes([6, 0, 0, 0]))  # it lies on its side
+    words = (0x0214, 2, 4, b"abc\0")  # where numbers belong: Pillow reads it, and cannot write it
+    tags = b"".join(struct.pack("<HHI4s", *tag) for tag in (side, words))
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 2) + tags + bytes(4)
     Image.new("RGB", (8, 16)).save(turned, exif=exif)
-    assert module("singlegpu/images.py").read_photo(turned).size == (16, 8)
+    images = module("singlegpu/images.py")
+    assert images.read_photo(turned).size == (16, 8)
+    shutil.copy(photos / "train/class0/1.jpg", photos / "train/class0/1b.JFIF")
+    assert len(images.Photos(photos / "train")) == 2 * 20 + 1
+    assert "41 images, 0 broken" in make(run, photos, tmp_path / "made")
     words = ("--dataset", photos, "--image_size", 8, "--model", "mlp", "--batch_size", 40)
     run("singlegpu/images.py", *words, "--max_steps", 1, "--num_workers", 0)
     path = photos / "train/class1/3.jpg"
@@ -401,6 +411,17 @@ def write_texts(folder, train, test):
     return folder
 
 
+def test_references_are_written_as_translations_are():
+    """A perfect translation has a BLEU of 100, in capitals of Greek, too."""
+    script = module("singlegpu/translation.py")
+    texts = ["ΕΝΑΣ ΑΝΤΡΑΣ ΜΕ ΚΑΠΕΛΟ ΚΑΙ ΕΝΑΣ ΣΚΥΛΟΣ"] * 20
+    tokenizer = script.train_tokenizer(texts, 20)
+    tokens = [encoding.ids[1:] for encoding in tokenizer.encode_batch(texts)]
+    decoded = tokenizer.decode_batch(tokens, skip_special_tokens=False)
+    translations = [text.partition("[END]")[0] for text in decoded]
+    assert script.bleu_score(texts, translations, tokenizer) == pytest.approx(100)
+
+
 @pytest.mark.parametrize("letters", ["狗猫鱼鸟树花", "いぬねこさか", "กขคงจฉ"])
 def test_texts_without_blanks_between_words(run, tmp_path, letters):
     generator = np.random.default_rng(0)
@@ -417,9 +438,11 @@ def test_texts_that_no_vocabulary_covers(run, tmp_path):
     """It is said once, however many processes there are. Digits are text; labels have gaps."""
     lines = [f"{number},{2 * (number % 2) + 1}" for number in range(1000, 1100)]
     lines += [f"1000,{missing}" for missing in ("-1", "", "NA")]
+    lines += ["1000,-2"]  # -1 alone is the hub's mark
     folder = write_texts(tmp_path / "texts", lines, lines[:20])
     out = run("multigpu/text.py", *TEXT[1:], "--dataset", folder, "--max_steps", 1, processes=2)
-    assert out.count("3 of 103 rows of train have no label: left out") == 1, out
+    assert out.count("3 of 104 rows of train have no label (or -1): left out") == 1, out
+    assert "labels [-2.0, 1.0, 3.0]" in out
     assert len(re.findall(r"\d\d% of all tokens of train are \[UNK\]", out)) == 1, out
 
 
@@ -458,12 +481,15 @@ def test_files_that_are_no_text(refused, tmp_path):
     (tmp_path / "text").write_text("to be or not to be " * 99, encoding="utf-16")
     ids = np.arange(2000, dtype=np.uint32) % 256
     (ids + 1).astype(np.uint16).tofile(tmp_path / "ids.bin")
-    for split in ("train", "val"):
-        ids.tofile(tmp_path / f"{split}.bin")
+    for name, top in (("", 0), ("large", 2)):  # a half of an id is 0, or small
+        (tmp_path / name).mkdir(exist_ok=True)
+        for split in ("train", "val"):
+            (ids * 256 + ids % 3 * 65536 * (top > 0)).tofile(tmp_path / name / f"{split}.bin")
     (tmp_path / "empty").mkdir()
     for split in ("train", "val"):
         (tmp_path / f"empty/{split}.npy").touch()
     cases = {"text": "bytes of 0", "ids.bin": "bytes of 0", "": "more than 16 bits"}
+    cases["large"] = "more than 16 bits"
     cases["empty"] = "cannot read"
     for name, message in cases.items():
         refused(message, "singlegpu/gpt.py", "--dataset", tmp_path / name)

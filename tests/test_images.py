@@ -124,12 +124,12 @@ def test_a_test_split_without_labels_is_left_out(made, photos, run, tmp_path):
 
 
 def write(folder, shape, counts, num_classes=4, dtype=np.uint8):
-    """Write random images and labels of both splits."""
+    """Write random images and labels of both splits; labels may be of any whole type."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     for split, count in zip(("train", "test"), counts):
         np.save(folder / f"{split}_images.npy", generator.integers(0, 255, (count, *shape), dtype))
-        np.save(folder / f"{split}_labels.npy", np.arange(count) % num_classes)
+        np.save(folder / f"{split}_labels.npy", (np.arange(count) % num_classes).astype(np.uint16))
     return folder
 
 
