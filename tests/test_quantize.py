@@ -87,7 +87,7 @@ def test_int8_is_smaller_and_as_good(run, attempt, trained, tmp_path, model):
     saved = tmp_path / "int8.pt"
     words = ("--snapshot", snapshot, "--rounds", 1, "--eager", "--row", "int8-torch.ao")
     if model == "lstm":  # loading it would run code
-        status, out, err = attempt(script, *words, "--out", saved)
+        status, out, err = attempt(script, *words, "--num_samples", 8, "--out", saved)
         assert status == 1 and not saved.exists(), err
         assert re.search(r"int8-torch.ao \| eager \| left out: Weights only load failed", out), out
     words = words if model == "lstm" else (*words, "--out", saved)

@@ -135,11 +135,11 @@ def test_a_study_that_slurm_refuses_leaves_nothing(site):
     assert "singlegpu_images" not in site.command("squeue", "--format=%j")
 
 
-def test_quantize_job(site, run):
+def test_quantize_job(site, run, data):
     """The soak submits the others of quantize."""
-    words = ("--synthetic", "--epochs", 1, "--batch_size", 6000)
-    run("singlegpu/mnist.py", *words, cwd=site.folder)  # writes mnist.pt
-    job = site.submit("quantize_mnist", "--synthetic", options=["--cpus-per-task=1"])
+    words = ("--data_dir", data)
+    run("singlegpu/mnist.py", *words, "--epochs", 1, cwd=site.folder)  # writes mnist.pt
+    job = site.submit("quantize_mnist", *words, options=["--cpus-per-task=1"])
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert len(re.findall(r"^\| quantize \| (?:fp32|int8) \|", site.output(job), re.M)) == 2
 
