@@ -58,7 +58,6 @@ def main(args):
     if world_size % 2:
         time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
         sys.exit("each replica needs two processes" if rank == 0 else 1)
-    groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     size = len(train_data)
@@ -66,6 +65,7 @@ def main(args):
         time.sleep(min(rank, 1))
         words = f"a multiple of {num_replicas} replicas, up to {size}"
         sys.exit(f"needs --epochs >= 1, and --batch_size {words}" if rank == 0 else 1)
+    groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
     share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch

@@ -61,7 +61,7 @@ def wait_until(site, job, moment, steps):  # noqa: F811
         return steps.exists() and len(steps.read_text().splitlines()) >= count
 
     wait_for(has_come, pause=0.2)
-    time.sleep(3)
+    time.sleep(0.5 if moment == "start-up" else 3)  # importing torch takes longer than that
 
 
 @pytest.mark.parametrize("name, moment", PAIRS)
