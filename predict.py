@@ -400,7 +400,7 @@ def with_whole_training(strong, run, num_steps):
 def sbatch_line(row, run):
     """Returns what to ask Slurm for, with a fifth more time, and time to start and to stop."""
     each = math.ceil(row["processes"] / row["nodes"])
-    minutes = math.ceil(1.2 * 60 * row["hours"]) + 5  # up to 3 before its end, USR2 stops the job
+    minutes = math.ceil(1.2 * 60 * row["hours"]) + 5  # SIGUSR2 stops it up to 3 early
     needs = f"--gpus-per-node={each}"
     if run["device"] == "CPU":  # 0 in place of the job file's 4, which a site without GPUs refuses
         needs = f"--gpus-per-node=0 --cpus-per-task={run['threads']}"

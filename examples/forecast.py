@@ -25,11 +25,9 @@ def read_series(args):
     try:
         with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
             table = pd.read_csv(args.series, index_col=False).drop(columns=args.skip)
-            table = table.loc[
-                :, ~table.columns.str.startswith("Unnamed: ")
-            ]  # row numbers of to_csv()
     except (OSError, ValueError, KeyError, pd.errors.ParserWarning) as error:
         sys.exit(f"cannot read {args.series}: {error}")
+    table = table.loc[:, ~table.columns.str.startswith("Unnamed: ")]  # row numbers of to_csv()
     table = table.apply(pd.to_numeric, errors="coerce").astype(float)  # a word becomes NaN
     unusable = table.columns[~np.isfinite(table).all()]
     if len(unusable) > 0:

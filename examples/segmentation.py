@@ -34,7 +34,10 @@ class Photos(Dataset):
 
     def __getitem__(self, index):
         size = (self.args.image_size, self.args.image_size)
-        image = ImageOps.exif_transpose(Image.open(self.images[index]))  # upright, as its mask
+        image = Image.open(self.images[index])
+        image.getexif()  # keeps what it reads
+        image.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
+        image = ImageOps.exif_transpose(image)  # upright, as its mask
         image = np.array(image.convert("RGB").resize(size))
         mask = np.array(Image.open(self.masks[index]).resize(size, Image.NEAREST), np.int64)
         if mask.ndim > 2 or mask[mask != NO_LABEL].max(initial=0) >= self.args.num_classes:

@@ -84,13 +84,13 @@ class Images(TensorDataset):
     """Images (N, C, H, W) uint8 and their labels (N,), 0 to K - 1."""
 
     def __init__(self, images, labels):
-        super().__init__(images, labels)
-        self.classes = range(int(labels.max()) + 1)
+        super().__init__(images, labels.long())
+        self.classes = range(int(self.tensors[1].max()) + 1)
 
     def __getitems__(self, indices):
         """Returns a whole batch: images (B, C, H, W) uint8 and labels (B,)."""
         images, labels = (tensor.numpy()[indices] for tensor in self.tensors)  # NumPy is faster
-        return torch.from_numpy(images), torch.from_numpy(labels).long()
+        return torch.from_numpy(images), torch.from_numpy(labels)
 
 
 class Photos(datasets.ImageFolder):
@@ -115,7 +115,7 @@ def is_photo(path):
 def read_photo(path):
     try:
         photo = Image.open(path)
-        photo.getexif()
+        photo.getexif()  # keeps what it reads
         photo.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
         photo = ImageOps.exif_transpose(photo)  # upright
         if photo.mode.startswith(("I", "F")):  # convert() would clip these
@@ -179,7 +179,7 @@ def read_images(args, split):
         raise ValueError(f"{split} labels are {shape}, not whole numbers (N,) from 0")
     if len(labels) != len(images):
         raise ValueError(f"{split} has {len(images)} images and {len(labels)} labels")
-    return Images(images, labels.long())
+    return Images(images, labels)
 
 
 def synthetic_images(num_images):

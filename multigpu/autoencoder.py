@@ -79,13 +79,13 @@ class Images(TensorDataset):
     """Images (N, C, H, W) uint8 and their labels (N,), 0 to K - 1."""
 
     def __init__(self, images, labels):
-        super().__init__(images, labels)
-        self.classes = range(int(labels.max()) + 1)
+        super().__init__(images, labels.long())
+        self.classes = range(int(self.tensors[1].max()) + 1)
 
     def __getitems__(self, indices):
         """Returns a whole batch: images (B, C, H, W) uint8 and labels (B,)."""
         images, labels = (tensor.numpy()[indices] for tensor in self.tensors)  # NumPy is faster
-        return torch.from_numpy(images), torch.from_numpy(labels).long()
+        return torch.from_numpy(images), torch.from_numpy(labels)
 
 
 def read_data(args):

@@ -112,7 +112,7 @@ def has_label(label):
     """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
     if isinstance(label, str):
         return label.strip() != ""
-    return label not in (None, -1) and label == label
+    return label not in (None, -1) and label == label  # NaN differs from itself
 
 
 def say(message):

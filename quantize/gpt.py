@@ -108,7 +108,9 @@ def read_data(args):
                 path = os.path.join(args.dataset, name)
                 if os.path.exists(f"{path}.bin"):
                     tokens = np.memmap(f"{path}.bin", np.uint16, "r")
-                    if len(tokens) > 1000 and tokens[1:1000:2].max() < tokens[:1000:2].max() / 16:
+                    # Every second one is half of an id of 32 bits: 0, or much smaller.
+                    limit = tokens[:2000:2].max() / 16 if len(tokens) > 1000 else 1
+                    if len(tokens) > 1 and tokens[1:2000:2].max() < limit:
                         raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
                 else:
                     tokens = np.load(f"{path}.npy", mmap_mode="r")

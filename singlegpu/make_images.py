@@ -81,7 +81,7 @@ def has_label(label):
     """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
     if isinstance(label, str):
         return label.strip() != ""
-    return label not in (None, -1) and label == label
+    return label not in (None, -1) and label == label  # NaN differs from itself
 
 
 def read_source(source):
@@ -150,7 +150,7 @@ def decode(images, row, args):
             file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"])
         ) as image:
             image.draft("RGB", (2 * args.size, 2 * args.size))  # decodes a large JPEG at 1/2 to 1/8
-            image.getexif()
+            image.getexif()  # keeps what it reads
             image.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
             image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # convert() clips at 255

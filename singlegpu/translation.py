@@ -329,7 +329,7 @@ def bleu_score(texts, translations, tokenizer):
     """Returns the BLEU of the translations of texts, without regard to case."""
     references = []  # with blanks between words, as in the translations
     for text in texts:
-        text = tokenizer.normalizer.normalize_str(text)  # unlike lower() at a Greek word's end
+        text = tokenizer.normalizer.normalize_str(text)  # in small letters, as the model's
         words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
         references.append(" ".join(word for word, _ in words))
     bleu = sacrebleu.corpus_bleu(  # force: no warning that the texts look tokenized

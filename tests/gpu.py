@@ -112,7 +112,7 @@ def start(script, words, log=None, count=1, environment=()):
 
 
 def end_of(process):
-    """Returns what it has printed, and written to stderr. One that takes too long is ended."""
+    """Returns what it has printed, and written to stderr. If that takes too long, it stops it."""
     try:
         return process.communicate(timeout=600)
     except subprocess.TimeoutExpired:

@@ -481,15 +481,16 @@ def test_files_that_are_no_text(refused, tmp_path):
     (tmp_path / "text").write_text("to be or not to be " * 99, encoding="utf-16")
     ids = np.arange(2000, dtype=np.uint32) % 256
     (ids + 1).astype(np.uint16).tofile(tmp_path / "ids.bin")
-    for name, top in (("", 0), ("large", 2)):  # a half of an id is 0, or small
+    wide = {"": ids, "few": ids[:200], "large": ids * 256 + ids % 3 * 65536}
+    for name, array in wide.items():
         (tmp_path / name).mkdir(exist_ok=True)
         for split in ("train", "val"):
-            (ids * 256 + ids % 3 * 65536 * (top > 0)).tofile(tmp_path / name / f"{split}.bin")
+            array.tofile(tmp_path / name / f"{split}.bin")
     (tmp_path / "empty").mkdir()
     for split in ("train", "val"):
         (tmp_path / f"empty/{split}.npy").touch()
-    cases = {"text": "bytes of 0", "ids.bin": "bytes of 0", "": "more than 16 bits"}
-    cases["large"] = "more than 16 bits"
+    cases = {"text": "bytes of 0", "ids.bin": "bytes of 0"}
+    cases |= dict.fromkeys(wide, "more than 16 bits")
     cases["empty"] = "cannot read"
     for name, message in cases.items():
         refused(message, "singlegpu/gpt.py", "--dataset", tmp_path / name)

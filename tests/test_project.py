@@ -184,11 +184,11 @@ def test_gpu_dry_run(run, tmp_path):
 
 def test_peaks_are_of_this_card():
     """A name that contains that of another card has no peak of its own."""
-    peaks = module("tests/gpu.py").peak_of
-    assert peaks("NVIDIA H100 80GB HBM3") == 989 and peaks("NVIDIA H100 PCIe") == 756
-    assert peaks("NVIDIA L40S") == 362 and peaks("NVIDIA A100-SXM4-80GB") == 312
+    peak_of = module("tests/gpu.py").peak_of
+    assert peak_of("NVIDIA H100 80GB HBM3") == 989 and peak_of("NVIDIA H100 PCIe") == 756
+    assert peak_of("NVIDIA L40S") == 362 and peak_of("NVIDIA A100-SXM4-80GB") == 312
     for name in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA RTX 4090 Laptop GPU"):
-        assert peaks(name) is None, name
+        assert peak_of(name) is None, name
 
 
 def block_with(word):

@@ -119,16 +119,8 @@ def test_mnist_jobs(site, data):
 
 def test_a_study_that_slurm_refuses_leaves_nothing(site):
     """Its second run asks for more GPUs than a node has."""
-    words = [
-        "bash",
-        "slurm/sweep.sh",
-        "--gpus",
-        "1 64",
-        "--sbatch",
-        "--begin=now+1hour",
-        "images",
-        *SMALL,
-    ]
+    options = ["--gpus", "1 64", "--sbatch", "--begin=now+1hour"]
+    words = ["bash", "slurm/sweep.sh", *options, "images", *SMALL]
     where = {"cwd": site.folder, "env": site.environment}
     done = subprocess.run(words, capture_output=True, text=True, **where)
     assert done.returncode == 2 and "sbatch refused the run of 64" in done.stderr, done.stderr
