@@ -48,7 +48,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = {  # a small case of each script
-    "images.py": "--model cnn --batch_size 128",
+    # At the default rate, Adam's first steps turn a rounding into 3% of the cnn's loss.
+    "images.py": "--model cnn --batch_size 128 --learning_rate 3e-4",
     "autoencoder.py": "--batch_size 64",
     "gpt.py": "--d_model 128 --num_layers 2 --seq_len 64 --batch_size 32",
     "text.py": "--model transformer --seq_len 64",
@@ -332,8 +333,8 @@ def check_one_process():
     one = run(SCRIPT, words)[0]
     for folder in ("multigpu", "multinode"):
         rows = run(f"{folder}/images.py", words)[0]
+        tell(f"- {folder}, one process: {losses(rows)[-1]:.4f}; singlegpu {losses(one)[-1]:.4f}")
         assert near(losses(rows), losses(one), 2e-2), folder
-    tell("- multigpu and multinode with one process: the losses of singlegpu")
 
 
 def check_all_processes():
@@ -420,12 +421,11 @@ def check_overlap():
 
 def check_hybrid():
     """Shards, a pipeline and stages on all GPUs: the losses of one process, and peak memory."""
-    stages = 2 if options.count % 2 == 0 else 1
-    cases = {
-        "gpt_fsdp.py": ("gpt.py", "", options.count),
-        "gpt_pipeline.py": ("gpt.py", f"--num_stages {stages}", options.count),
-        "images.py": ("images.py", f"--num_stages {stages}", max(1, options.count // stages)),
-    }
+    count = options.count - options.count % 2 or 1  # of three GPUs, two
+    cases = {"gpt_fsdp.py": ("gpt.py", "", count)}
+    cases["images.py"] = ("images.py", f"--num_stages {min(2, count)}", max(1, count // 2))
+    if count > 1:
+        cases["gpt_pipeline.py"] = ("gpt.py", "--num_stages 2", count)
     for script, (base, more, count) in cases.items():
         words = f"{options.sizes[base]} {in_rows(2, 24)}"
         if base == "gpt.py":
