@@ -572,7 +572,7 @@ def connect(run, args, init_method):
         if num_devices == args.num_stages and not dist.is_torchelastic_launched():
             first = 0
         elif used > num_devices:
-            sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
+            sys.exit(f"{num_devices} GPU(s) are too few for the processes of this node")
         if run.rank == 0 and used < num_devices:
             print(f"stages use {used} of {num_devices} GPUs of a node")
         run.devices = [torch.device(first + stage) for stage in range(args.num_stages)]

@@ -203,7 +203,7 @@ def parse_run_args(parser, **defaults):
 def launch(args):
     """Starts the processes, asks them to stop when it gets a signal, and exits as they do."""
     if not 1 <= args.num_gpus <= (torch.accelerator.device_count() or args.num_gpus):
-        sys.exit(f"this machine has {torch.accelerator.device_count()} GPUs, not {args.num_gpus}")
+        sys.exit(f"this machine has {torch.accelerator.device_count()} GPU(s), not {args.num_gpus}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", os.environ["OMP_NUM_THREADS"])
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
@@ -386,7 +386,7 @@ def connect(run, args, init_method):
         # Slurm can show each process a GPU of its own. torchrun shows the same to all.
         has_own = num_devices == 1 and not dist.is_torchelastic_launched()
         if num_processes > num_devices and not has_own:
-            sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
+            sys.exit(f"{num_devices} GPU(s) are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)
         backend = dist.get_default_backend_for_device(run.device)

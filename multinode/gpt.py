@@ -431,7 +431,7 @@ def connect(run, args, init_method):
         # Slurm can show each process a GPU of its own. torchrun shows the same to all.
         has_own = num_devices == 1 and not dist.is_torchelastic_launched()
         if num_processes > num_devices and not has_own:
-            sys.exit(f"{num_devices} GPUs are too few for the processes of this node")
+            sys.exit(f"{num_devices} GPU(s) are too few for the processes of this node")
         run.device = torch.device(run.local_rank % num_devices)
         torch.accelerator.set_device_index(run.device.index)
         backend = dist.get_default_backend_for_device(run.device)

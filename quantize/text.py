@@ -440,7 +440,7 @@ def main(args):
             # In turn, so that a slow moment of the machine meets both.
             rounds = [[each() for each in runs] for _ in range(args.rounds)]
             for fp32_speed, speed in np.median(rounds, 0)[[0, -1]].T:
-                cells.append(f"{speed:.4g} {speed / fp32_speed:.2f}x")
+                cells.append("-" if np.isnan(speed) else f"{speed:.4g} {speed / fp32_speed:.2f}x")
             print("|", " | ".join(cells), "|", flush=True)
 
 

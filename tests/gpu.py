@@ -215,13 +215,13 @@ def check_mnist():
 def check_losses(script):
     """On a GPU the losses of the CPU, to the rounding of each precision; and compiled.
 
-    A bf16 number is rounded by up to 2^-9, a TF32 number by 2^-12. In the first 24 steps such
+    A bf16 number is rounded by up to 2^-9, one of TF32 or fp16 by 2^-12. In the first 24 steps such
     errors do not yet grow by more than 25 times: 5% and 1%. Later they may.
     """
     words = f"{options.sizes[script]} {in_rows(1, 24)}"
     script = f"singlegpu/{script}"
     cases = {"CPU": ("", {"CUDA_VISIBLE_DEVICES": ""}, 0)}
-    for precision, tolerance in {"fp32": 2e-3, "tf32": 1e-2, "bf16": 5e-2}.items():
+    for precision, tolerance in {"fp32": 2e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}.items():
         cases[precision] = f"--precision {precision}", {}, tolerance
     cases["compiled"] = "--compile", {}, 1e-2
     told, expected, wrong = [], None, []
@@ -237,7 +237,7 @@ def check_losses(script):
 
 def check_resume():
     """Stopped by SIGTERM and started again, a run ends with the loss of an undisturbed one."""
-    words = f"{options.sizes['images.py']} {in_rows(6, 24)}"
+    words = f"--model mlp --batch_size 24 {in_rows(6, 24)}"  # of a cnn each run differs by 1%
     with tempfile.TemporaryDirectory() as folder:
         snapshot = Path(folder, "run.pt")
         more = f"{words} --snapshot {snapshot}"
@@ -256,7 +256,7 @@ def check_resume():
         f"- stopped at step {step} and resumed: validation loss "
         f"{losses(resumed)[-1]:.6f}, undisturbed {losses(whole)[-1]:.6f}"
     )
-    assert near(losses(resumed)[-1:], losses(whole)[-1:], 1e-2)
+    assert near(losses(resumed)[-1:], losses(whole)[-1:], 1e-4)
 
 
 def check_phases():

@@ -200,11 +200,11 @@ def test_snapshots_move(run, words, tmp_path, task):
 
 
 TOO_FEW = (  # script, processes, devices, flags, what is said
-    ("multigpu/images.py", 5, 4, "", "this machine has 4 GPUs, not 5\n"),
-    ("multinode/images.py", 3, 2, "", "2 GPUs are too few for the processes of this node\n"),
-    ("multinode/images.py", 2, 1, "", "1 GPUs are too few for the processes of this node\n"),
-    ("hybrid/images.py", 2, 3, "--num_stages 2", "3 GPUs are too few for the processes of this"),
-    ("hybrid/images.py", 2, 2, "--num_stages 2", "2 GPUs are too few for the processes of this"),
+    ("multigpu/images.py", 5, 4, "", "this machine has 4 GPU(s), not 5\n"),
+    ("multinode/images.py", 3, 2, "", "2 GPU(s) are too few for the processes of this node\n"),
+    ("multinode/images.py", 2, 1, "", "1 GPU(s) are too few for the processes of this node\n"),
+    ("hybrid/images.py", 2, 3, "--num_stages 2", "3 GPU(s) are too few for the processes of this"),
+    ("hybrid/images.py", 2, 2, "--num_stages 2", "2 GPU(s) are too few for the processes of this"),
 )
 
 
