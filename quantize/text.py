@@ -307,7 +307,7 @@ def quantize(model, row):
     """Returns a copy of the model for a row of the table. An error says why there is none."""
     device = next(model.parameters()).device
     on_cpu = device.type == "cpu"
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).to(device)  # .to() makes the copy of an LSTM contiguous
     if row == "fp32":
         return model
     if row == "bf16":
@@ -346,6 +346,8 @@ def quantize(model, row):
     def fits(layer, name):
         return type(layer) is nn.Linear and not any(n % multiple for n in layer.weight.shape)
 
+    if not any(fits(layer, "") for layer in model.modules()):
+        raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
     ao.quantize_(model, config, fits)

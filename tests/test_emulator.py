@@ -216,6 +216,12 @@ def test_too_few_devices(attempt, words, script, processes, devices, flags, told
     assert status != 0 and err.count(told) == 1 and "Traceback" not in err, err
 
 
+def test_mnist_names_the_number_of_devices(attempt):
+    words = ("multigpu/mnist.py", "--synthetic", "--num_gpus", 3)
+    status, _, err = attempt(*words, processes=0, EMU_DEVICES="2")
+    assert status == 2 and "mnist.py: error: this machine has 2 GPU(s)" in err, err
+
+
 CONNECTING = "multinode/images hybrid/images hybrid/gpt_pipeline hybrid/gpt_fsdp".split()
 AFTER_CONNECT = "    run.num_steps = args.max_steps or"
 TELLS = """    all_reduce_sums({"/all": 1})
