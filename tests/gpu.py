@@ -19,7 +19,7 @@ A part takes at most 8 minutes on a fast GPU (on an H200: mnist, ddp and hybrid 
     cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
     precision  vgg11, resnet18 at 224 pixels: fp32, TF32, bf16, channels_last (170)
     loading    images of 224 pixels by 0, 2 and 4 workers (30)
-    quantize   what gpt.py has trained: all rows eager, and one compiled (15)
+    quantize   what gpt.py has trained: all rows eager, and one compiled (75)
 
 It needs torch 2.11 or newer. A line says what is left out: what the GPUs send each other where
 there is one; text.py and translation.py without the package datasets; int8 without torchao.
