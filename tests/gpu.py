@@ -222,7 +222,10 @@ def check_losses(script):
     words = f"{options.sizes[script]} {in_rows(1, 24)}"
     script = f"singlegpu/{script}"
     cases = {"CPU": ("", {"CUDA_VISIBLE_DEVICES": ""}, 0)}
-    for precision, tolerance in {"fp32": 2e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}.items():
+    tolerances = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 5e-2}
+    if options.device == "cuda":  # some CPUs have no LSTM in fp16
+        tolerances["fp16"] = 1e-2
+    for precision, tolerance in tolerances.items():
         cases[precision] = f"--precision {precision}", {}, tolerance
     cases["compiled"] = "--compile", {}, 1e-2
     told, expected, wrong = [], None, []
