@@ -93,7 +93,7 @@ def test_jobs_of_a_sweep_train_and_are_reported(site, data):
 
 
 def test_mnist_jobs(site, data):
-    """Two launches of one task on two nodes: one loss curve."""
+    """Two launches of one task on two nodes: one loss curve. A third job quantizes the model."""
     job_file = site.folder / "slurm/multinode_mnist.slurm"
     edited, count = re.subn(  # its environment comes from the job file alone, as --export=NONE says
         "^# EDIT: activate.*",
@@ -115,6 +115,9 @@ def test_mnist_jobs(site, data):
         assert f"| {folder} | 2 |" in site.output(job), site.output(job)
         losses.append(float(re.search(r"train_loss ([\d.]+)", site.output(job))[1]))
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    job = site.submit("quantize_mnist", "--data_dir", data, options=["--cpus-per-task=1"])
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    assert len(re.findall(r"^\| quantize \| (?:fp32|int8) \|", site.output(job), re.M)) == 2
 
 
 def test_a_study_that_slurm_refuses_leaves_nothing(site):
@@ -125,15 +128,6 @@ def test_a_study_that_slurm_refuses_leaves_nothing(site):
     done = subprocess.run(words, capture_output=True, text=True, **where)
     assert done.returncode == 2 and "sbatch refused the run of 64" in done.stderr, done.stderr
     assert "singlegpu_images" not in site.command("squeue", "--format=%j")
-
-
-def test_quantize_job(site, run, data):
-    """The soak submits the others of quantize."""
-    words = ("--data_dir", data)
-    run("singlegpu/mnist.py", *words, "--epochs", 1, cwd=site.folder)  # writes mnist.pt
-    job = site.submit("quantize_mnist", *words, options=["--cpus-per-task=1"])
-    assert site.wait(job) == "COMPLETED", site.output(job)
-    assert len(re.findall(r"^\| quantize \| (?:fp32|int8) \|", site.output(job), re.M)) == 2
 
 
 def signal_of_the_limit(site, job):
