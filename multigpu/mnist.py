@@ -123,7 +123,7 @@ if __name__ == "__main__":
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2
     if ON_GPU and args.num_gpus > num_gpus:
-        parser.error(f"this machine has {num_gpus} GPU(s); CUDA_VISIBLE_DEVICES= hides all of them")
+        parser.error(f"this machine has {num_gpus} GPU(s), not {args.num_gpus}")
     size = len(read_data(args, train=True))  # downloads what is missing, once for all processes
     if args.epochs < 1 or args.batch_size not in range(args.num_gpus, size + 1, args.num_gpus):
         words = f"a multiple of {args.num_gpus} processes, up to {size}"

@@ -178,7 +178,10 @@ def main(args):
         sys.exit("--pairs needs two nodes or more" if rank == 0 else 1)
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    device = torch.device(local_rank % torch.accelerator.device_count() if ON_GPU else "cpu")
+    num_gpus = torch.accelerator.device_count()
+    if local_rank == num_gpus > 0 and dist.is_torchelastic_launched():  # the first without a GPU
+        sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     if args.pairs:

@@ -40,7 +40,10 @@ def main(args):
         sys.exit("start it with torchrun or by its job file: see the top of this script")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
-    device = torch.device(local_rank % torch.accelerator.device_count() if ON_GPU else "cpu")
+    num_gpus = torch.accelerator.device_count()
+    if local_rank == num_gpus > 0 and dist.is_torchelastic_launched():  # the first without a GPU
+        sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     if rank == 0:

@@ -216,10 +216,23 @@ def test_too_few_devices(attempt, words, script, processes, devices, flags, told
     assert status != 0 and err.count(told) == 1 and "Traceback" not in err, err
 
 
-def test_mnist_names_the_number_of_devices(attempt):
-    words = ("multigpu/mnist.py", "--synthetic", "--num_gpus", 3)
-    status, _, err = attempt(*words, processes=0, EMU_DEVICES="2")
-    assert status == 2 and "mnist.py: error: this machine has 2 GPU(s)" in err, err
+SHORT_TOO_FEW = (  # script, processes, flags, what is said of one device and of two
+    ("multigpu/mnist.py", 0, "--synthetic --num_gpus {}", "this machine has {} GPU(s), not {}\n"),
+    ("multinode/mnist.py", None, "--synthetic", "{} GPU(s) are too few for the processes of this"),
+    ("hybrid/mnist.py", None, "--synthetic", "{} GPU(s) are too few for the processes of this"),
+    ("multinode/allreduce.py", None, "", "{} GPU(s) are too few for the processes of this"),
+)
+
+
+@pytest.mark.parametrize("devices", (1, 2))
+@pytest.mark.parametrize(("script", "processes", "flags", "told"), SHORT_TOO_FEW)
+def test_too_few_devices_for_the_short_scripts(attempt, script, processes, flags, told, devices):
+    """The first process without a device says so in a line, and no other says anything."""
+    processes = 2 * devices if processes is None else processes
+    flags = flags.format(2 * devices).split()
+    status, out, err = attempt(script, *flags, processes=processes, EMU_DEVICES=str(devices))
+    assert status != 0 and not out and "Traceback" not in err, err
+    assert err.count(told.format(devices, 2 * devices)) == 1, err
 
 
 CONNECTING = "multinode/images hybrid/images hybrid/gpt_pipeline hybrid/gpt_fsdp".split()
