@@ -35,7 +35,7 @@ class Photos(Dataset):
     def __getitem__(self, index):
         size = (self.args.image_size, self.args.image_size)
         image = Image.open(self.images[index])
-        image.getexif()  # keeps what it reads
+        image.getexif()  # reads the tags, and keeps them
         image.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
         image = ImageOps.exif_transpose(image)  # upright, as its mask
         image = np.array(image.convert("RGB").resize(size))

@@ -115,7 +115,7 @@ def is_photo(path):
 def read_photo(path):
     try:
         photo = Image.open(path)
-        photo.getexif()  # keeps what it reads
+        photo.getexif()  # reads the tags, and keeps them
         photo.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
         photo = ImageOps.exif_transpose(photo)  # upright
         if photo.mode.startswith(("I", "F")):  # convert() would clip these

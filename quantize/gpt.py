@@ -245,7 +245,7 @@ def quantize(model, row):
     """Returns a copy of the model for a row of the table. An error says why there is none."""
     device = next(model.parameters()).device
     on_cpu = device.type == "cpu"
-    model = copy.deepcopy(model).to(device)  # .to() makes the copy of an LSTM contiguous
+    model = copy.deepcopy(model).to(device)  # .to() joins an LSTM's weights again, for cuDNN
     if row == "fp32":
         return model
     if row == "bf16":
@@ -281,10 +281,10 @@ def quantize(model, row):
             packing = "tile_packed_to_4d" if device.type == "cuda" else "plain_int32"
             config = ao.Int4WeightOnlyConfig(group_size=32, int4_packing_format=packing)
 
-    def fits(layer, name):
+    def fits(layer, name=""):
         return type(layer) is nn.Linear and not any(n % multiple for n in layer.weight.shape)
 
-    if not any(fits(layer, "") for layer in model.modules()):
+    if not any(map(fits, model.modules())):
         raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
@@ -373,7 +373,8 @@ def main(args):
             if row == "fp32":
                 fp32_run, fp32_score, fp32_answers = run, score, answers
             megabytes = file.tell() / 1e6
-            cells = [row, mode, f"{megabytes:.1f}", f"{megabytes + peak:.1f}"]
+            cells = [row, mode, f"{megabytes:.1f}"]
+            cells.append("-" if np.isnan(peak) else f"{megabytes + peak:.1f}")
             cells.append(f"{score:.5g} {score - fp32_score:+.2g}")
             cells.append(f"{100 * np.mean(answers == fp32_answers):.1f}")
             runs = dict.fromkeys([fp32_run, run])  # the row fp32 has one: its ratio is 1.00x

@@ -150,7 +150,7 @@ def decode(images, row, args):
             file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"])
         ) as image:
             image.draft("RGB", (2 * args.size, 2 * args.size))  # decodes a large JPEG at 1/2 to 1/8
-            image.getexif()  # keeps what it reads
+            image.getexif()  # reads the tags, and keeps them
             image.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
             image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # convert() clips at 255

@@ -5,8 +5,8 @@
     python tests/gpu.py --dry_run                # prints what it would run on two GPUs
     python tests/gpu.py --device cpu             # rehearses all parts on CPUs, at tiny sizes
 
-A part takes at most 8 minutes on a fast GPU (on an H200: mnist, ddp and hybrid 1 minute each, time
-2, gpt 4; the others are estimates). In brackets: seconds on two CPU cores.
+A part takes at most 8 minutes on a fast GPU, by estimate. On one H200, mnist, ddp and hybrid took
+1 minute each, time 2, gpt 4. In brackets: seconds on two CPU cores.
 
     mnist      the five mnist.py, on made-up images (45)
     losses     the losses of each script are those of the CPU, in each precision (170)
@@ -205,9 +205,11 @@ def tell_rates(what, sides, rounds=3):
 def check_mnist():
     """The five mnist.py, on made-up images: the row of each."""
     words = "--synthetic" if options.device == "cuda" else "--synthetic --epochs 1"
-    folders = ["singlegpu", "multigpu", "multinode", "hybrid"]
-    for folder in folders[: 4 if options.count % 2 == 0 else 3]:  # hybrid takes pairs of GPUs
-        out = run(f"{folder}/mnist.py", f"{words} --batch_size 1200", options.count, log=False)[1]
+    counts = dict.fromkeys(("singlegpu", "multigpu", "multinode"), options.count)
+    if options.count > 1:
+        counts["hybrid"] = options.even_count
+    for folder, count in counts.items():
+        out = run(f"{folder}/mnist.py", f"{words} --batch_size 1200", count, log=False)[1]
         tell(*[line for line in out.splitlines() if line.startswith("|")])
     out = run("quantize/mnist.py", "--synthetic", log=False)[1]  # what they have saved to mnist.pt
     tell(*[line for line in out.splitlines() if line.startswith("|")])
@@ -425,7 +427,7 @@ def check_overlap():
 
 def check_hybrid():
     """Shards, a pipeline and stages on all GPUs: the losses of one process, and peak memory."""
-    count = options.count - options.count % 2 or 1  # of three GPUs, two
+    count = options.even_count
     cases = {"gpt_fsdp.py": ("gpt.py", "", count)}
     cases["images.py"] = ("images.py", f"--num_stages {min(2, count)}", max(1, count // 2))
     if count > 1:
@@ -680,13 +682,14 @@ def main():
     options.sizes = SHORT if options.device == "cuda" else TINY
     has_gpu = options.device == device == "cuda"
     options.count = torch.cuda.device_count() if has_gpu else 2
+    options.even_count = options.count - options.count % 2 or 1  # of three GPUs, two
     options.name = torch.cuda.get_device_name() if has_gpu else "CPU"
     tell("", f"{options.count if has_gpu else 1} x {options.name}, torch {torch.__version__}", "")
     if not importlib.util.find_spec("datasets"):
         tell("- left out: text.py and translation.py, which need the package datasets")
         parts = parts_of(["images.py", "autoencoder.py", "gpt.py"])
     if options.count == 1:
-        tell("- left out: what GPUs send each other, as there is one")
+        tell("- left out: what GPUs send each other, and pipelines, as there is one GPU")
         parts["ddp"] = [(check_one_process,)]
     if options.device == "cpu":
         torch.set_num_threads(1)  # as many as the scripts have
