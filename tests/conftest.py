@@ -133,7 +133,8 @@ def commands_of(script, arguments, processes=1):
     return [[*torchrun, *words]] * agents or [words]
 
 
-PORTS = itertools.count(10_000 + os.getpid() % 5_000 * 4)  # below those that the system gives
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # each has ports of its own, all
+PORTS = itertools.count(10_000 + WORKER % 4 * 5_000 + os.getpid() % 4_000)  # below the system's
 
 
 def free_port():
