@@ -22,6 +22,7 @@ import resource
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import zlib
 from collections import Counter
@@ -605,7 +606,7 @@ def log_row(row, totals, val_totals, model, device, args):
             file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
     shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
     words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
-    tqdm.write("  ".join([f"step {row['step']}", *words]))
+    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
     return [each | {"last_step": None} for each in rows]
 
 

@@ -21,6 +21,7 @@ import re
 import resource
 import signal
 import sys
+import textwrap
 import time
 import zlib
 from collections import Counter
@@ -630,7 +631,7 @@ def log_row(row, totals, val_totals, model, device, args):
             file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
     shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
     words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
-    tqdm.write("  ".join([f"step {row['step']}", *words]))
+    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
     return [each | {"last_step": None} for each in rows]
 
 
