@@ -8,6 +8,7 @@
 
 Read mnist.py first: `diff multigpu/mnist.py multigpu/images.py` shows what a real job needs.
 For your own data and model, replace the first of the three sections.
+Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
-# == Yours: flags, data, model, loss. Replace it. Shapes: N images, B of a batch, K classes. =======
+# == Yours: flags, data, model, loss. Replace it. ==================================================
 
 
 def parse_args():

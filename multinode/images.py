@@ -8,6 +8,7 @@ r"""Train an image classifier on the GPUs of many machines or, if they have none
 torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
 Read mnist.py first: `diff multigpu/images.py multinode/images.py` shows what nodes add.
 For your own data and model, replace the first of the three sections.
+Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
-# == Yours: flags, data, model, loss. Replace it. Shapes: N images, B of a batch, K classes. =======
+# == Yours: flags, data, model, loss. Replace it. ==================================================
 
 
 def parse_args():

@@ -1,4 +1,4 @@
-"""Train a GPT, a decoder-only transformer, on one GPU, or on the CPU of a machine that has none.
+"""Train a GPT with one GPU or, if there is none, with the CPU.
 
     python singlegpu/gpt.py                                 # on Python's own source: no download
     python singlegpu/gpt.py --dataset input.txt --seq_len 64 --sample 500
@@ -8,42 +8,44 @@
 A text file is read as bytes. A folder holds token ids: train and val, as .bin (16 bits, as nanoGPT
 writes them) or .npy.
 
-For your own data and model, replace the first of the three sections. The other two contain no task
-code: they are the same in all scripts of this folder.
-`diff singlegpu/gpt.py multigpu/gpt.py` shows what distribution adds.
+Read mnist.py first: `diff singlegpu/mnist.py singlegpu/gpt.py` shows what a real job needs.
+For your own data and model, replace the first of the three sections.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
-import faulthandler
+import contextlib
 import itertools
 import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import sys
 import sysconfig
 import textwrap
-import threading
 import time
+import zlib
 from collections import Counter
 from glob import glob
+from multiprocessing import active_children
+from multiprocessing.util import Finalize
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
-# ============================ Yours: flags, data, model, loss. Replace. ===========================
+ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
+HAS_EVENTS = ON_GPU and torch.accelerator.current_accelerator().type != "mps"  # Apple's can hang
 
-MAX_VAL = 2**18  # tokens to validate on, at most: to validate often must not take long
+# == Yours: flags, data, model, loss. Replace it. ==================================================
 
 
 def parse_args():
@@ -58,15 +60,13 @@ def parse_args():
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
     args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
-    if args.n_heads < 1 or args.d_model % args.n_heads:
-        parser.error("--d_model must be a multiple of --n_heads")
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
     args.model = f"gpt-{args.num_layers}x{args.d_model}"
     return args
 
 
 class Tokens(Dataset):
-    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+    """Token ids (N,), cut into sequences of --seq_len."""
 
     def __init__(self, tokens, args):
         self.tokens = tokens
@@ -79,42 +79,35 @@ class Tokens(Dataset):
         """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
         starts = np.array(indices)[:, None] * self.args.seq_len
         ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))  # refuses floats
         if ids.max() >= self.args.vocab_size:
             raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
-        ids = torch.from_numpy(ids.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
 
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    try:
-        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            splits = []
-            for name in ("train", "val"):
-                path = os.path.join(args.dataset, name)
-                if os.path.exists(f"{path}.bin"):
-                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
-                    # Every second one is half of an id of 32 bits: 0, or much smaller.
-                    limit = tokens[:2000:2].max() / 16 if len(tokens) > 1000 else 1
-                    if len(tokens) > 1 and tokens[1:2000:2].max() < limit:
-                        raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
-                else:
-                    tokens = np.load(f"{path}.npy", mmap_mode="r")
-                if tokens.ndim != 1 or tokens.dtype.kind != "u":
-                    shape = f"{tokens.dtype} {tokens.shape}"
-                    raise ValueError(f"{name} is {shape}, not unsigned ids (N,), such as uint16")
-                splits.append(Tokens(tokens, args))
-            splits[1].tokens = splits[1].tokens[:MAX_VAL]
-            return splits
-        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-        if not text.all():
-            raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (EOFError, OSError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
+    max_val = 2**18  # tokens to validate on, at most: to validate often must not take long
+    if os.path.isdir(args.dataset):
+        train, val = (read_ids(os.path.join(args.dataset, split)) for split in ("train", "val"))
+        return Tokens(train, args), Tokens(val[:max_val], args)
+    stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+    paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+    text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    if not text.all():
+        sys.exit(f"{args.dataset} has bytes of 0, and so it is no text in UTF-8")
+    num_val = min(len(text) // 10, max_val)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
+
+
+def read_ids(path):
+    """Returns token ids (N,), mapped, not read: they may be larger than memory."""
+    if not os.path.exists(f"{path}.bin"):
+        return np.load(f"{path}.npy", mmap_mode="r")
+    ids = np.memmap(f"{path}.bin", np.uint16, "r")
+    if ids[1:2000:2].max() < ids[:2000:2].max() / 16:  # the upper halves of ids of 32 bits
+        sys.exit(f"{path}.bin has ids of more than 16 bits: save them as .npy")
+    return ids
 
 
 class GPTBlock(nn.Module):
@@ -148,8 +141,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
         self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
+        for name, parameter in self.named_parameters():  # as in nanoGPT
+            if parameter.dim() == 2:  # GPT-2 (Radford et al. 2019) divides by the root of depth
                 depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
@@ -161,7 +154,6 @@ class GPT(nn.Module):
 
 
 def create_model(args, data):
-    """Returns the network for the training data."""
     return GPT(args)
 
 
@@ -175,9 +167,12 @@ def create_optimizer(model, args):
 
 def learning_rate_factor(args, done):
     """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    if done < 0.05:
-        return 20 * done  # it rises to 1
-    return 1.05 - done  # and falls to a twentieth
+    return min(20 * done, 1.05 - done)  # it rises to 1, and falls to a twentieth
+
+
+def training_order(data, args, epoch):
+    """Returns the indices (N,) of an epoch. The run seeds NumPy equally in all processes."""
+    return np.random.permutation(len(data))
 
 
 def batch_loss(model, batch, args):
@@ -194,37 +189,28 @@ def finish(model, data, args, device):
         return
     is_text = not os.path.isdir(args.dataset)
     num_ids = 256 if is_text else args.vocab_size  # an id of a text is a byte
-    tokens, _ = data.__getitems__([0])
-    tokens = tokens.to(device)  # (1, T): the first sequence of the validation data
+    tokens = data.__getitems__([0])[0].to(device)  # (1, T): the first sequence to validate on
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
     ids = tokens[0, args.seq_len :].tolist()
+    sys.stdout.reconfigure(errors="replace")  # the locale may not be UTF-8
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 
-# ========================= The run: steps, rows, snapshots, processes. Keep. ======================
-# main() has the loop over all steps.
-# A look: about once a second, the run asks whether the loss is finite, and whether it must stop.
-# A row: what was measured since the row before, and a validation.
-# A request: what the loader makes a batch of: random seeds, and the indices of samples.
-# Of the first section, the run calls parse_args, read_data, create_model, create_optimizer and
-# batch_loss. It also calls training_order, learning_rate_factor and finish, if they are there.
+# == The run: flags, steps, rows, snapshots. Keep it. It calls the eight functions of the task. ====
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-STOP_REQUESTS = []  # the signals that this process has received
-STATES = ("model", "optimizer", "scaler")  # the parts of a run that a snapshot saves
-MAY_CHANGE = (  # the flags of all scripts that a resumed run may change. Others shape weights.
-    "epochs max_steps eval_every grad_accum_steps compile num_workers timeout "
-    "data_dir snapshot log sample reconstructions"
+MAY_CHANGE = (  # the flags that a resumed run may change. The others shape the weights.
+    "epochs max_steps eval_every grad_accum_steps compile num_workers data_dir "
+    "snapshot init_from log sample reconstructions"
 ).split()
 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
-    # AMD's TF32 is as inexact as bf16, so it is not the default there.
-    has_tf32 = torch.accelerator.is_available() and torch.version.cuda is not None
+    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's is as inexact as bf16
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="optimizer steps in all; 0: --epochs decides")
@@ -238,244 +224,229 @@ def parse_run_args(parser, **defaults):
     add("--num_workers", type=int, default=0, help="processes that load data")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
+    add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append rows, for report.py")
-    add("--timeout", type=int, default=600, help="seconds that a step may take, or compiling")
     parser.set_defaults(**defaults)
     return parser.parse_args()
 
 
 def main(args):
-    """Trains in one process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    run = SimpleNamespace()  # what these functions share
-    run.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    run.start = f"{time.time_ns():x}"  # names this start
-    run.id = run.start  # names the run in the log. A resumed run keeps it.
-    run.writer = None  # the start that wrote the snapshot from which this one resumes
-    run.step = 0  # steps that are done
-    run.row_step = 0  # the step of the last row
-    run.sums = {}  # of batch_loss since the last look, on the device
-    run.totals = {}  # those since the last row
-    check_args(run, args)
-    run.settings = settings_of(args)  # before a function of the task adds to args
-    snapshot = read_snapshot(run, args)
-    set_seeds(run.device, args.seed)  # a resumed run draws the same random split
+    device = torch.device(torch.accelerator.current_accelerator() if ON_GPU else "cpu")
+    set_seeds(args.seed)  # the same random splits in each run
     train_data, val_data = read_data(args)
-    run.num_samples = len(train_data)
-    if snapshot and snapshot["progress"]["num_samples"] != run.num_samples:
-        sys.exit(f"cannot resume from {args.snapshot}: since then the training data has changed")
-    run.steps_per_epoch = run.num_samples // args.batch_size  # an incomplete last batch is left out
-    run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
-    if run.steps_per_epoch < 1 or len(val_data) < 1:
+    if len(train_data) < args.batch_size or len(val_data) < 1:
         sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
+    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    eval_every = args.eval_every or steps_per_epoch
 
+    dtype = DTYPES[args.precision]
+    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
-    run.model = create_model(args, train_data).to(run.device)
-    resting = [part for part in run.model.modules() if not part.training]  # these stay so
-    train_again(run.model, resting if run.model.training else [])
-    run.optimizer = create_optimizer(run.model, args)
-    for group in run.optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
-    run.scaler = torch.amp.GradScaler(run.device.type, enabled=args.precision == "fp16")
-    if snapshot:
-        restore(run, snapshot, args)
-    run.compiled_model = torch.compile(run.model) if args.compile else run.model
-    run.watch = Stopwatch(run.device)
-    print(f"device {run.device}, steps {run.step} to {run.num_steps}", flush=True)
+    set_seeds(args.seed)  # the same weights in each run
+    model = create_model(args, train_data).to(device)
+    resting = [part for part in model.modules() if not part.training]  # these stay in eval()
+    set_training(model, resting if model.training else [])
+    optimizer = create_optimizer(model, args)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"] + 0.0  # a copy, also of a tensor
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    fingerprint = fingerprint_of(train_data, args)
+    progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
+    progress |= {"step": 0, "row_step": 0, "totals": {}}  # row_step: the step of the last row
+    if args.snapshot and os.path.exists(args.snapshot):
+        snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(snapshot.pop(name))
+        progress |= snapshot["progress"]
+        if progress["fingerprint"] != fingerprint:
+            way_out = f"--init_from {args.snapshot} starts anew with its weights"
+            sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+    elif args.init_from:
+        load_weights(model, args)
+    step = first_step = progress["step"]  # steps that are done
+    compiled_model = torch.compile(model) if args.compile else model
 
-    batches = start_loader(train_data, training_requests(train_data, run, args), run, args)
-    bar = tqdm(total=run.num_steps, initial=run.step, disable=None, leave=False)  # on a terminal
-    for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
+    stop_requests = []
+
+    def note_stop(signum, frame):
+        stop_requests.append(signum)
+        if signum == signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+
+    for signum in SIGNALS:
         signal.signal(signum, note_stop)
-    expect_progress(args.timeout)
-    if run.step > 0 and "learning_rate_factor" in globals():  # it may note how far the training is
-        globals()["learning_rate_factor"](args, min(1.0, run.step / max(1, run.num_steps)))
-    first_step = look_step = run.step
-    first_row = run.row_step
-    look_time = time.perf_counter()
-    next_look = run.step + 1
-    next_line = look_time + 60  # of progress, if there is no bar
+    Finalize(None, end_workers, exitpriority=0)  # called at exit, also after an error
+    for stream in (sys.stdout, sys.stderr):
+        stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
+    print(f"device {device}, steps {step} to {num_steps}", flush=True)
+    requests = training_requests(train_data, step, args)
+    batches = load_batches(train_data, requests, device, args)
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds
+    bar = tqdm(initial=step, total=num_steps, mininterval=pause)
+    sums = Counter(progress["totals"])  # what batch_loss has counted since the last row
+    rows = []  # since the start
+    look_step, look_time, next_look = step, time.perf_counter(), step + 1
     is_stopped = False
-    # A look and a row come before the step: a run that was stopped before a validation begins with
-    # it when it resumes.
+    mark("start")
     while True:
-        is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
-        is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
-        if is_due or run.step == next_look:
-            is_stopped, speed = look(run, look_step, look_time, args)
-            if bar.disable and time.perf_counter() > next_line:
-                next_line = time.perf_counter() + 60
-                print(f"step {run.step} of {run.num_steps}, {speed:.3g} steps/s", flush=True)
-            if is_due or is_stopped:
-                save_snapshot(run, args)
-            if is_due and not is_stopped:
-                val_totals = evaluate(run, val_data, args)
-                is_stopped = val_totals.pop("/stops") > 0  # a resumed run then does it again
-                if not is_stopped:
-                    log_row(run, val_totals, args)
-                    run.row_step = run.step
-                    run.totals = {}
-            farthest = 2 * (run.step - look_step)  # speed can be that of a few quick steps
-            next_look = run.step + max(1, min(int(speed), farthest))
-            look_step, look_time = run.step, time.perf_counter()
-        if is_stopped or run.step >= run.num_steps:
+        is_row = step % eval_every == 0 or step >= num_steps
+        is_row = is_row and step > progress["row_step"]
+        # A look: about once a second, the run asks whether the loss is finite, and whether to stop.
+        # Nothing else waits for the GPU.
+        if is_row or step == next_look:
+            totals = {name: float(value) for name, value in sums.items()}  # waits for the GPU
+            count_marks(is_warmup=step <= first_step + 3)
+            is_stopped = len(stop_requests) > 0
+            speed = (step - look_step) / (time.perf_counter() - look_time)  # steps/s
+            if not math.isfinite(totals["loss"]):
+                sys.exit(f"the loss is not finite at step {step}")
+            bar.set_postfix(loss=f"{totals['loss'] / max(1, totals['count']):.4g}", refresh=False)
+            if is_row or is_stopped:
+                check_weights(model, step)
+                progress |= {"step": step, "totals": dict(totals)}
+                if args.snapshot:
+                    save(parts, progress, train_data, args)
+                    mark("save")
+                val_totals = {}
+                if is_row and not is_stopped:  # a resumed run begins with it
+                    val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
+                    mark("eval")
+                    sums.clear()
+                    progress |= {"row_step": step, "totals": {}}
+                    if args.snapshot and step >= num_steps:  # the same command then does nothing
+                        save(parts, progress, train_data, args)
+                        mark("save")
+                row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
+                row |= {"epoch": step / steps_per_epoch}
+                row |= {"lr": float(optimizer.param_groups[0]["lr"])}
+                rows.append(log_row(row, totals, val_totals, model, device, args))
+            farthest = 2 * (step - look_step) if step >= first_step + 3 else 1
+            next_look = step + max(1, min(int(speed), farthest))
+            look_step, look_time = step, time.perf_counter()
+        if is_stopped or step >= num_steps:
             break
-        train_step(run, batches, args)
-        run.step += 1
+        factor = float(learning_rate_factor(args, (step + 1) / num_steps))
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        for micro_step in range(args.grad_accum_steps):
+            batch = next(batches)
+            set_seeds(args.seed, step, micro_step)  # dropout is the same after a resume
+            mark("data")
+            with autocast:
+                loss, batch_sums = batch_loss(compiled_model, batch, args)
+            sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+            mark("forward")
+            scaler.scale(loss / args.grad_accum_steps).backward()
+            mark("backward")
+        if args.max_grad_norm > 0:
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            sums.update({"/norm": norm, "/steps": 1})
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        mark("optimizer")
+        step += 1
         bar.update()
+
     bar.close()
-    if is_stopped and run.step > first_step:
-        log_row(run, {}, args)  # what was measured since the last row
-    elif run.row_step > first_row:
-        save_snapshot(run, args)  # with the new row_step: the same command then does nothing more
-    expect_progress(0)
-    for signum in SIGNALS:  # all is saved: another signal must not change the exit status
-        signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
-    print_summary(run.watch)
+    print_marks(rows)
     if is_stopped:
-        saved = args.snapshot or "nothing, as there is no --snapshot"
-        print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
-        has_saved = args.snapshot and run.step > first_step  # else running it again would not help
+        has_saved = args.snapshot and step > first_step  # else running it again would not help
+        print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
-    if "finish" in globals():
-        globals()["finish"](run.model.eval(), val_data, args, run.device)
+    finish(model.eval(), val_data, args, device)
 
 
-def check_args(run, args):
-    """Ends the run if the batch cannot be divided, or if a file could not be written."""
-    divisor = args.grad_accum_steps
-    if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
-        sys.exit("--batch_size must be a multiple of --grad_accum_steps")
-    for path in filter(None, (args.snapshot, args.log)):
-        if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
+def without_errors(write):
+    """Returns this method of an output stream, such that a closed terminal ends no training."""
+
+    def try_to_write(*text):
+        with contextlib.suppress(OSError):
+            write(*text)
+
+    return try_to_write
 
 
-def note_stop(signum, frame):
-    STOP_REQUESTS.append(signum)
-    if signum == signal.SIGINT:
-        signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+def end_workers():
+    """Python would ask the workers to end by SIGTERM, and wait. They are deaf to it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
+    for worker in active_children():
+        worker.kill()
 
 
-def expect_progress(seconds):
-    """Shows this process's stack in so many seconds, and ends it in twice as many. 0: never."""
-    faulthandler.cancel_dump_traceback_later()
-    if seconds > 0:
-        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)
-    signal.alarm(2 * seconds)
-
-
-def look(run, look_step, look_time, args):
-    """Adds up the sums since the last look. Ends the run if the loss is not finite.
-
-    Returns whether a signal has asked the run to stop, and the steps per second. Waits for the GPU.
-    """
-    expect_progress(args.timeout)
-    for name, value in run.sums.items():
-        run.totals[name] = run.totals.get(name, 0.0) + float(value)  # waits for the GPU
-    run.sums = {}
-    speed = (run.step - look_step) / (time.perf_counter() - look_time)
-    run.watch.flush()
-    if not math.isfinite(run.totals["loss"]):
-        sys.exit(f"the loss is not finite at step {run.step}")
-    return len(STOP_REQUESTS) > 0, speed
-
-
-def train_step(run, batches, args):
-    """Takes one step of the optimizer, over all micro-batches of a batch."""
-    factor_of = globals().get("learning_rate_factor", lambda args, done: 1.0)
-    factor = factor_of(args, (run.step + 1) / run.num_steps)
-    for group in run.optimizer.param_groups:
-        group["lr"] = float(group["initial_lr"] * factor)
-    for micro_step in range(args.grad_accum_steps):
-        batch = to_device(next(batches), run.device)
-        set_seeds(run.device, args.seed, run.step, micro_step)  # a resumed run draws the same
-        run.watch.mark("data")
-        loss = compute_loss(run, run.compiled_model, batch, run.sums, args)
-        run.watch.mark("forward")
-        run.scaler.scale(loss / args.grad_accum_steps).backward()
-        run.watch.mark("backward")
-    if args.max_grad_norm > 0:
-        run.scaler.unscale_(run.optimizer)
-        nn.utils.clip_grad_norm_(run.model.parameters(), args.max_grad_norm)
-    run.scaler.step(run.optimizer)
-    run.scaler.update()
-    run.optimizer.zero_grad()
-    run.watch.mark("optimizer")
-
-
-def set_seeds(device, *numbers):
+def set_seeds(*numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
     seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+    if ON_GPU and not torch.utils.data.get_worker_info():
+        torch.get_device_module().manual_seed(seed)
 
 
-def compute_loss(run, model, batch, sums, args):
-    """Returns the loss of a batch, and adds the batch's sums to `sums`."""
-    dtype = DTYPES[args.precision]
-    with torch.autocast(run.device.type, dtype, enabled=dtype is not None):
-        loss, batch_sums = batch_loss(model, batch, args)
-    if not {"loss", "count"} <= batch_sums.keys():
-        sys.exit("batch_loss must return sums, among them loss and count")
-    if sums and sums.keys() != batch_sums.keys():
-        sys.exit("batch_loss must return the same sums each time")
-    for name, value in batch_sums.items():
-        total = sums.get(name, torch.zeros(()))  # float32 is exact enough
-        sums[name] = total + torch.as_tensor(value).detach()
-    return loss
-
-
-def train_again(model, resting):
+def set_training(model, resting):
     """Calls model.train(), but leaves in eval() the parts that rest, such as frozen ones."""
     model.train()
     for part in resting:
         part.training = False
 
 
-@torch.no_grad()
-def evaluate(run, data, args):
-    """Returns the sums of batch_loss over the data."""
-    size = args.batch_size // args.grad_accum_steps  # as in training
-    batches_of_indices = BatchSampler(range(len(data)), size, drop_last=False)
-    requests = (((args.seed,), indices) for indices in batches_of_indices)
-    resting = [part for part in run.model.modules() if not part.training]
-    run.model.eval()
-    sums = {}
-    for number, batch in enumerate(start_loader(data, requests, run, args)):
-        expect_progress(args.timeout)
-        set_seeds(run.device, args.seed, number)  # the same in each validation
-        compute_loss(run, run.compiled_model, to_device(batch, run.device), sums, args)
-        if STOP_REQUESTS:
-            break
-    sums["/stops"] = len(STOP_REQUESTS)
-    train_again(run.model, resting)
-    return {name: float(value) for name, value in sums.items()}
+def fingerprint_of(data, args):
+    """Returns the length of the data, and a checksum of three samples, drawn under equal seeds."""
+    samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
+    samples = tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, samples)
+    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # the addresses of objects differ
+    return [len(data), zlib.crc32(text.encode())]
 
 
-def training_requests(data, run, args):
-    """Yields a request for each micro-batch: seeds, and the indices of samples."""
-    draw_order = globals().get("training_order", lambda *_: np.random.permutation(len(data)))
-    order = None
-    for step in range(run.step, run.num_steps):
-        epoch, step_of_epoch = divmod(step, run.steps_per_epoch)
-        if order is None or step_of_epoch == 0:
-            set_seeds(run.device, args.seed, epoch)  # a resumed run draws the same order
-            order = np.asarray(draw_order(data, args, epoch))
-            if not run.steps_per_epoch * args.batch_size <= len(order) <= len(data):
-                sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
-            order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
-        for indices in order[step_of_epoch].reshape(args.grad_accum_steps, -1).tolist():
-            yield (args.seed, step), indices
+def check_weights(model, step):
+    """Ends the run if the weights are not finite."""
+    if not all(p.isfinite().all() for p in model.parameters() if p.requires_grad):
+        sys.exit(f"the weights are not finite at step {step}")
 
 
-class Batches(Dataset):
+def load_weights(model, args):
+    """Loads the weights of --init_from, but for those of another shape, such as a new head."""
+    weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
+    if fitting.keys() != shapes.keys():
+        print(f"not in {args.init_from}, or of another shape: {sorted(shapes - fitting.keys())}")
+    model.load_state_dict(fitting, strict=False)
+
+
+def save(parts, progress, data, args):
+    """Writes a temporary file and renames it, so that no snapshot is half written."""
+    snapshot = {name: part.state_dict() for name, part in parts.items()}
+    snapshot |= {"progress": progress, "settings": args.settings}
+    snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
+    path = os.path.realpath(args.snapshot)  # it may be a link
+    with open(f"{path}.tmp", "wb") as file:
+        torch.save(snapshot, file)
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def training_requests(data, step, args):
+    """Yields seeds, and indices of samples, for each micro-batch from `step` on."""
+    steps_per_epoch = len(data) // args.batch_size
+    for epoch in itertools.count(step // steps_per_epoch):
+        set_seeds(args.seed, epoch)  # a resumed run draws the same order
+        order = np.asarray(training_order(data, args, epoch))
+        while step < (epoch + 1) * steps_per_epoch:
+            start = step % steps_per_epoch * args.batch_size
+            share = order[start : start + args.batch_size]
+            for indices in share.reshape(args.grad_accum_steps, -1).tolist():
+                yield (args.seed, step), indices
+            step += 1
+
+
+class Batches:
     """The batches of a data set. A request holds seeds, for augmentation, and indices."""
 
     def __init__(self, data):
@@ -483,262 +454,188 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # for augmentation
+        set_seeds(*seeds, *indices)
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
         return default_collate(samples) if isinstance(samples, list) else samples
 
 
-def start_loader(data, requests, run, args):
-    """Returns an iterator over batches, one for each request."""
-    parent = os.getpid()
+def load_batches(data, requests, device, args):
+    """Yields a batch on the device for each request. What has no .to stays as it is."""
     loader = DataLoader(
         Batches(data),
-        batch_size=None,  # what the data set returns is a batch
+        batch_size=None,  # a request is a batch already
         sampler=requests,
-        num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # shares the data
-        worker_init_fn=lambda _: init_worker(parent),
-        pin_memory=run.device.type not in ("cpu", "mps"),
+        num_workers=args.num_workers or 0,
+        multiprocessing_context="fork" if args.num_workers else None,  # shares the data
+        pin_memory=HAS_EVENTS,
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit this
+    # Workers inherit this: a signal to the whole job must not end them, the run needs batches.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    return batches
+    for batch in batches:
+        yield tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
 
 
-def init_worker(parent):
-    """Lets a worker outlive a signal to the whole job. It ends with its parent."""
-
-    def wait_for_parent():
-        while os.getppid() == parent:  # while it is alive
-            received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:  # from the loader, to end it
-                break
-        os._exit(0)
-
-    threading.Thread(target=wait_for_parent, daemon=True).start()
-
-
-def to_device(batch, device):
-    """Returns the batch with its tensors on the device. What has no .to stays as it is."""
-    return tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
-
-
-def settings_of(args):
-    """Returns the flags that shape the weights, as numbers and strings."""
-    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    # Without the slash at the end of a folder: it means nothing.
-    return {
-        name: v if isinstance(v, (int, float)) else str(v).rstrip("/")
-        for name, v in settings.items()
-    }
+@torch.no_grad()
+def evaluate(model, compiled_model, data, device, autocast, args):
+    """Returns the sums of batch_loss over the data."""
+    size = args.batch_size // args.grad_accum_steps  # as in training
+    share = range(len(data))
+    starts = range(0, len(share), size)
+    requests = (((args.seed,), [*share[start : start + size]]) for start in starts)
+    resting = [part for part in model.modules() if not part.training]
+    model.eval()
+    sums = Counter()
+    for number, batch in enumerate(load_batches(data, requests, device, args)):
+        set_seeds(args.seed, number)  # the same in each validation
+        with autocast:
+            _, batch_sums = batch_loss(compiled_model, batch, args)
+        sums.update(batch_sums)
+    set_training(model, resting)
+    return {name: float(value) for name, value in sums.items()}
 
 
-def load(path):
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def read_snapshot(run, args):
-    """Returns the snapshot, or None if there is none yet. One with other settings ends the run."""
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return None
-    try:
-        snapshot = load(args.snapshot)
-        if "writer" not in snapshot["progress"]:
-            raise ValueError("an older version of this script has written it")
-        for name, value in run.settings.items():
-            saved = snapshot["settings"].get(name, value)
-            names = {os.path.basename(str(each)) for each in (saved, value)}  # folders may differ
-            if saved != value and len(names) > 1:
-                raise ValueError(f"it was made with --{name} {saved}, not {value}")
-        return snapshot
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
-
-
-def restore(run, snapshot, args):
-    """Loads the snapshot into the run."""
-    try:
-        for name in STATES:
-            getattr(run, name).load_state_dict(snapshot[name])
-        vars(run).update(snapshot["progress"])
-        snapshot.clear()  # else, beside a GPU, the file takes disk space after it is replaced
-    except Exception as error:
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
-
-
-def save_snapshot(run, args):
-    """Saves a snapshot. This may take ten times as long as --timeout says."""
-    if not args.snapshot:
-        return
-    expect_progress(10 * args.timeout)
-    if not all(p.isfinite().all() for p in run.model.parameters() if p.requires_grad):
-        sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-    write_snapshot(run, args)
-    run.watch.mark("save")
-    expect_progress(args.timeout)
-
-
-def write_snapshot(run, args):
-    """Writes a temporary file and renames it, so that no snapshot is half written."""
-    snapshot = {name: getattr(run, name).state_dict() for name in STATES}
-    snapshot["settings"] = run.settings
-    progress = ("id", "step", "row_step", "totals", "num_samples")
-    snapshot["progress"] = {name: getattr(run, name) for name in progress} | {"writer": run.start}
-    temporary = Path(f"{args.snapshot}.{run.id}.{run.start}.tmp")
-    try:
-        for old in temporary.parent.glob(f"*.{run.id}.*.tmp"):  # of starts that were killed
-            old.unlink(missing_ok=True)
-        with open(temporary, "wb") as file:
-            torch.save(snapshot, file)
-            os.fsync(file.fileno())
-        if os.path.exists(args.snapshot):
-            writer = load(args.snapshot)["progress"]["writer"]
-            if writer not in (run.start, run.writer) or not temporary.exists():
-                raise OSError("another run writes it")
-        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
-        os.replace(temporary, args.snapshot)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        cause = error.__context__ or error  # PyTorch's own error does not name a full disk
-        sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")
-
-
-def log_row(run, val_totals, args):
-    """Prints the means since the last row, and appends a row to --log."""
-    device_module = torch.get_device_module(run.device)
-    plain = (int, float, str, type(None))
-    row = {name: v if isinstance(v, plain) else str(v) for name, v in vars(args).items()} | {
+def log_row(row, totals, val_totals, model, device, args):
+    """Appends the row to --log, prints its means, and returns it."""
+    if "/norm" in totals:
+        row["grad_norm"] = totals.pop("/norm") / totals.pop("/steps")
+    means = {}
+    for split, sums in ("train", totals), ("val", val_totals):
+        count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
+        means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
+    device_module = torch.get_device_module(device)
+    row = vars(args) | row | means | take_marks(args)
+    row |= {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "settings": run.settings,
         "processes": 1,
         "nodes": 1,
         "rank": 0,
         "host": os.uname().nodename,
-        "device": getattr(device_module, "get_device_name", run.device.type.upper)(),
+        "device": getattr(device_module, "get_device_name", device.type.upper)(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in run.model.parameters()),
-        "trained": sum(p.numel() for p in run.model.parameters() if p.requires_grad),
-        "step": run.step,
-        "steps_per_epoch": run.steps_per_epoch,
-        "run": run.id,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
-    means = {}
-    for split, totals in (("train", run.totals), ("val", val_totals)):
-        count = totals.pop("count", 0)  # 0: not validated, or no sample had a label
-        means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
-    row |= means
-    row |= run.watch.take_times(args.batch_size)
-    run.watch.add_row(row)
-    words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
-    words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
-    tqdm.write(textwrap.fill("  ".join(words), 100))
     if args.log:
         with open(args.log, "a") as file:
             file.write(json.dumps(row, default=str) + "\n")
+    shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
+    words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
+    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
+    return row
 
 
-# == Where the time goes. To remove it, delete up to the main guard, and each line with watch. =====
+def check_args(args, world_size):
+    """Ends the run if flags do not fit together, files cannot be written, or settings differ."""
+    divisor = world_size * args.grad_accum_steps
+    if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
+        sys.exit(f"--batch_size must be a multiple of {world_size} x --grad_accum_steps")
+    if args.seed < 0:
+        sys.exit("--seed must not be negative")
+    for path in filter(None, (args.snapshot, args.log)):
+        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
+    # All flags that shape the weights, as numbers and strings.
+    shaping = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    args.settings = {n: v if isinstance(v, (int, float)) else str(v) for n, v in shaping.items()}
+    if args.snapshot and os.path.exists(args.snapshot):
+        saved = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)["settings"]
+        for name, value in args.settings.items():
+            if saved.get(name, value) != value:
+                sys.exit(f"{args.snapshot} was made with --{name} {saved[name]}, not {value}")
+
+
+# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ====
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
-PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
 TIMES = (*PHASES, "steps")
-WARMUP_STEPS = 3  # these first steps allocate memory, search for kernels, compile
+moments = []  # at which the last phase ended
+events = []  # (phase, start, end, bytes) since the last look
+last_step = []  # the events of the last step, in seconds
+times = Counter()  # seconds by phase since the last row
 
 
-class Stopwatch:
-    """Times the phases of training.
-
-    A moment is a time in seconds or, on a GPU, an event. Only flush() waits for the GPU.
-    """
-
-    def __init__(self, device):
-        self.device = device
-        self.has_events = device.type not in ("cpu", "mps")
-        self.num_steps = 0  # since the start
-        self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
-        self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
-        self.last_step = []  # (phase, start, end, bytes), for report.py --step
-        self.row = {}  # the last row
-        self.totals = Counter()  # the summed times of all rows
-
-    def now(self):
-        if not self.has_events:
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        return torch.accelerator.current_stream().record_event(event)
-
-    def between(self, start, end):
-        return start.elapsed_time(end) / 1000 if self.has_events else end - start
-
-    def mark(self, phase):
-        """Counts the time since the last mark as this phase or, in the first steps, as warmup."""
-        is_warmup = phase in STEP_PHASES and self.num_steps < WARMUP_STEPS
-        self.num_steps += phase == "optimizer"
-        self.marks.append(("warmup" if is_warmup else phase, self.now()))
-
-    def flush(self):
-        """Adds up the times since the last flush. Waits for the GPU."""
-        if self.has_events:
-            torch.accelerator.synchronize()
-        _, now = self.marks[-1]
-        marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
-        phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
-        for phase, start, end, _ in phases:  # in seconds after now: negative
-            self.times[phase] += end - start
-        step_ends = [end for phase, _, end, _ in phases if phase == "optimizer"]
-        self.times["steps"] += len(step_ends)
-        if step_ends:
-            first, last = [-math.inf, *step_ends][-2:]  # the ends of the last two steps
-            self.last_step = [event for event in phases if first <= event[1] < last]
-        del self.marks[:-1]
-
-    def take_times(self, batch_size):
-        """Returns the columns of time and memory. The times start again from 0."""
-        self.mark("eval")  # a validation has just ended
-        self.flush()
-        row = with_speed(self.times, batch_size)
-        self.times = dict.fromkeys(TIMES, 0.0)
-        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
-        if self.has_events:
-            row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
-        row["last_step"] = self.last_step
-        return row
-
-    def add_row(self, row):
-        """Keeps what the summary needs: the last row, and the sums of the times."""
-        self.row = row
-        self.totals.update({name: row[name] for name in TIMES})
+def now():
+    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    moment = torch.Event(enable_timing=True) if HAS_EVENTS else time.perf_counter()
+    if HAS_EVENTS:
+        moment.record()
+    return moment
 
 
-def with_speed(times, batch_size):
-    """Returns the times, with their sum, and with the speed of training after the warmup."""
-    training = sum(times[phase] for phase in STEP_PHASES)
-    speed = batch_size * times["steps"] / training if training else 0.0
-    return times | {"seconds": sum(times[phase] for phase in PHASES), "samples/s": speed}
+def mark(phase):
+    """Notes that this phase ends here. It began where the one before it ended."""
+    moments.append(now())
+    if len(moments) > 1:
+        events.append((phase, moments.pop(0), moments[0], 0))
 
 
-def print_summary(watch):
+def count_marks(is_warmup=False):
+    """Adds up the times since the last look. Waits for the GPU."""
+    if ON_GPU:
+        torch.accelerator.synchronize()
+
+    def seconds(moment):  # 0 is the end
+        return -moment.elapsed_time(moments[0]) / 1000 if HAS_EVENTS else moment - moments[0]
+
+    step = []
+    timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
+    events.clear()
+    for name, start, end, size in timed:
+        if is_warmup and name not in ("eval", "save"):
+            times["warmup"] += end - start
+            continue
+        times[name] += end - start
+        step.append((name, start, end, size))
+        if name == "optimizer":
+            times["steps"] += 1
+            last_step[:] = step
+            step = []
+
+
+def take_marks(args):
+    """Returns the columns of time and memory. The times start again from 0."""
+    count_marks()
+    row = {name: times[name] for name in TIMES}
+    times.clear()
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    if HAS_EVENTS:
+        row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
+    return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}
+
+
+def speed_of(row, batch_size):
+    """Returns all seconds of these times, and the speed of training after the warmup."""
+    training = sum(row[phase] for phase in STEP_PHASES)
+    speed = batch_size * row["steps"] / training if training else 0.0
+    return {"seconds": sum(row[phase] for phase in PHASES), "samples/s": speed}
+
+
+def print_marks(rows):
     """Prints where the time since the start has gone, and a row for results.md."""
-    if not watch.row:
+    if not rows:
         return
-    total = with_speed(watch.totals, watch.row["batch_size"])
+    total = {name: sum(row[name] for row in rows) for name in TIMES}
+    total |= speed_of(total, rows[0]["batch_size"])
     print(f"\ntime by phase, {total['seconds']:.2f} s in all")
     for phase in PHASES:
         share = total[phase] / total["seconds"]
         print(f"{phase:9} {total[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(watch.row.get(name, "-")) for name in names}
-    results = {name for name in watch.row if name.startswith("val_")} - watch.row["settings"].keys()
-    cells |= {name: f"{watch.row[name]:.4g}" for name in watch.row if name in results}
-    total["peak_MB"] = watch.row["peak_MB"]
-    cells |= {name: f"{value:.4g}" for name, value in total.items()}
+    cells = {name: str(rows[0].get(name, "-")) for name in names}
+    results = {name: value for name, value in rows[-1].items() if name.startswith("val_")}
+    results |= total | {"peak_MB": max(row["peak_MB"] for row in rows)}
+    cells |= {name: f"{value:.4g}" for name, value in results.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    args = parse_args()
+    check_args(args, 1)
+    main(args)
