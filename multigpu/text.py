@@ -502,8 +502,9 @@ def load_weights(model, args):
     weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    if dist.get_rank() == 0 and fitting.keys() != shapes.keys():
-        print(f"not in {args.init_from}, or of another shape: {sorted(shapes - fitting.keys())}")
+    left_out = sorted(shapes.keys() - fitting.keys())
+    if dist.get_rank() == 0 and left_out:
+        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
     model.load_state_dict(fitting, strict=False)
 
 
