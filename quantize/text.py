@@ -51,7 +51,8 @@ ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float
 COLUMNS = ["row", "mode", "MB", "peak MB", "val_acc", "same %", "texts/s"]
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
+SPECIAL_TOKENS = ["[PAD]", "[UNK]"]  # ids 0 and 1
+VOCAB_SIZE = 20_000  # at most: the special tokens and the most frequent words
 # Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
 SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
 CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
@@ -93,96 +94,51 @@ def synthetic_texts():
 def learn_vocabulary(batch):
     """Returns a tokenizer for these texts, as a table of one row, which map() caches."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
     words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=VOCAB_SIZE,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=["[PAD]", "[UNK]"],
-    )
+    options = {"vocab_size": VOCAB_SIZE, "min_frequency": 2, "special_tokens": SPECIAL_TOKENS}
+    trainer = trainers.WordLevelTrainer(**options, show_progress=False)
     tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
     return {"tokenizer": [tokenizer.to_str()]}
 
 
-def encode(batch, tokenizer, labels):
-    """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
+def encode(batch, tokenizer):
+    """Returns token ids (N, seq_len), with zeros after a text's end."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
     tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # VOCAB_SIZE < 2**15
     tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
-    return {
-        "tokens": tokens,
-        "length": np.count_nonzero(tokens, axis=1),
-        "class": [labels.index(label) for label in batch["label"]],
-    }
-
-
-def has_label(label):
-    """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
-    if isinstance(label, str):
-        return label.strip() != ""
-    return label not in (None, -1) and label == label  # NaN differs from itself
-
-
-def say(message):
-    """Prints a line, of all processes only in that of rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+    return {"tokens": tokens}
 
 
 def load_texts(args):
-    """Returns the training texts, the test texts (columns text and label), and the K labels."""
+    """Returns the training texts and the test texts, tables with columns text and label."""
     if args.dataset == "synthetic":
         splits = datasets.Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
-        return splits["train"], splits["test"], [0, 1, 2, 3]
+        return splits["train"], splits["test"]
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
-    labelled = {}
-    try:
-        splits = datasets.load_dataset(path)
-        for name in ("train", "test", "validation"):
-            if name in splits:
-                texts = splits[name].select_columns(["text", "label"])
-                texts = texts.cast_column("text", datasets.Value("string"))  # it may be digits
-                labelled[name] = texts.filter(has_label, input_columns="label")
-    except Exception as error:  # a foreign file can fail anywhere
-        sys.exit(f"cannot read {path}: {error.__cause__ or error}")
-    for name, texts in [*labelled.items()]:
-        num_missing = len(splits[name]) - len(texts)
-        if num_missing > 0:
-            count = f"{num_missing} of {len(splits[name])} rows of {name}"
-            say(f"{count} have no label (or -1): left out")
-        if len(texts) == 0:
-            del labelled[name]
-    if "train" not in labelled or len(labelled) == 1:
-        missing = "test" if "train" in labelled else "train"
-        cause = "has no labels (in a CSV file, NA and null are none)"
-        sys.exit(f"{path}: {missing} {cause if missing in splits else 'is not there'}")
-    train_texts, test_texts = [*labelled.values()][:2]
-    try:
-        labels = sorted(train_texts.unique("label"))
-        unknown = sorted(set(test_texts.unique("label")) - set(labels))
-    except (NotImplementedError, TypeError):
-        sys.exit(f"{path}: some labels are words, and others are numbers")
-    say(f"{len(train_texts)} and {len(test_texts)} texts, labels {str(labels):.70}")
-    if not 2 <= len(labels) < 2**15:
-        sys.exit(f"{path}: {len(labels)} different labels in train")
-    if unknown:
-        sys.exit(f"{path}: {[*labelled][1]} has labels that train has not: {unknown[:5]}")
-    return train_texts, test_texts, labels
+    splits = []
+    for split in datasets.load_dataset(path, split=["train", "test"]):
+        texts = split.select_columns(["text", "label"])
+        texts = texts.cast_column("text", datasets.Value("string"))  # it may be digits
+        # -1 is the hub's mark for a missing label. NaN differs from itself.
+        has_label = [x not in (None, -1, "") and x == x for x in texts["label"][:]]
+        splits.append(texts.select(np.flatnonzero(has_label)))
+        labels = str(sorted(splits[-1].unique("label")))
+        count = f"{sum(has_label)} of {len(split)} rows of {split.split}"
+        print(f"{count} have a label other than -1: {labels:.60}", flush=True)
+    return splits
 
 
 class Texts(Dataset):
     """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
 
-    def __init__(self, encoded, num_classes):
-        arrays = encoded.with_format("numpy", dtype=np.int16)[:]
-        order = np.argsort(arrays["length"], stable=True)
-        self.tokens = arrays["tokens"][order]
-        self.lengths = arrays["length"][order]
-        self.classes = arrays["class"][order]
+    def __init__(self, tokens, classes, num_classes):
+        lengths = np.count_nonzero(tokens, axis=1)
+        order = np.argsort(lengths, stable=True)
+        self.tokens, self.lengths, self.classes = tokens[order], lengths[order], classes[order]
         self.num_classes = num_classes
 
     def __len__(self):
@@ -191,33 +147,35 @@ class Texts(Dataset):
     def __getitems__(self, indices):
         """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
         tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices]).long()
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices])
 
 
 def read_data(args):
-    """Returns the data to train on and to validate on, two map-style datasets.
-
-    The test texts of the data sets serve for validation.
-    """
+    """Returns the data to train on and, from the test texts, the data to validate on."""
     # map() caches by the code of a function of __main__, but by the name alone of any other. Where
     # multigpu/text.py starts a process, the main module is called __mp_main__.
-    for function in (synthetic_texts, learn_vocabulary, encode, has_label):
+    for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     datasets.disable_progress_bars()
-    train_texts, test_texts, labels = load_texts(args)
+    train_texts, test_texts = load_texts(args)
+    labels = sorted(train_texts.unique("label"))
+    unknown = sorted(set(test_texts.unique("label")) - set(labels))
+    if unknown:
+        sys.exit(f"{args.dataset}: test has labels that train has not: {unknown[:5]}")
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
     tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
-    options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
     data = []
     for name, texts in (("train", train_texts), ("test", test_texts)):
-        data.append(Texts(texts.map(encode, **options), len(labels)))
-        share = (data[-1].tokens == 1).sum() / data[-1].lengths.sum(dtype=np.int64)
+        encoded = texts.map(encode, fn_kwargs={"tokenizer": tokenizer}, **options)
+        tokens = encoded.with_format("numpy", dtype=np.int16)["tokens"][:]
+        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), len(labels)))
+        share = (tokens == 1).sum() / (tokens > 0).sum()
         if share > 1 / 3:
-            say(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
+            print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
     return data
 
 
@@ -232,12 +190,9 @@ class TextEncoder(nn.Module):
         for _ in range(num_layers):
             qkv = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, 3 * d_model, bias=False))
             projection = nn.Linear(d_model, d_model, bias=False)
-            feed_forward = nn.Sequential(
-                nn.LayerNorm(d_model),
-                nn.Linear(d_model, dim_feedforward, bias=False),
-                nn.GELU(),
-                nn.Linear(dim_feedforward, d_model, bias=False),
-            )
+            widen = nn.Linear(d_model, dim_feedforward, bias=False)
+            narrow = nn.Linear(dim_feedforward, d_model, bias=False)
+            feed_forward = nn.Sequential(nn.LayerNorm(d_model), widen, nn.GELU(), narrow)
             self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
         self.positions = nn.Embedding(args.seq_len, d_model)
         self.norm = nn.LayerNorm(d_model)

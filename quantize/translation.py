@@ -55,7 +55,8 @@ from torchao.utils import should_reduce_range
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
 COLUMNS = ["row", "mode", "MB", "peak MB", "BLEU", "same %", "sentences/s"]
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
-PAD, UNKNOWN, START, END = range(4)  # token ids
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[START]", "[END]"]
+PAD, UNKNOWN, START, END = range(4)  # their ids
 SIDES = ["source", "target"]
 # Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
 SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
@@ -89,74 +90,41 @@ def parse_args():
 def synthetic_pairs():
     """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
-    sources = []
-    targets = []
+    pairs = []
     for row in range(22_000):
         digits = generator.integers(10, size=1 + row % 12)
-        sources.append(" ".join(str(digit) for digit in digits))
-        targets.append(" ".join(DIGITS[digit] for digit in digits))
-    pairs = datasets.Dataset.from_dict({"source": sources, "target": targets})
+        names = [DIGITS[digit] for digit in digits]
+        pairs.append({"source": " ".join(map(str, digits)), "target": " ".join(names)})
+    pairs = datasets.Dataset.from_list(pairs)
     return [pairs.skip(2000), pairs.take(1000), pairs.skip(1000).take(1000)]
 
 
 def read_splits(args):
     """Returns the training, validation and test pairs: tables with columns source and target."""
-    datasets.disable_progress_bars()
-    # map() and filter() cache by the code of a function of __main__, but by the name alone of any
-    # other. Where multigpu/translation.py starts a process, the main module is called __mp_main__.
-    for function in (encode_pairs, is_pair):
-        function.__module__ = "__main__"
     if args.dataset == "synthetic":
         return synthetic_pairs()
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
-    names = {args.source: "source", args.target: "target"}
-    pairs = {}
-    try:
-        splits = datasets.load_dataset(path, split=["train", "validation", "test"])
-        for split in splits:
-            texts = split.flatten()  # a column of dictionaries becomes translation.de, ...
-            if "translation" in split.column_names:
-                texts = texts.rename_columns({f"translation.{name}": name for name in names})
-            texts = texts.select_columns([*names]).rename_columns(names)
-            texts = texts.cast(datasets.Features(dict.fromkeys(SIDES, datasets.Value("string"))))
-            pairs[str(split.split)] = texts.filter(is_pair, input_columns=SIDES)
-    except Exception as error:  # a foreign file can fail anywhere
-        sys.exit(f"cannot read {path}: {error.__cause__ or error}")
-    for split, (name, texts) in zip(splits, pairs.items()):
-        if len(texts) < len(split):
-            missing = f"{len(split) - len(texts)} of {len(split)} rows of {name}"
-            say(f"{missing} lack {args.source} or {args.target}: left out")
-        if len(texts) == 0:
-            sys.exit(f"{path}: no row of {name} has {args.source} and {args.target}")
-    say(", ".join(f"{len(texts)} pairs of {name}" for name, texts in pairs.items()))
-    return [*pairs.values()]
-
-
-def is_pair(source, target):
-    return bool(source and source.strip() and target and target.strip())
-
-
-def say(message):
-    """Prints a line, of all processes only in that of rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+    splits = []
+    for split in datasets.load_dataset(path, split=["train", "validation", "test"]):
+        prefix = "translation." if "translation" in split.column_names else ""  # dictionaries
+        names = {prefix + args.source: "source", prefix + args.target: "target"}
+        texts = split.flatten().select_columns([*names]).rename_columns(names)
+        texts = texts.cast(datasets.Features(dict.fromkeys(SIDES, datasets.Value("string"))))
+        splits.append(texts.filter(lambda *pair: all(pair), input_columns=SIDES))
+        print(f"{len(splits[-1])} of {len(split)} {split.split} pairs are complete", flush=True)
+    return splits
 
 
 def train_tokenizer(texts, seq_len):
     """Returns a tokenizer for the frequent words of these texts. It pads to seq_len tokens."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
     words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=30_000,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    options = {"vocab_size": 30_000, "min_frequency": 2, "special_tokens": SPECIAL_TOKENS}
+    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(**options, show_progress=False))
     tokenizer.encode_special_tokens = True  # "[END]" in a text is text
     tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
     tokenizer.enable_truncation(seq_len)
@@ -164,56 +132,42 @@ def train_tokenizer(texts, seq_len):
     return tokenizer
 
 
-def encode_pairs(batch, tokenizers):
-    """Returns sources and targets (N, seq_len), source_length and target_length (N,)."""
-    encoded = {}
-    for side, tokenizer in tokenizers.items():
-        encodings = tokenizer.encode_batch_fast(batch[side])
-        ids = np.array([encoding.ids for encoding in encodings], np.int16)
-        encoded[f"{side}s"] = ids
-        encoded[f"{side}_length"] = np.count_nonzero(ids != PAD, axis=1)
-    return encoded
-
-
 class Pairs(Dataset):
     """Pairs of sentences as token ids, and their texts; the longest sources come first."""
 
     def __init__(self, texts, tokenizers):
-        encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
-        arrays = encoded.remove_columns(SIDES).with_format("numpy", dtype=np.int16)[:]
-        order = np.argsort(-arrays["source_length"], stable=True)
-        self.arrays = {name: array[order] for name, array in arrays.items()}
+        tokens = {}  # (N, seq_len) of each side
+        for side, tokenizer in tokenizers.items():
+            batches = (tokenizer.encode_batch_fast(batch[side]) for batch in texts.iter(1000))
+            parts = [np.array([encoding.ids for encoding in batch], np.int16) for batch in batches]
+            ids = tokens[side] = np.concatenate(parts)
+            share = (ids == UNKNOWN).sum() / (np.count_nonzero(ids) - 2 * len(ids))  # START, END
+            if share > 1 / 3:
+                print(f"{share:.0%} of all words of {texts.split}'s {side} are [UNK], too rare")
+        order = np.argsort(-np.count_nonzero(tokens["source"], axis=1), stable=True)
         self.texts = texts.select(order)
+        self.tokens = {side: tokens[side][order] for side in SIDES}
+        self.lengths = {side: np.count_nonzero(self.tokens[side], axis=1) for side in SIDES}
         self.tokenizers = tokenizers
 
     def __len__(self):
         return len(self.texts)
 
     def __getitems__(self, indices):
-        """Returns a whole batch, longest first: sources (B, S), lengths (B,), targets (B, T + 1).
-
-        The lengths are a list, not a tensor: the LSTM needs them on the CPU.
-        """
-        rows = {name: array[np.sort(indices)] for name, array in self.arrays.items()}
-        sources = torch.from_numpy(rows["sources"][:, : rows["source_length"].max()])
-        targets = torch.from_numpy(rows["targets"][:, : rows["target_length"].max()])
-        return sources.long(), rows["source_length"].tolist(), targets.long()
+        """Returns sources (B, S), the longest first, a list of lengths, and targets (B, T + 1)."""
+        rows = np.sort(indices)
+        sources = self.tokens["source"][rows, : self.lengths["source"][rows].max()]
+        targets = self.tokens["target"][rows, : self.lengths["target"][rows].max()]
+        lengths = self.lengths["source"][rows].tolist()  # no tensor: the LSTM needs it on the CPU
+        return torch.from_numpy(sources).long(), lengths, torch.from_numpy(targets).long()
 
 
 def read_data(args, names=("train", "validation")):
     """Returns the data to train on and to validate on, two map-style datasets."""
+    datasets.disable_progress_bars()
     splits = dict(zip(("train", "validation", "test"), read_splits(args)))
-    texts = splits["train"]
-    tokenizers = {side: train_tokenizer(texts[side], args.seq_len) for side in SIDES}
-    data = []
-    for name in names:
-        data.append(Pairs(splits[name], tokenizers))
-        for side in SIDES:
-            num_words = (data[-1].arrays[f"{side}_length"] - 2).sum(dtype=np.int64)
-            share = (data[-1].arrays[f"{side}s"] == UNKNOWN).sum() / num_words
-            if share > 1 / 3:
-                say(f"{share:.0%} of all words of {name}'s {side} are [UNK], rare in train")
-    return data
+    tokenizers = {side: train_tokenizer(splits["train"][side], args.seq_len) for side in SIDES}
+    return [Pairs(splits[name], tokenizers) for name in names]
 
 
 class Stepwise(nn.Module):
@@ -365,15 +319,13 @@ def load_trained(args):
 
 def bleu_score(texts, translations, tokenizer):
     """Returns the BLEU of the translations of texts, without regard to case."""
-    references = []  # with blanks between words, as in the translations
+    references = []  # in small letters, with blanks between words, as in the translations
     for text in texts:
-        text = tokenizer.normalizer.normalize_str(text)  # in small letters, as the model's
+        text = tokenizer.normalizer.normalize_str(text)
         words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
         references.append(" ".join(word for word, _ in words))
-    bleu = sacrebleu.corpus_bleu(  # force: no warning that the texts look tokenized
-        translations, [references], lowercase=True, tokenize="intl", force=True
-    )
-    return bleu.score
+    # force: no warning that the texts look tokenized.
+    return sacrebleu.corpus_bleu(translations, [references], tokenize="intl", force=True).score
 
 
 @torch.no_grad()

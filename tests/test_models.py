@@ -124,13 +124,12 @@ def test_batches_of_similar_lengths(script):
     lengths = np.random.default_rng(0).integers(5, 65, 2501)
     if script is text:  # each text has its length as its class
         tokens = np.arange(64) < lengths[:, None]
-        columns = {"tokens": tokens.astype(int), "length": lengths, "class": lengths}
-        data = text.Texts(datasets.Dataset.from_dict(columns), 65)
+        data = text.Texts(tokens.astype(np.int16), lengths, 65)
     else:
         texts = datasets.Dataset.from_dict(dict.fromkeys(TOKENIZERS, ["w4 " * n for n in lengths]))
         data = translation.Pairs(texts, TOKENIZERS)
         found = [words.count("w4") + 2 for words in data.texts["target"]]  # [START] and [END]
-        assert found == data.arrays["source_length"].tolist() == sorted(lengths + 2)[::-1]
+        assert found == data.lengths["source"].tolist() == sorted(lengths + 2)[::-1]
     orders = [script.training_order(data, namespace(), epoch) for epoch in (0, 1)]
     assert set(orders[0][:12]) != set(orders[1][:12])
     for order in orders:
@@ -144,6 +143,29 @@ def test_batches_of_similar_lengths(script):
                 num_words += sum(lengths)
                 num_tokens += tokens.numel()
         assert num_words > 0.95 * num_tokens
+
+
+def test_long_texts(tmp_path):
+    """A length may be more than 16 bits hold. A word is the same in NFC and in NFD."""
+    tokens = np.zeros((2, 40_000), np.int16)
+    tokens[0], tokens[1, :3] = 5, 6
+    data = text.Texts(tokens, np.array([0, 1]), 2)
+    assert data.lengths.tolist() == [3, 40_000] and data.classes.tolist() == [1, 0]
+    words, labels = data.__getitems__([0, 1])
+    assert words.shape == (2, 40_000) and labels.tolist() == [1, 0]
+    letters = ["\u00e4", "a\u0308"]  # one letter, and two that look like it
+    tokenizers = {side: translation.train_tokenizer(letters, 40_000) for side in VOCAB_SIZES}
+    pairs = datasets.Dataset.from_dict({side: [40_000 * "a ", *letters] for side in VOCAB_SIZES})
+    data = translation.Pairs(pairs, tokenizers)
+    assert data.lengths["source"].tolist() == [40_000, 3, 3]
+    assert (data.tokens["source"][1:, 1] == 4).all(), "the first word after the special tokens"
+    nfc, nfd = (9 * [9 * f"{letter} "] for letter in letters)
+    assert translation.bleu_score(nfd, nfc, tokenizers["target"]) == pytest.approx(100)
+    for split in ("train", "test"):
+        rows = [f"{letter} {letter},{letter}" for letter in 2 * letters[:1]]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", f"{letters[1]},b", *rows]))
+    for data in text.read_data(namespace(dataset=str(tmp_path), data_dir="")):
+        assert (data.tokens[:, 0] == 2).all() and data.lengths.tolist() == [1, 2, 2]
 
 
 def pairs_of(generator, count):
