@@ -51,8 +51,6 @@ from tqdm import tqdm
 
 # ============================ Yours: flags, data, model, loss. Replace. ===========================
 
-MAX_VAL = 2**18  # tokens to validate on, at most: to validate often must not take long
-
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -66,15 +64,13 @@ def parse_args():
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
     args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
-    if args.n_heads < 1 or args.d_model % args.n_heads:
-        parser.error("--d_model must be a multiple of --n_heads")
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
     args.model = f"gpt-{args.num_layers}x{args.d_model}"
     return args
 
 
 class Tokens(Dataset):
-    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+    """Token ids (N,), cut into sequences of --seq_len."""
 
     def __init__(self, tokens, args):
         self.tokens = tokens
@@ -87,42 +83,35 @@ class Tokens(Dataset):
         """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
         starts = np.array(indices)[:, None] * self.args.seq_len
         ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))  # refuses floats
         if ids.max() >= self.args.vocab_size:
             raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
-        ids = torch.from_numpy(ids.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
 
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    try:
-        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            splits = []
-            for name in ("train", "val"):
-                path = os.path.join(args.dataset, name)
-                if os.path.exists(f"{path}.bin"):
-                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
-                    # Every second one is half of an id of 32 bits: 0, or much smaller.
-                    limit = tokens[:2000:2].max() / 16 if len(tokens) > 1000 else 1
-                    if len(tokens) > 1 and tokens[1:2000:2].max() < limit:
-                        raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
-                else:
-                    tokens = np.load(f"{path}.npy", mmap_mode="r")
-                if tokens.ndim != 1 or tokens.dtype.kind != "u":
-                    shape = f"{tokens.dtype} {tokens.shape}"
-                    raise ValueError(f"{name} is {shape}, not unsigned ids (N,), such as uint16")
-                splits.append(Tokens(tokens, args))
-            splits[1].tokens = splits[1].tokens[:MAX_VAL]
-            return splits
-        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-        if not text.all():
-            raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (EOFError, OSError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
+    max_val = 2**18  # tokens to validate on, at most: to validate often must not take long
+    if os.path.isdir(args.dataset):
+        train, val = (read_ids(os.path.join(args.dataset, split)) for split in ("train", "val"))
+        return Tokens(train, args), Tokens(val[:max_val], args)
+    stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+    paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+    text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    if not text.all():
+        sys.exit(f"{args.dataset} has bytes of 0, and so it is no text in UTF-8")
+    num_val = min(len(text) // 10, max_val)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
+
+
+def read_ids(path):
+    """Returns token ids (N,), mapped, not read: they may be larger than memory."""
+    if not os.path.exists(f"{path}.bin"):
+        return np.load(f"{path}.npy", mmap_mode="r")
+    ids = np.memmap(f"{path}.bin", np.uint16, "r")
+    if ids[1:2000:2].max() < ids[:2000:2].max() / 16:  # the upper halves of ids of 32 bits
+        sys.exit(f"{path}.bin has ids of more than 16 bits: save them as .npy")
+    return ids
 
 
 class GPTBlock(nn.Module):
@@ -156,8 +145,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
         self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
+        for name, parameter in self.named_parameters():  # as in nanoGPT
+            if parameter.dim() == 2:  # GPT-2 (Radford et al. 2019) divides by the root of depth
                 depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
@@ -169,7 +158,6 @@ class GPT(nn.Module):
 
 
 def create_model(args, data):
-    """Returns the network for the training data."""
     return GPT(args)
 
 
@@ -183,9 +171,12 @@ def create_optimizer(model, args):
 
 def learning_rate_factor(args, done):
     """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    if done < 0.05:
-        return 20 * done  # it rises to 1
-    return 1.05 - done  # and falls to a twentieth
+    return min(20 * done, 1.05 - done)  # it rises to 1, and falls to a twentieth
+
+
+def training_order(data, args, epoch):
+    """Returns the indices (N,) of an epoch. The run seeds NumPy equally in all processes."""
+    return np.random.permutation(len(data))
 
 
 def batch_loss(model, batch, args):
@@ -202,12 +193,12 @@ def finish(model, data, args, device):
         return
     is_text = not os.path.isdir(args.dataset)
     num_ids = 256 if is_text else args.vocab_size  # an id of a text is a byte
-    tokens, _ = data.__getitems__([0])
-    tokens = tokens.to(device)  # (1, T): the first sequence of the validation data
+    tokens = data.__getitems__([0])[0].to(device)  # (1, T): the first sequence to validate on
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
     ids = tokens[0, args.seq_len :].tolist()
+    sys.__stdout__.reconfigure(errors="replace")  # the locale may not be UTF-8
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 

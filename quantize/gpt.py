@@ -53,7 +53,6 @@ from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
 COLUMNS = ["row", "mode", "MB", "peak MB", "val_ppl", "same %", "one text", "prompts", "texts"]
-MAX_VAL = 2**18  # tokens to validate on, at most: to validate often must not take long
 
 
 def parse_args():
@@ -80,7 +79,7 @@ def parse_args():
 
 
 class Tokens(Dataset):
-    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+    """Token ids (N,), cut into sequences of --seq_len."""
 
     def __init__(self, tokens, args):
         self.tokens = tokens
@@ -93,42 +92,35 @@ class Tokens(Dataset):
         """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
         starts = np.array(indices)[:, None] * self.args.seq_len
         ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))  # refuses floats
         if ids.max() >= self.args.vocab_size:
             raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
-        ids = torch.from_numpy(ids.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
 
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    try:
-        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            splits = []
-            for name in ("train", "val"):
-                path = os.path.join(args.dataset, name)
-                if os.path.exists(f"{path}.bin"):
-                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
-                    # Every second one is half of an id of 32 bits: 0, or much smaller.
-                    limit = tokens[:2000:2].max() / 16 if len(tokens) > 1000 else 1
-                    if len(tokens) > 1 and tokens[1:2000:2].max() < limit:
-                        raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
-                else:
-                    tokens = np.load(f"{path}.npy", mmap_mode="r")
-                if tokens.ndim != 1 or tokens.dtype.kind != "u":
-                    shape = f"{tokens.dtype} {tokens.shape}"
-                    raise ValueError(f"{name} is {shape}, not unsigned ids (N,), such as uint16")
-                splits.append(Tokens(tokens, args))
-            splits[1].tokens = splits[1].tokens[:MAX_VAL]
-            return splits
-        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-        if not text.all():
-            raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (EOFError, OSError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
+    max_val = 2**18  # tokens to validate on, at most: to validate often must not take long
+    if os.path.isdir(args.dataset):
+        train, val = (read_ids(os.path.join(args.dataset, split)) for split in ("train", "val"))
+        return Tokens(train, args), Tokens(val[:max_val], args)
+    stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+    paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+    text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    if not text.all():
+        sys.exit(f"{args.dataset} has bytes of 0, and so it is no text in UTF-8")
+    num_val = min(len(text) // 10, max_val)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
+
+
+def read_ids(path):
+    """Returns token ids (N,), mapped, not read: they may be larger than memory."""
+    if not os.path.exists(f"{path}.bin"):
+        return np.load(f"{path}.npy", mmap_mode="r")
+    ids = np.memmap(f"{path}.bin", np.uint16, "r")
+    if ids[1:2000:2].max() < ids[:2000:2].max() / 16:  # the upper halves of ids of 32 bits
+        sys.exit(f"{path}.bin has ids of more than 16 bits: save them as .npy")
+    return ids
 
 
 class CachedBlock(nn.Module):
