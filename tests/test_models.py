@@ -66,10 +66,10 @@ def test_gpt_sequences_do_not_overlap():
     assert len(tokens.unique()) == 249 * 16
 
 
-def test_gpt_token_files(run, attempt, refused, tmp_path):
-    """Files of 16 and of 32 bits; others, and ids beyond the vocabulary, end the run in a line."""
+def test_gpt_token_files(run, changed, attempt, tmp_path):
+    """Files of 16 and of 32 bits; floats, and ids beyond the vocabulary, end the run."""
     ids = np.random.default_rng(0).integers(0, 300, 2_000)
-    for name, array in (("wide", (300 * ids).astype(np.uint32)), ("signed", ids)):
+    for name, array in (("wide", (300 * ids).astype(np.uint32)), ("floats", ids / 2)):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / "train.npy", array)
         np.save(tmp_path / name / "val.npy", array[:200])
@@ -79,13 +79,19 @@ def test_gpt_token_files(run, attempt, refused, tmp_path):
     out = run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--log", log)
     assert 300 < math.exp(curve(log)[0, 1]) < 520
     assert len(drawn := json.loads(out.splitlines()[-1])) == 40 and 300 < max(drawn) < 512
-    (tmp_path / "a.txt").write_bytes(b"text " * 999)  # of a text, each sampled token is a byte
-    run("singlegpu/gpt.py", *words, "--dataset", tmp_path / "a.txt")
+    # Of a text, each sampled token is a byte. Untrained ones are no UTF-8, nor can this print it.
+    (tmp_path / "a.txt").write_bytes(b"text " * 999)
+    guard = 'if __name__ == "__main__":'
+    ascii_only = changed(
+        "singlegpu/gpt.py", {guard: f'sys.stdout.reconfigure(encoding="ascii")\n{guard}'}
+    )
+    assert "?" in run(ascii_only, *words, "--dataset", tmp_path / "a.txt")
     wide = (*SMALL_GPT, "--dataset", tmp_path / "wide")
     run("singlegpu/gpt.py", *wide, "--vocab_size", 90_000)
     status, _, err = attempt("multigpu/gpt.py", *wide, processes=2)
     assert status and "is not below --vocab_size 50304" in err, err
-    refused("int64", "singlegpu/gpt.py", *SMALL_GPT, "--dataset", tmp_path / "signed")
+    *_, err = attempt("singlegpu/gpt.py", *SMALL_GPT, "--dataset", tmp_path / "floats")
+    assert "Cannot cast array data from dtype('float64')" in err, err
 
 
 @pytest.mark.parametrize("model", ["nbow", "transformer"])
