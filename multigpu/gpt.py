@@ -195,7 +195,7 @@ def finish(model, data, args, device):
         logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
     ids = tokens[0, args.seq_len :].tolist()
-    sys.stdout.reconfigure(errors="replace")  # the locale may not be UTF-8
+    sys.__stdout__.reconfigure(errors="replace")  # the locale may not be UTF-8
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 

@@ -9,8 +9,8 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
     import text
     model, args = text.load_quantized("int8.pt")
     _, data = text.read_data(args)
-    tokens, classes = data.__getitems__([0, 1, 2])
-    print(model(tokens).argmax(1), classes)
+    tokens, targets = data.__getitems__([0, 1, 2])
+    print(model(tokens).argmax(1), targets)
 
 Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. *-weights has int8
 or int4 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by PyTorch's
@@ -124,21 +124,21 @@ def load_texts(args):
 
 
 class Texts(Dataset):
-    """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
+    """Texts as token ids (N, T), sorted by their lengths (N,), and the numbers of their classes."""
 
-    def __init__(self, tokens, classes, num_classes):
+    def __init__(self, tokens, targets, classes):
         lengths = np.count_nonzero(tokens, axis=1)
         order = np.argsort(lengths, stable=True)
-        self.tokens, self.lengths, self.classes = tokens[order], lengths[order], classes[order]
-        self.num_classes = num_classes
+        self.tokens, self.lengths, self.targets = tokens[order], lengths[order], targets[order]
+        self.classes = classes  # their names (K,)
 
     def __len__(self):
         return len(self.lengths)
 
     def __getitems__(self, indices):
-        """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
+        """Returns a whole batch: tokens (B, T), with zeros after a text's end, targets (B,)."""
         tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices])
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.targets[indices])
 
 
 def read_data(args):
@@ -163,7 +163,7 @@ def read_data(args):
     for name, texts in (("train", train_texts), ("test", test_texts)):
         encoded = texts.map(encode, fn_kwargs={"tokenizer": tokenizer}, **options)
         tokens = encoded.with_format("numpy", dtype=np.int16)["tokens"][:]
-        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), len(labels)))
+        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), labels))
         share = (tokens == 1).sum() / (tokens > 0).sum()
         if share > 1 / 3:
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
@@ -208,7 +208,7 @@ def create_model(args, data):
         encoder = TextEncoder(args)
     else:
         encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
-    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, data.num_classes))
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, len(data.classes)))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
@@ -217,7 +217,7 @@ def create_model(args, data):
 
 def create_empty(args):
     """Returns the model of these settings, untrained."""
-    return create_model(args, args)  # of the data it needs num_classes alone
+    return create_model(args, args)  # of the data it needs the classes alone
 
 
 def load_trained(args):
@@ -225,7 +225,7 @@ def load_trained(args):
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     _, data = read_data(args)
-    args.num_classes = data.num_classes
+    args.classes = data.classes
     model = create_empty(args)
     model.load_state_dict(snapshot["model"])
     return model.eval(), data
@@ -239,7 +239,7 @@ def classify(model, batches):
 def test(model, data, indices, batches, args):
     """Returns the share of right answers, and the answers (N,)."""
     answers = classify(model, batches)
-    return np.mean(answers == data.classes[indices]), answers
+    return np.mean(answers == data.targets[indices]), answers
 
 
 def measure(row, model, data, batches, args):

@@ -99,7 +99,7 @@ def test_text_padding_changes_nothing(model):
     """A text's logits do not depend on its batch mates, however long; every word counts."""
     torch.manual_seed(0)
     args = namespace(model=model, seq_len=64)
-    model = text.create_model(args, SimpleNamespace(num_classes=4)).eval()
+    model = text.create_model(args, SimpleNamespace(classes=range(4))).eval()
     lengths = torch.tensor([3, 60, 17])
     tokens = torch.randint(2, 100, (3, 60)) * (torch.arange(60) < lengths[:, None])
     together = model(tokens)
@@ -156,7 +156,7 @@ def test_long_texts(tmp_path):
     tokens = np.zeros((2, 40_000), np.int16)
     tokens[0], tokens[1, :3] = 5, 6
     data = text.Texts(tokens, np.array([0, 1]), 2)
-    assert data.lengths.tolist() == [3, 40_000] and data.classes.tolist() == [1, 0]
+    assert data.lengths.tolist() == [3, 40_000] and data.targets.tolist() == [1, 0]
     words, labels = data.__getitems__([0, 1])
     assert words.shape == (2, 40_000) and labels.tolist() == [1, 0]
     letters = ["\u00e4", "a\u0308"]  # one letter, and two that look like it
