@@ -608,7 +608,7 @@ class Batches:
 
 
 def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request. What has no .to stays as it is."""
+    """Yields a batch on the device for each request."""
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # a request is a batch already
@@ -622,7 +622,14 @@ def load_batches(data, requests, device, args):
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for batch in batches:
-        yield tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
+        yield tree_map(lambda part: to_device(part, device), batch)
+
+
+def to_device(part, device):
+    """Returns a part of a batch on the device. What has no .to stays as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    return part.to(device) if hasattr(part, "to") else part
 
 
 def add_up(sums, device):
