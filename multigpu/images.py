@@ -791,6 +791,8 @@ def print_marks(rows):
 
 if __name__ == "__main__":
     args = parse_args()
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        sys.exit(f"each task would train alone: use slurm/multinode_{Path(__file__).stem}.slurm")
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2
     if ON_GPU and args.num_gpus > num_gpus:

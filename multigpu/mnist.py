@@ -120,6 +120,8 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=240, help="images per step, in total")
     args = parser.parse_args()
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        parser.error("each task would train alone: use slurm/multinode_mnist.slurm")
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2
     if ON_GPU and args.num_gpus > num_gpus:

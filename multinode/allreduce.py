@@ -161,12 +161,12 @@ def print_link(sizes, seconds, rate, device, nodes):
 
 def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
-        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
-        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
-        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
-        os.environ.setdefault("GROUP_RANK", os.environ["SLURM_NODEID"])
-        os.environ.setdefault("GROUP_WORLD_SIZE", os.environ["SLURM_STEP_NUM_NODES"])
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+        os.environ["GROUP_RANK"] = os.environ["SLURM_NODEID"]
+        os.environ["GROUP_WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_NODES"]
     needed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"}
     if not needed <= {*os.environ}:
         sys.exit("start it with torchrun or by its job file: see the top of this script")

@@ -32,10 +32,10 @@ def read_data(args, train):
 
 
 def main(args):
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # by srun, which has other names than torchrun
-        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
-        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
-        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= {*os.environ}:
         sys.exit("start it with torchrun or by its job file: see the top of this script")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -684,5 +684,7 @@ def print_marks(rows):
 
 if __name__ == "__main__":
     args = parse_args()
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        sys.exit(f"each task would train alone: use slurm/multinode_{Path(__file__).stem}.slurm")
     check_args(args, 1)
     main(args)
