@@ -46,6 +46,9 @@ submit() { # ARGUMENT... of sbatch: prints the job's id
     fi
 }
 
+for name in ${!SLURM_@}; do # those of a salloc: the jobs' sruns would take them for their options
+    [ "$name" = SLURM_CONF ] || unset "$name"
+done
 [ -n "$dry_run" ] || mkdir -p "$out"
 jobs=()
 for count in $gpus; do

@@ -1,4 +1,4 @@
-"""One job file of each folder on a real Slurm of two nodes on this machine; all in the soak."""
+"""Job files of each folder on a real Slurm of two nodes on this machine; all in the soak."""
 
 import os
 import re
@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights
-from conftest import rows, wait_for
+from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights, rows, wait_for
 
 CLUSTER = ["bash", ROOT / "tests/helpers/slurm_cluster.sh"]
 SMALL = ["--model", "mlp", "--batch_size", "64", "--max_steps", "10", "--eval_every", "5"]
@@ -27,8 +26,10 @@ def cluster(tmp_path_factory):
         pytest.skip(started.stderr.strip())
     assert started.returncode == 0, started.stderr
     variables = dict(re.findall(r"(\w+)=(\S+)", started.stdout))
-    # `python` and `torchrun` are those of this test; a job gets its GPUs from Slurm alone.
+    # `python` is that of this test; a job gets its GPUs from Slurm alone, and none of its numbers
+    # from what a user has tried in this shell before.
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables |= {"RANK": "0", "LOCAL_RANK": "5", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
     yield {key: value for key, value in ENVIRONMENT.items() if key[:4] != "CUDA"} | variables
     subprocess.run([*CLUSTER, "down", folder], check=True)
     assert not folder.exists()
@@ -65,6 +66,15 @@ class Site:
         wait_for(lambda: self.show(job)["JobState"] in ENDED, pause=0.3)
         return self.show(job)["JobState"]
 
+    def reach_limit(self, job):
+        """Do what Slurm does two minutes before the time limit; wait for the next start or end."""
+        restarts = self.show(job)["Restarts"]
+        self.command("scancel", "--signal=USR2", job)
+        wait_for(
+            lambda: self.show(job)["Restarts"] != restarts or self.show(job)["JobState"] in ENDED,
+            pause=0.3,
+        )
+
 
 @pytest.fixture
 def site(tmp_path, cluster):
@@ -75,10 +85,10 @@ def site(tmp_path, cluster):
 
 
 def test_jobs_of_a_sweep_train_and_are_reported(site, data):
-    """Jobs of singlegpu, multigpu and multinode, and their report."""
-    words = ("--gpus", "1 2 2x1", "--batch_sizes", 32, "--out", "sweep", "images", *SMALL)
-    words += ("--dataset", "mnist", "--data_dir", data)
-    told = site.command("bash", "slurm/sweep.sh", *words)
+    """Jobs of singlegpu, multigpu and multinode, and their report, submitted inside salloc."""
+    inside = ("salloc", "--quiet", "--gpus=1", "--mem-per-cpu=100", "bash", "slurm/sweep.sh")
+    words = ("--gpus", "1 2 2x1", "--batch_sizes", 32, "--out", "sweep", "--sbatch", "--mem=4000")
+    told = site.command(*inside, *words, "images", *SMALL, "--dataset", "mnist", "--data_dir", data)
     out = site.folder / "sweep"
     assert site.wait(re.search(r"job (\d+) writes", told)[1]) == "COMPLETED"
     cases = ("singlegpu_1", 1, 1), ("multigpu_2", 2, 1), ("multinode_2x1", 2, 2)
@@ -94,55 +104,23 @@ def test_jobs_of_a_sweep_train_and_are_reported(site, data):
 
 def test_mnist_jobs(site, data):
     """Two launches of one task on two nodes: one loss curve. A third job quantizes the model."""
-    job_file = site.folder / "slurm/multinode_mnist.slurm"
-    edited, count = re.subn(  # its environment comes from the job file alone, as --export=NONE says
-        "^# EDIT: activate.*",
-        f"PATH={site.environment['PATH']}",
-        job_file.read_text(),
-        flags=re.M,
-    )
-    assert count == 1
-    job_file.write_text(edited)
+    job_file = site.folder / "slurm/quantize_mnist.slurm"
+    path = f"PATH={site.environment['PATH']}"  # from the job file alone, as --export=NONE says
+    text, count = re.subn("^# EDIT: activate.*", path, job_file.read_text(), flags=re.M)
+    assert job_file.write_text(text) and count == 1
     small = ("--data_dir", data, "--batch_size", "48", "--epochs", "1")
     losses = []
-    alone = [*ONE_PROCESS, "--export=NONE"]
-    jobs = {
-        "multinode": site.submit("multinode_mnist", *small, options=alone),
-        "hybrid": site.submit("hybrid_mnist", *small, options=ONE_PROCESS),
-    }
-    for folder, job in jobs.items():
+    folders = ("multinode", "hybrid")
+    jobs = [site.submit(f"{folder}_mnist", *small, options=ONE_PROCESS) for folder in folders]
+    for folder, job in zip(folders, jobs):
         assert site.wait(job) == "COMPLETED", site.output(job)
         assert f"| {folder} | 2 |" in site.output(job), site.output(job)
         losses.append(float(re.search(r"train_loss ([\d.]+)", site.output(job))[1]))
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
-    job = site.submit("quantize_mnist", "--data_dir", data, options=["--cpus-per-task=1"])
+    alone = ("--cpus-per-task=1", "--export=NONE")
+    job = site.submit("quantize_mnist", "--data_dir", data, options=alone)
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert len(re.findall(r"^\| quantize \| (?:fp32|int8) \|", site.output(job), re.M)) == 2
-
-
-def test_a_study_that_slurm_refuses_leaves_nothing(site):
-    """Its second run asks for more GPUs than a node has."""
-    options = ["--gpus", "1 64", "--sbatch", "--begin=now+1hour"]
-    words = ["bash", "slurm/sweep.sh", *options, "images", *SMALL]
-    where = {"cwd": site.folder, "env": site.environment}
-    done = subprocess.run(words, capture_output=True, text=True, **where)
-    assert done.returncode == 2 and "sbatch refused the run of 64" in done.stderr, done.stderr
-    assert "singlegpu_images" not in site.command("squeue", "--format=%j")
-
-
-def signal_of_the_limit(site, job):
-    """What Slurm does two minutes before a job's time limit. Returns how often it had restarted."""
-    restarts = site.show(job)["Restarts"]
-    site.command("scancel", "--signal=USR2", job)
-    return restarts
-
-
-def wait_for_restart(site, job, restarts):
-    def has_come():
-        shown = site.show(job)
-        return shown["Restarts"] != restarts or shown["JobState"] in ENDED
-
-    wait_for(has_come, pause=0.3)
 
 
 def test_stopped_at_the_time_limit(site, run, data):
@@ -152,42 +130,54 @@ def test_stopped_at_the_time_limit(site, run, data):
     job = site.submit("multinode_images", *words, options=ONE_PROCESS)
     snapshot = site.folder / f"multinode_images-{job}.pt"
     wait_for(lambda: snapshot.exists() or site.show(job)["JobState"] in ENDED, pause=0.3)
-    restarts = signal_of_the_limit(site, job)
-    whole = site.folder / "whole.pt"
-    more = ("--num_workers", 0, "--snapshot", whole)
-    run("multinode/images.py", *words, *more, processes=(2, 1))
-    wait_for_restart(site, job, restarts)
+    site.reach_limit(job)
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert int(site.show(job)["Restarts"]) == 1
     starts = re.findall(r"steps (\d+) to 500", site.output(job))
     assert len(starts) == 2 and starts[1] != "0", "it began again"
-    assert_same_weights(whole, snapshot)
+    more = ("--num_workers", 0, "--snapshot", site.folder / "whole.pt")
+    run("multinode/images.py", *words, *more, processes=(2, 1))
+    assert_same_weights(site.folder / "whole.pt", snapshot)
 
 
 def test_jobs_that_are_not_queued_again(site):
-    """One that gets the signal before its first step, with nothing saved; and one that fails."""
+    """One that gets the signal before its first step, with nothing saved; and two that fail."""
     early = site.submit("multinode_gpt", options=ONE_PROCESS)
-    failed = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
+    wrong = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
+    twice = site.submit("singlegpu_gpt", options=["--nodes=2", "--cpus-per-task=1"])
     wait_for(lambda: site.show(early)["JobState"] == "RUNNING", pause=0.1)
     time.sleep(1)
-    signal_of_the_limit(site, early)
-    for job in (early, failed):
+    site.reach_limit(early)
+    for job in (early, wrong, twice):
         assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "0", site.output(job)
-    assert "argument --batch_size: invalid int value: 'many'" in site.output(failed)
+    assert "argument --batch_size: invalid int value: 'many'" in site.output(wrong)
+    assert "use slurm/multinode_gpt.slurm" in site.output(twice)
 
 
-def test_sweep_refuses(tmp_path):
-    """Mistakes are found before anything is submitted; --dry_run submits nothing."""
-    script = ["bash", ROOT / "slurm/sweep.sh", "--dry_run"]
+def test_sweep_refuses(site):
+    """Mistakes, before anything is submitted. --dry_run submits nothing, and a refused run cancels
+    those before it: here it asks for more GPUs than a node has."""
+
+    def sweep(*words):
+        where = {"cwd": site.folder, "env": site.environment, "capture_output": True, "text": True}
+        return subprocess.run(["bash", "slurm/sweep.sh", *words], **where)
+
     cases = {
-        "--gpus|1 many|images": "--gpus many",
-        "nothing": "multigpu_nothing.slurm",
-        "mnist": "no --log",
+        ("--gpus", "1 many", "images"): "--gpus many",
+        ("nothing",): "multigpu_nothing.slurm",
+        ("mnist",): "no --log",
+        (
+            "--gpus",
+            "1 64",
+            "--sbatch",
+            "--begin=now+1hour",
+            "images",
+        ): "sbatch refused the run of 64",
     }
     for words, message in cases.items():
-        done = subprocess.run([*script, *words.split("|")], capture_output=True, text=True)
+        done = sweep(*words)
         assert done.returncode == 2 and message in done.stderr, done.stderr
-    words = [*script, "--gpus", "1 2x4 4", "--weak", "images"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.stdout.count("--num_gpus") == done.stdout.count("--num_gpus 4 ") == 1
-    assert "--batch_size 512" in done.stdout and done.stdout.count("sbatch --parsable") == 4
+    out = sweep("--dry_run", "--gpus", "1 2x4 4", "--weak", "images").stdout
+    assert out.count("--num_gpus") == out.count("--num_gpus 4 ") == 1
+    assert "--batch_size 512" in out and out.count("sbatch --parsable") == 4
+    assert "singlegpu_images" not in site.command("squeue", "--format=%j")
