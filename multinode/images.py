@@ -90,9 +90,10 @@ def read_images(args, split):
         if is_train:
             crop = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()]
         transform = v2.Compose([*crop, v2.PILToTensor()])
-        return datasets.ImageFolder(
-            folder / ("train" if is_train else "val"), transform, loader=read_photo
-        )
+        folder = folder / ("train" if is_train else "val")
+        endings = tuple(Image.registered_extensions())  # torchvision would leave out .avif, ...
+        is_photo = lambda path: path.lower().endswith(endings)  # noqa: E731
+        return datasets.ImageFolder(folder, transform, loader=read_photo, is_valid_file=is_photo)
     # Files of make_images.py are mapped: they may be larger than memory.
     images = torch.from_numpy(np.load(folder / f"{split}_images.npy", mmap_mode="c"))
     labels = torch.from_numpy(np.load(folder / f"{split}_labels.npy"))
@@ -155,6 +156,8 @@ def create_model(args, data):
     """Returns a network that maps images (B, C, H, W), 0 to 1, to logits (B, K)."""
     channels, height, width = data[0][0].shape
     num_classes = len(data.classes)
+    if args.pretrained and args.model in ("mlp", "cnn", "autoencoder"):
+        sys.exit(f"there are no pretrained weights of {args.model}: name a network of torchvision")
     if args.model == "mlp":
         layers = [nn.Flatten(), nn.Linear(channels * height * width, 512), nn.ReLU()]
         layers += [nn.Linear(512, 512), nn.ReLU()]
@@ -175,8 +178,8 @@ def create_model(args, data):
         layers += [nn.ConvTranspose2d(32, channels, 4, 2, 1)]
         return nn.Sequential(*layers)
     network = models.get_model(args.model)
+    weights = models.get_model_weights(args.model).DEFAULT
     if args.pretrained:
-        weights = models.get_model_weights(args.model).DEFAULT
         network.load_state_dict(weights.get_state_dict(check_hash=True, weights_only=True))
     linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
     if not linear or hasattr(network, "aux_logits"):
@@ -184,7 +187,8 @@ def create_model(args, data):
     num_features = network.get_submodule(linear[-1]).in_features
     network.set_submodule(linear[-1], nn.Linear(num_features, num_classes))
     to_rgb = v2.RGB() if channels in (1, 3) else nn.Conv2d(channels, 3, 1)
-    enlarge = nn.Upsample((max(32, height), max(32, width)))  # most networks want 32 x 32 or more
+    least = max(32, *weights.meta["min_size"])  # some networks want more than 32 x 32 pixels
+    enlarge = nn.Upsample((max(least, height), max(least, width)))
     normalize = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # as ImageNet's
     return nn.Sequential(to_rgb, enlarge, normalize, network)
 
@@ -505,6 +509,8 @@ def load_weights(model, args):
     weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
+    if not fitting:
+        sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and fitting.keys() != shapes.keys():
         print(f"not in {args.init_from}, or of another shape: {sorted(shapes - fitting.keys())}")
     model.load_state_dict(fitting, strict=False)
