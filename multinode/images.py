@@ -96,7 +96,7 @@ def read_images(args, split):
         return datasets.ImageFolder(folder, transform, loader=read_photo, is_valid_file=is_photo)
     # Files of make_images.py are mapped: they may be larger than memory.
     images = torch.from_numpy(np.load(folder / f"{split}_images.npy", mmap_mode="c"))
-    labels = torch.from_numpy(np.load(folder / f"{split}_labels.npy"))
+    labels = torch.from_numpy(np.load(folder / f"{split}_labels.npy").astype(np.int64))
     if images.dtype != torch.uint8 or images.dim() not in (3, 4) or len(labels) != len(images):
         sys.exit(f"{folder}: {split} images are not uint8 (N, C, H, W), or not as many as labels")
     return Images(images if images.dim() == 4 else images[:, None], labels)

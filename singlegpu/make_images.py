@@ -220,17 +220,14 @@ def main(args):
     except Exception as error:  # a damaged or foreign source can fail anywhere
         sys.exit(f"cannot read {args.source}: {' '.join(str(error).split())}")
     unfinished = f"{args.out}.{args.size}{'grey' if args.grey else 'rgb'}.tmp"
-    try:
-        os.makedirs(unfinished, exist_ok=True)
-        with open(f"{unfinished}/classes.txt", "w") as file:
-            file.writelines(f"{name}\n" for name in classes)
-        for name, part in zip(("test", "train"), reversed(parts)):  # the shorter one first
-            write_split(f"{unfinished}/{name}", *part, args)
-        os.rename(unfinished, args.out)
-        for name in ("train", "test"):
-            os.remove(f"{args.out}/{name}_labels.tmp")
-    except OSError as error:
-        sys.exit(f"cannot write to {unfinished}: {error}. With more room, the same command goes on")
+    os.makedirs(unfinished, exist_ok=True)
+    with open(f"{unfinished}/classes.txt", "w") as file:
+        file.writelines(f"{name}\n" for name in classes)
+    for name, part in zip(("test", "train"), reversed(parts)):  # the shorter one first
+        write_split(f"{unfinished}/{name}", *part, args)
+    os.rename(unfinished, args.out)
+    for name in ("train", "test"):
+        os.remove(f"{args.out}/{name}_labels.tmp")
 
 
 if __name__ == "__main__":

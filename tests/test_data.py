@@ -16,6 +16,7 @@ from conftest import ROOT, wait_for
 from PIL import Image
 from test_examples import network  # noqa: F401 - a fixture
 from test_models import module, namespace
+from tokenizers import Tokenizer
 
 SCRIPT = "singlegpu/make_images.py"
 CLASSES = datasets.ClassLabel(names=["cat", "dog"])
@@ -75,11 +76,13 @@ def test_images_without_label_are_left_out(run, tmp_path):
     assert (images[:, 0, 0, 0] == np.where(labels == 1, 200, 50)).all()
     words = ["cat", "NA", "null", " ", "", None] * 5
     source = write_split(tmp_path / "words", "train", words, datasets.Value("string"))
-    assert "15 of 30 rows of train have no label" in make(run, source, tmp_path / "out2")
-    assert (tmp_path / "out2/classes.txt").read_text() == "NA\ncat\nnull\n"
+    out = tmp_path / "grey"
+    assert "15 of 30 rows of train have no label" in make(run, source, out, "--grey")
+    assert (out / "classes.txt").read_text() == "NA\ncat\nnull\n"
+    assert arrays(out, "train")[0].shape == (12, 1, 8, 8) and len(arrays(out, "test")[1]) == 3
 
 
-def test_splits_that_do_not_serve(run, refuse, tmp_path):
+def test_splits_that_do_not_serve(run, refuse, refused, tmp_path):
     """The split is named, before an image is decoded. Validation takes the place of test."""
     source = write_split(tmp_path / "secret", "train", [0, 1] * 30)
     write_split(source, "test", [-1] * 10)
@@ -87,6 +90,9 @@ def test_splits_that_do_not_serve(run, refuse, tmp_path):
     write_split(source, "validation", [0, 1] * 5)
     assert "10 of 10 rows of test have no label" in make(run, source, out := tmp_path / "out")
     assert arrays(out, "test")[0].shape == (10, 3, 8, 8)
+    refused("is there already", SCRIPT, source, "--out", out)
+    refused("is the source itself", SCRIPT, source, "--out", f"{source}/")
+    refuse("cannot read", tmp_path / "nowhere/no")
     others = datasets.ClassLabel(names=["bird", "cat", "dog"])
     cases = {
         "test has classes that train has not: ['cat']": {"train": [0, 2, 0], "test": [0, 1]},
@@ -141,7 +147,10 @@ def test_folders_of_splits(run, refuse, tmp_path):
     write_folders(photos / "train", (50, 120, 200))
     write_folders(photos / "valid")
     (photos / "valid/class1").rename(photos / "valid/class2")
-    assert "valid has no image of ['class1']" in make(run, photos, out := tmp_path / "out")
+    (photos / "test").mkdir()  # as in a contest, whose labels are secret
+    told = make(run, photos, out := tmp_path / "out")
+    assert "test has no folders of images: left out" in told
+    assert "valid has no image of ['class1']" in told
     images, labels = arrays(out, "test")
     assert (images[:, 0, 0, 0] == np.where(labels == 2, 200, 50)).all() and len(labels) == 40
     assert len(arrays(out, "train")[1]) == 60
@@ -288,6 +297,9 @@ def test_series(run, attempt, example, tmp_path):
     path.write_text("\n".join(lines))
     words = (script, "--series", path, "--window", 24, "--horizon", 6)
     fails(attempt, "no number in date", *words)
+    pd.read_csv(path).to_csv(tmp_path / "numbered.csv")
+    args = namespace(series=tmp_path / "numbered.csv", skip=["date"])
+    assert module(script).read_series(args).shape == (300, 2), "row numbers are no series"
     out = run(*words, "--skip", "date", "--epochs", 4)
     mae, naive = re.findall(r"val_mae ([\d.]+)\s+val_naive ([\d.]+)", out)[-1]
     assert float(mae) < float(naive) / 2, out
@@ -311,6 +323,10 @@ def test_masks(run, attempt, example, tmp_path):
             mask = np.full((10, 10), 255, np.uint8)
             mask[0] = number % 2
             Image.fromarray(mask).save(tmp_path / f"{split}/masks/{number}.png")
+    upright = Image.Exif()
+    upright[0x0112] = 6  # shown after a turn by 90 degrees clockwise
+    Image.new("RGB", (8, 16)).save(tmp_path / "turned.jpg", exif=upright)
+    assert module(script).read_photo(tmp_path / "turned.jpg").size == (16, 8), "as its mask"
     words = (script, "--photos", tmp_path, "--image_size", 8, "--batch_size", 6)
     out = run(*words, "--epochs", 1)
     loss = float(re.search(r"train_loss ([\d.]+)", out)[1])
@@ -365,19 +381,20 @@ def test_references_are_written_as_translations_are():
 
 
 @pytest.mark.parametrize("letters", ["狗猫鱼鸟树花", "กขคงจฉ"])
-def test_texts_without_blanks_between_words(run, tmp_path, letters):
-    generator = np.random.default_rng(0)
-    lines = []
-    for label in generator.integers(0, 2, 200):
-        words = generator.choice([*letters[3 * label :][:3]], 12)
-        lines.append(f"{''.join(words)},{label}")
-    folder = write_texts(tmp_path / "texts", lines, lines[:50])
-    out = run(*TEXT, "--dataset", folder, "--epochs", 3)
-    assert float(re.findall(r"val_acc ([\d.]+)", out)[-1]) > 0.9 and "[UNK]" not in out, out
+def test_texts_without_blanks_between_words(letters):
+    """Each character is a token."""
+    for script in ("text", "translation"):
+        tokenizer = module(f"singlegpu/{script}.py")
+        if script == "text":
+            table = tokenizer.learn_vocabulary({"text": [letters] * 2})
+            tokenizer = Tokenizer.from_str(table["tokenizer"][0])
+        else:
+            tokenizer = tokenizer.train_tokenizer([letters] * 2, 6)
+        assert set(letters) <= tokenizer.get_vocab().keys()
 
 
-def test_texts_that_no_vocabulary_covers(run, tmp_path):
-    """It is said. Digits are text; labels have gaps."""
+def test_labels_of_text_py(run, refused, tmp_path):
+    """Digits are text, which no vocabulary may cover; labels have gaps, and are those of train."""
     lines = [f"{number},{2 * (number % 2) + 1}" for number in range(1000, 1100)]
     lines += [f"1000,{missing}" for missing in ("-1", "", "NA")]
     lines += ["1000,-2"]  # -1 alone is the hub's mark
@@ -385,13 +402,9 @@ def test_texts_that_no_vocabulary_covers(run, tmp_path):
     out = run(*TEXT, "--dataset", folder, "--max_steps", 1)
     assert "101 of 104 rows of train have a label other than -1: [-2.0, 1.0, 3.0]" in out
     assert re.search(r"\d\d% of all tokens of train are \[UNK\]", out), out
-
-
-def test_labels_that_are_not_in_train(run, refused, tmp_path):
-    lines = ["a b,bird", "c d,stone"] * 10
-    folder = write_texts(tmp_path / "texts", lines, ["a b,bird", "c d,fish", "e,ant"])
+    write_texts(folder, ["a b,bird", "c d,stone"] * 10, ["a b,bird", "c d,fish", "e,ant"])
     refused("test has labels that train has not: ['ant', 'fish']", *TEXT, "--dataset", folder)
-    write_texts(folder, lines, ["a b,stone"])
+    write_texts(folder, ["a b,bird", "c d,stone"] * 10, ["a b,stone"])
     out = run(*TEXT, "--dataset", folder, "--max_steps", 1)
     assert "1 of 1 rows of test have a label other than -1: ['stone']" in out
 

@@ -1,17 +1,12 @@
 """Sections that users paste, on the runs of three folders: they train; mistakes are told."""
 
-import argparse
 import json
 import re
-import shutil
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, assert_same_weights, curve, load, replaced, rows
-from PIL import Image
-from test_models import module
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -21,12 +16,17 @@ LAUNCHES = (("singlegpu", 1), ("multigpu", 2), ("multinode", 3))
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    """A folder with a tiny network and its tokenizer, as the Hub has them."""
+    """A tiny network of 16 bits, and its tokenizer, which has no padding, as some of the Hub."""
     sizes = {"max_position_embeddings": 16, "dim": 16, "hidden_dim": 32}
     rates = dict.fromkeys(("dropout", "attention_dropout", "seq_classif_dropout"), 0.0)
     config = DistilBertConfig(**sizes, **rates, vocab_size=12, n_layers=1, n_heads=2)
     torch.manual_seed(0)  # the weights do not depend on what other tests have drawn
-    return save(DistilBertForSequenceClassification(config), tmp_path_factory.mktemp("network"))
+    model = DistilBertForSequenceClassification(config).half()
+    folder = save(model, tmp_path_factory.mktemp("network"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["eos_token"] = settings.pop("pad_token")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -97,50 +97,10 @@ def test_examples_train_with_one_loss_curve(run, request, paste, tmp_path, name)
         run(paste(band, folder, task), *words, *more, processes=processes)
         assert curve(log)[-1, 1] < curve(log)[0, 1], "it learns"
         assert load(snapshot)["step"] == rows(log)[-1]["step"] == 24
+        assert {weight.dtype for weight in load(snapshot)["model"].values()} == {torch.float32}
         curves.append(curve(log))
     for each in curves[1:]:
         np.testing.assert_allclose(each, curves[0], rtol=1e-5)
-
-
-def test_a_checkpoint_of_16_bits_trains_in_float32(run, paste, network, texts, tmp_path):
-    """The library would load it as it is saved. A tokenizer without padding gets one."""
-    names = {"dtype": torch.float16}
-    model = DistilBertForSequenceClassification.from_pretrained(network, **names)
-    model.save_pretrained(shutil.copytree(network, tmp_path / "half"))
-    settings = tmp_path / "half/tokenizer_config.json"
-    loaded = json.loads(settings.read_text())
-    del loaded["pad_token"]
-    settings.write_text(json.dumps(loaded | {"eos_token": "j"}))
-    script = paste((ROOT / "examples/huggingface.py").read_text(), "singlegpu", "images")
-    words = ("--network", tmp_path / "half", "--texts", texts, "--seq_len", 8, "--max_steps", 2)
-    run(script, *words, "--snapshot", tmp_path / "s.pt")
-    assert {value.dtype for value in load(tmp_path / "s.pt")["model"].values()} == {torch.float32}
-
-
-def test_a_photograph_lies_as_its_mask(paste, tmp_path):
-    """Turned upright by its EXIF orientation, as a phone saves it."""
-    for kind in ("images", "masks"):
-        (tmp_path / kind).mkdir()
-    mask = np.zeros((24, 24), np.uint8)
-    mask[:6] = 1
-    image = Image.fromarray(np.repeat(255 * mask[..., None], 3, 2)).transpose(Image.ROTATE_90)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # shown after a turn by 90 degrees clockwise
-    image.save(tmp_path / "images/a.png", exif=exif)
-    Image.fromarray(mask).save(tmp_path / "masks/a.png")
-    band = (ROOT / "examples/segmentation.py").read_text()
-    script = module(paste(band, "singlegpu", "images"))
-    args = argparse.Namespace(image_size=24, num_classes=2)
-    [(pixels, classes)] = [script.Photos(tmp_path, args)[0]]
-    assert torch.equal(pixels[0] > 0, classes > 0)
-
-
-def test_row_numbers_are_no_series(paste, tmp_path):
-    """Those that pandas writes into a file of its own."""
-    pd.DataFrame({"load": np.arange(9.0)}).to_csv(tmp_path / "s.csv")
-    script = module(paste((ROOT / "examples/forecast.py").read_text(), "singlegpu", "images"))
-    args = argparse.Namespace(series=tmp_path / "s.csv", skip=[])
-    assert script.read_series(args).shape == (9, 1)
 
 
 LOSS = 'return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}'

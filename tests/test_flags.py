@@ -63,9 +63,9 @@ FLAGS = f"""
 --num_images --versions --copies --out | */make_bigmnist \
     | test_bigmnist.test_labels_copies_and_augmented_versions
 --size --out | */make_images | test_images.test_each_photograph_once_with_its_class
---grey | */make_images | test_images.test_a_source_of_the_hub
+--grey | */make_images | test_data.test_images_without_label_are_left_out
 --snapshot --steps --out | */noise_scale \
-    | test_noise_scale.test_it_takes_scripts_snapshots_and_own_bands
+    | test_noise_scale.test_it_takes_scripts_snapshots_and_own_sections
 --snapshot --row --out | quantize/TASK | test_quantize.test_int8_is_smaller_and_as_good
 --eager | quantize/TASK | test_quantize.test_compiled_rows
 --batch_size --num_samples --rounds --data_dir | quantize/TASK | test_flags.test_quantize

@@ -1,15 +1,12 @@
 """make_images.py, and images.py on folders of its kind."""
 
-import filecmp
 import os
 import shutil
-import signal
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import curve, load, rows, wait_for
+from conftest import curve, load, rows
 from PIL import Image
 from test_models import module, namespace
 from torchvision import models
@@ -77,53 +74,6 @@ def test_images_py_trains_on_it(made, photos, run, tmp_path):
     log = tmp_path / "log.jsonl"
     run("singlegpu/images.py", *words, "--log", log, cwd=tmp_path)
     assert curve(log, "val_acc")[-1, 2] == 1
-
-
-def test_stopped_and_started_again(made, photos, fork, run, tmp_path):
-    """The same command ends with the same bytes, wherever it was killed."""
-    out, unfinished = tmp_path / "photos", tmp_path / "photos.32rgb.tmp"
-    words = (SCRIPT, photos, "--size", 32, "--out", f"{out}/")
-    job = fork(*words)
-    wait_for(lambda: (unfinished / FILES[0]).exists() or job.process.poll() is not None)
-    job.process.send_signal(signal.SIGKILL)
-    job.wait()
-    if not out.exists():
-        _, labels = (np.load(made / name) for name in FILES[:2])
-        shutil.copy(made / FILES[0], unfinished)  # with images that have no labels yet
-        labels[:50].tofile(unfinished / "train_labels.tmp")
-        run(*words)
-    assert filecmp.cmpfiles(made, out, FILES, shallow=False)[0] == FILES
-    assert os.listdir(tmp_path) == ["photos"]
-
-
-def test_a_source_of_the_hub(photos, run, refused, tmp_path):
-    """Columns image and label, as .parquet files; grey images; splits as they are."""
-    kinds = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=sorted(COLORS))}
-    )
-    for split, number in (("train", "5"), ("test", "10")):
-        paths = [str(photos / name / f"{number}.jpg") for name in sorted(COLORS)] * 2
-        columns = {"image": paths, "label": sorted(COLORS) * 2}
-        (tmp_path / "source").mkdir(exist_ok=True)
-        table = datasets.Dataset.from_dict(columns, features=kinds)
-        table.to_parquet(tmp_path / f"source/{split}.parquet")
-    out = tmp_path / "out"
-    run(SCRIPT, tmp_path / "source", "--size", 20, "--grey", "--out", out)
-    assert np.load(out / FILES[0]).shape == (6, 1, 20, 20)
-    assert sorted(np.load(out / FILES[3])) == [0, 0, 1, 1, 2, 2]
-    refused("is there already", SCRIPT, tmp_path / "source", "--out", out)
-    refused("cannot read", SCRIPT, tmp_path / "nowhere/no")
-    refused("is the source itself", SCRIPT, photos, "--out", f"{photos}/")
-
-
-def test_a_test_split_without_labels_is_left_out(made, photos, run, tmp_path):
-    """As in a contest: then a tenth of train is for testing."""
-    shutil.copytree(photos, tmp_path / "contest/train")
-    (tmp_path / "contest/test").mkdir()
-    (tmp_path / "contest/test/1.png").write_bytes(b"of a secret class")
-    words = (tmp_path / "contest", "--size", 32, "--out", tmp_path / "out")
-    assert "test has no folders of images: left out" in run(SCRIPT, *words)
-    assert filecmp.cmpfiles(made, tmp_path / "out", FILES, shallow=False)[0] == FILES
 
 
 def write(folder, shape, counts, num_classes=4, seed=0):
