@@ -268,12 +268,12 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     progress |= {"step": 0, "row_step": 0, "totals": {}}  # row_step: the step of the last row
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(snapshot.pop(name))
         progress |= snapshot["progress"]
         if progress["fingerprint"] != fingerprint:
             way_out = f"--init_from {args.snapshot} starts anew with its weights"
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        for name, part in parts.items():
+            part.load_state_dict(snapshot.pop(name))
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # steps that are done
