@@ -87,7 +87,7 @@ def test_phases_and_comm(run, data, tmp_path):
     for split, size in (("train", 40), ("test", 4)):
         np.save(tmp_path / f"{split}_images.npy", np.full((size, 28, 28), 9, "u1"))
         np.save(tmp_path / f"{split}_labels.npy", np.arange(size) % 4)
-    words = ("--dataset", tmp_path, "--model", "vgg11", "--batch_size", 8, "--max_steps", 9)
+    words = ("--dataset", tmp_path, "--model", "vgg11", "--batch_size", 8, "--max_steps", 6)
     words = (*words, "--eval_every", 1, "--log", tmp_path / "log.jsonl")
     before = (ROOT / "tests/helpers/watch.py", tmp_path)
     run("multinode/images.py", *words, processes=2, before=before)
