@@ -22,11 +22,8 @@ def read_series(args):
         hours = np.arange(2000)[:, None] + np.arange(3)
         noise = np.random.default_rng(0).standard_normal(hours.shape)
         return np.sin(hours * 2 * np.pi / 24) + np.cos(hours * 2 * np.pi / 168) + 0.1 * noise
-    try:
-        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
-            table = pd.read_csv(args.series, index_col=False).drop(columns=args.skip)
-    except (OSError, ValueError, KeyError, pd.errors.ParserWarning) as error:
-        sys.exit(f"cannot read {args.series}: {error}")
+    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+        table = pd.read_csv(args.series, index_col=False).drop(columns=args.skip)
     table = table.loc[:, ~table.columns.str.startswith("Unnamed: ")]  # row numbers of to_csv()
     table = table.apply(pd.to_numeric, errors="coerce").astype(float)  # a word becomes NaN
     unusable = table.columns[~np.isfinite(table).all()]
@@ -47,6 +44,10 @@ def read_data(args):
     deviations[past.min(0) == past.max(0)] = 1.0  # a constant series becomes 0
     series = torch.tensor((series - past.mean(0)) / deviations).float()
     return [TensorDataset(part.unfold(0, length, 1)) for part in (series[:start], series[start:])]
+
+
+def training_order(data, args, epoch):
+    return np.random.permutation(len(data))
 
 
 class Forecast(nn.Module):
@@ -71,6 +72,10 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate)
 
 
+def learning_rate_factor(args, done):
+    return 1.0
+
+
 def batch_loss(model, batch, args):
     """The rows' mae and naive are in standard deviations. naive: the last value, repeated."""
     (windows,) = batch
@@ -81,3 +86,7 @@ def batch_loss(model, batch, args):
     naive = (past[..., -1:] - future).abs().mean((1, 2)).sum()
     sums = {"loss": loss * len(windows), "mae": errors, "naive": naive, "count": len(windows)}
     return loss, sums
+
+
+def finish(model, data, args, device):
+    """Called by one process at the end of the training. There is nothing to do."""

@@ -20,19 +20,20 @@ def parse_args():
 
 def read_data(args):
     """Returns two parts of the text, in samples of seq_len + 1 tokens. The last tenth validates."""
-    try:
-        text = Path(args.text or argparse.__file__).read_text(encoding="utf-8")
-        tokenizer = AutoTokenizer.from_pretrained(args.network)
-    except (OSError, ValueError) as error:
-        sys.exit(f"cannot read {args.text} or {args.network}: {error}")
+    text = Path(args.text or argparse.__file__).read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(args.network)
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     unknown = [] if tokenizer.unk_token_id is None else ids[ids == tokenizer.unk_token_id]
-    if len(unknown) > len(ids) / 3 and os.environ.get("RANK", "0") == "0":  # one process says it
+    if len(unknown) > len(ids) / 3:
         print("more than a third of all tokens is unknown to the tokenizer")
     num_samples = len(ids) // (args.seq_len + 1)
     samples = ids[: num_samples * (args.seq_len + 1)].reshape(num_samples, args.seq_len + 1)
     num_train = num_samples * 9 // 10
     return TensorDataset(samples[:num_train]), TensorDataset(samples[num_train:])
+
+
+def training_order(data, args, epoch):
+    return np.random.permutation(len(data))
 
 
 class LoRA(nn.Module):
@@ -66,8 +67,16 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(trained, args.learning_rate)
 
 
+def learning_rate_factor(args, done):
+    return 1.0
+
+
 def batch_loss(model, batch, args):
     (tokens,) = batch  # (B, T + 1), without padding: each process has the same number of tokens
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # (B, T, V)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     return loss, {"loss": loss * len(tokens), "count": len(tokens)}
+
+
+def finish(model, data, args, device):
+    """Called by one process at the end of the training. There is nothing to do."""

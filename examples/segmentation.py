@@ -4,7 +4,7 @@ PHOTOS/train and PHOTOS/val hold images/NAME.jpg (or .png) and masks/NAME.png, o
 """
 
 from PIL import Image, ImageOps
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 NO_LABEL = 255
 
@@ -23,26 +23,35 @@ class Photos(Dataset):
     def __init__(self, folder, args):
         self.args = args
         self.masks = sorted(Path(folder, "masks").glob("*.png"))
-        images = {path.stem: path for path in Path(folder, "images").glob("*.*")}
-        missing = [path.name for path in self.masks if path.stem not in images]
-        if missing or not self.masks:
-            sys.exit(f"{folder}: no masks, or these have no image: {missing[:9]}")
-        self.images = [images[path.stem] for path in self.masks]
+        images = sorted(Path(folder, "images").iterdir())
+        stems = [path.stem for path in images]
+        odd = [path.name for path in self.masks if stems.count(path.stem) != 1]
+        if odd or not self.masks:
+            sys.exit(f"{folder}: there are no masks, or these have not one image: {odd[:9]}")
+        self.images = [images[stems.index(path.stem)] for path in self.masks]
+        first = np.concatenate([self[index][1].flatten() for index in range(min(9, len(self)))])
+        if len(np.unique(first[first != NO_LABEL])) < 2:
+            sys.exit(f"{folder}: all labelled pixels of the first masks are of one class")
 
     def __len__(self):
         return len(self.masks)
 
     def __getitem__(self, index):
         size = (self.args.image_size, self.args.image_size)
-        image = Image.open(self.images[index])
-        image.getexif()  # reads the tags, and keeps them
-        image.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
-        image = ImageOps.exif_transpose(image)  # upright, as its mask
-        image = np.array(image.convert("RGB").resize(size))
+        image = np.array(read_photo(self.images[index]).resize(size))
         mask = np.array(Image.open(self.masks[index]).resize(size, Image.NEAREST), np.int64)
         if mask.ndim > 2 or mask[mask != NO_LABEL].max(initial=0) >= self.args.num_classes:
             raise ValueError(f"{self.masks[index]} is no grey image of 0 to --num_classes - 1")
         return torch.from_numpy(image).permute(2, 0, 1), torch.from_numpy(mask)
+
+
+def read_photo(path):
+    """Returns a photo as people see it: upright, as its mask, on white where it is transparent."""
+    photo = ImageOps.exif_transpose(Image.open(path))
+    if photo.has_transparency_data:
+        photo = photo.convert("RGBA")
+        photo = Image.alpha_composite(Image.new("RGBA", photo.size, "white"), photo)
+    return photo.convert("RGB")
 
 
 def squares(count, size):
@@ -62,6 +71,10 @@ def read_data(args):
     if args.photos:
         return Photos(f"{args.photos}/train", args), Photos(f"{args.photos}/val", args)
     return squares(480, args.image_size), squares(96, args.image_size)
+
+
+def training_order(data, args, epoch):
+    return np.random.permutation(len(data))
 
 
 def block(num_inputs, num_outputs):
@@ -97,6 +110,10 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate)
 
 
+def learning_rate_factor(args, done):
+    return 1.0
+
+
 def batch_loss(model, batch, args):
     """Divides the sum over labelled pixels by the number of all pixels.
 
@@ -110,3 +127,7 @@ def batch_loss(model, batch, args):
     loss = nn.functional.cross_entropy(logits, masks, ignore_index=NO_LABEL, reduction="sum")
     correct = (logits.argmax(1) == masks).sum()  # never where there is no label
     return loss / masks.numel(), {"loss": loss, "acc": correct, "count": (masks != NO_LABEL).sum()}
+
+
+def finish(model, data, args, device):
+    """Called by one process at the end of the training. There is nothing to do."""

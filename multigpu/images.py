@@ -165,6 +165,8 @@ def create_model(args, data):
     """Returns a network that maps images (B, C, H, W), 0 to 1, to logits (B, K)."""
     channels, height, width = data[0][0].shape
     num_classes = len(data.classes)
+    if args.pretrained and args.model in ("mlp", "cnn", "autoencoder"):
+        sys.exit(f"there are no pretrained weights of {args.model}: name a network of torchvision")
     if args.model == "mlp":
         layers = [nn.Flatten(), nn.Linear(channels * height * width, 512), nn.ReLU()]
         layers += [nn.Linear(512, 512), nn.ReLU()]
@@ -185,8 +187,8 @@ def create_model(args, data):
         layers += [nn.ConvTranspose2d(32, channels, 4, 2, 1)]
         return nn.Sequential(*layers)
     network = models.get_model(args.model)
+    weights = models.get_model_weights(args.model).DEFAULT
     if args.pretrained:
-        weights = models.get_model_weights(args.model).DEFAULT
         network.load_state_dict(weights.get_state_dict(check_hash=True, weights_only=True))
     linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
     if not linear or hasattr(network, "aux_logits"):
@@ -194,7 +196,8 @@ def create_model(args, data):
     num_features = network.get_submodule(linear[-1]).in_features
     network.set_submodule(linear[-1], nn.Linear(num_features, num_classes))
     to_rgb = v2.RGB() if channels in (1, 3) else nn.Conv2d(channels, 3, 1)
-    enlarge = nn.Upsample((max(32, height), max(32, width)))  # most networks want 32 x 32 or more
+    least = max(32, *weights.meta["min_size"])  # pixels that the network needs
+    enlarge = nn.Upsample((max(least, height), max(least, width)))
     normalize = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
     return nn.Sequential(to_rgb, enlarge, normalize, network)
 
@@ -303,12 +306,12 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
         progress |= snapshot["progress"]
         if progress["fingerprint"] != fingerprint:
             way_out = f"--init_from {args.snapshot} starts anew with its weights"
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        for name, part in parts.items():
+            part.load_state_dict(snapshot[name])
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start
@@ -497,7 +500,7 @@ def load_weights(model, args):
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
     left_out = sorted(shapes.keys() - fitting.keys())
     if not fitting:
-        sys.exit(f"{args.init_from} has the weights of another model")
+        sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and left_out:
         print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
     model.load_state_dict(fitting, strict=False)

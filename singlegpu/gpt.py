@@ -261,12 +261,12 @@ def main(args):
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
         progress |= snapshot["progress"]
         if progress["fingerprint"] != fingerprint:
             way_out = f"--init_from {args.snapshot} starts anew with its weights"
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        for name, part in parts.items():
+            part.load_state_dict(snapshot[name])
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start
@@ -421,7 +421,7 @@ def load_weights(model, args):
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
     left_out = sorted(shapes.keys() - fitting.keys())
     if not fitting:
-        sys.exit(f"{args.init_from} has the weights of another model")
+        sys.exit(f"{args.init_from} has no weights of this model")
     if left_out:
         print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
     model.load_state_dict(fitting, strict=False)

@@ -6,7 +6,7 @@
     sbatch slurm/singlegpu_make_images.slurm photos --size 224
 
 A source has a folder of images for each class, or such folders in train and in test (or val, valid,
-validation). If it has no such split, a tenth of the images is for testing. On the hub, or in a
+validation). If it has no such split, a tenth of each class is for testing. On the hub, or in a
 folder of .parquet files, a source has columns image and label. The script writes
 {train,test}_images.npy (N, C, H, W) uint8, {train,test}_labels.npy (N,) int64, and classes.txt, a
 name a line. An image is resized until it covers a square, and cropped in the middle. The images are
@@ -53,7 +53,7 @@ def parse_args():
 
 
 def read_folders(source):
-    """Returns {split: rows} of folders of images. glob skips hidden ones, as .ipynb_checkpoints."""
+    """Returns {split: rows} of folders of images."""
     splits = datasets.DatasetDict()
     for name in [name for name in SPLITS if os.path.isdir(f"{source}/{name}")] or [""]:
         root = os.path.join(source, name)
@@ -64,9 +64,6 @@ def read_folders(source):
             continue
         if not paths:
             raise ValueError(f"there are no folders of images in {root}")
-        odd = [path for path in paths if path != os.fsencode(path).decode(errors="replace")]
-        if odd:
-            raise ValueError(f"names of files are not UTF-8: {ascii(odd[:3])}")
         labels = [path.split(os.sep)[0] for path in paths]
         if name == "" and any(label.lower() in SPLITS for label in labels):
             raise ValueError(
@@ -136,9 +133,12 @@ def read_source(source):
         numbers = {label: number for number, label in enumerate(classes)}
         parts.append((splits[name], rows, np.array([numbers[labels[name][row]] for row in rows])))
     if len(parts) == 1:
-        images, *arrays = parts[0]
-        tenth = math.ceil(len(arrays[0]) / 10)
-        parts = [(images, *pair) for pair in zip(*(np.split(each, [-tenth]) for each in arrays))]
+        images, rows, numbers = parts[0]
+        is_test = np.zeros(len(rows), bool)
+        for number in np.unique(numbers):
+            of_class = np.flatnonzero(numbers == number)
+            is_test[of_class[: max(len(of_class) // 10, min(1, len(of_class) - 1))]] = True
+        parts = [(images, rows[where], numbers[where]) for where in (~is_test, is_test)]
     return parts, classes
 
 
@@ -150,13 +150,14 @@ def decode(images, row, args):
             file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"])
         ) as image:
             image.draft("RGB", (2 * args.size, 2 * args.size))  # decodes a large JPEG at 1/2 to 1/8
-            image.getexif()  # reads the tags, and keeps them
-            image.info.pop("exif", None)  # else it is written anew, which fails if a tag is damaged
-            image = ImageOps.exif_transpose(image)
+            image = ImageOps.exif_transpose(image)  # upright
         if image.mode.startswith("I;16"):  # convert() clips at 255
             image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
         if image.mode in ("I", "F"):
             raise ValueError("its pixels have 32 bits, of a range that is not known")
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         image = ImageOps.fit(image.convert("L" if args.grey else "RGB"), (args.size, args.size))
     except Exception as error:  # a broken file can fail anywhere
         tqdm.write(f"left out: {file['path'] or f'row {row}'}: {error}")
@@ -219,17 +220,14 @@ def main(args):
     except Exception as error:  # a damaged or foreign source can fail anywhere
         sys.exit(f"cannot read {args.source}: {' '.join(str(error).split())}")
     unfinished = f"{args.out}.{args.size}{'grey' if args.grey else 'rgb'}.tmp"
-    try:
-        os.makedirs(unfinished, exist_ok=True)
-        with open(f"{unfinished}/classes.txt", "w") as file:
-            file.writelines(f"{name}\n" for name in classes)
-        for name, part in zip(("test", "train"), reversed(parts)):  # the shorter one first
-            write_split(f"{unfinished}/{name}", *part, args)
-        os.rename(unfinished, args.out)
-        for name in ("train", "test"):
-            os.remove(f"{args.out}/{name}_labels.tmp")
-    except OSError as error:
-        sys.exit(f"cannot write to {unfinished}: {error}. With more room, the same command goes on")
+    os.makedirs(unfinished, exist_ok=True)
+    with open(f"{unfinished}/classes.txt", "w") as file:
+        file.writelines(f"{name}\n" for name in classes)
+    for name, part in zip(("test", "train"), reversed(parts)):  # the shorter one first
+        write_split(f"{unfinished}/{name}", *part, args)
+    os.rename(unfinished, args.out)
+    for name in ("train", "test"):
+        os.remove(f"{args.out}/{name}_labels.tmp")
 
 
 if __name__ == "__main__":

@@ -84,17 +84,19 @@ def test_augmentation_is_torchvisions(monkeypatch):
         assert (one != torch.from_numpy(image)).float().mean() > 0.3, number
 
 
-def test_killed_and_started_again(big, fork, run, tmp_path):
-    """The same command ends with the same bytes, and a third one does not write them again."""
+def test_stopped_and_started_again(big, fork, run, tmp_path):
+    """Status 75 says: run me again. The same command ends with the same bytes."""
     out = tmp_path / "bigmnist"
     job = fork(SCRIPT, *SMALL, "--out", out)
-    half_a_version, unfinished = 1 << 20, tmp_path / f"bigmnist.{NAME}.tmp" / FILES[0]
+    unfinished = tmp_path / f"bigmnist.{NAME}.tmp" / FILES[0]
     size = lambda: unfinished.exists() and unfinished.stat().st_size  # noqa: E731
-    wait_for(lambda: size() > half_a_version or job.process.poll() is not None)
-    job.process.send_signal(signal.SIGKILL)
-    job.wait()
+    a_version = 2500 * 28 * 28
+    wait_for(lambda: size() > 1.5 * a_version or job.process.poll() is not None)
+    job.process.send_signal(signal.SIGUSR2)
+    status, _, err = job.wait()
+    assert status == (0 if out.exists() else os.EX_TEMPFAIL), err
     if not out.exists():
-        os.truncate(unfinished, half_a_version)
+        os.truncate(unfinished, a_version // 2)
         run(SCRIPT, *SMALL, "--out", f"{out}/")
     assert filecmp.cmpfiles(big, out, FILES, shallow=False)[0] == FILES
     assert sorted(os.listdir(tmp_path)) == ["bigmnist"]

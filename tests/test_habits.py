@@ -115,7 +115,7 @@ SEVERAL = """class Several(torch.optim.Optimizer):
                 part.load_state_dict(saved)
             self.param_groups = [group for part in self.parts for group in part.param_groups]
     adam = torch.optim.Adam(model[0].parameters(), args.learning_rate)
-    return Several(adam, torch.optim.SGD(model[2].parameters(), args.learning_rate, momentum=0.9))"""
+    return Several(adam, torch.optim.SGD(model[2].parameters(), args.learning_rate, 0.9))"""
 
 
 def test_several_optimizers_survive_a_resume(run, table_band, paste, tmp_path):

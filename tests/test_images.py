@@ -1,18 +1,17 @@
 """make_images.py, and images.py on folders of its kind."""
 
-import filecmp
 import os
 import shutil
-import signal
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import curve, rows, wait_for
+from conftest import curve, load, rows
 from PIL import Image
 from test_models import module, namespace
+from torchvision import models
 
+images = module("singlegpu/images.py")
 SCRIPT = "singlegpu/make_images.py"
 FILES = [f"{split}_{what}.npy" for split in ("train", "test") for what in ("images", "labels")]
 FILES.append("classes.txt")
@@ -42,16 +41,17 @@ def made(run, photos, tmp_path_factory):
 
 
 def test_each_photograph_once_with_its_class(made):
-    """Each photograph is there once, with its class; a tenth is for testing."""
+    """Each photograph is there once, with its class; a tenth of each class is for testing."""
     assert (made / "classes.txt").read_text().split() == sorted(COLORS)
     assert sorted(os.listdir(made)) == sorted(FILES)
-    images, labels = ([np.load(made / FILES[n]) for n in numbers] for numbers in ((0, 2), (1, 3)))
-    assert sum(map(len, images)) == 89 and len(images[1]) in (8, 9)
+    pixels, labels = ([np.load(made / FILES[n]) for n in numbers] for numbers in ((0, 2), (1, 3)))
+    assert sum(map(len, pixels)) == 89 and len(pixels[1]) in (8, 9)
     for split in (0, 1):
-        assert images[split].shape == (len(labels[split]), 3, 32, 32)
+        assert pixels[split].shape == (len(labels[split]), 3, 32, 32)
         colors = np.array([COLORS[name] for name in sorted(COLORS)])[labels[split]]
-        assert np.abs(images[split].mean((2, 3)) - colors).max() < 8
+        assert np.abs(pixels[split].mean((2, 3)) - colors).max() < 8
     assert (np.diff(labels[0]) != 0).mean() > 0.4, "shuffled"
+    assert np.bincount(labels[0]).min() >= 26 and np.bincount(labels[1]).min() >= 2
 
 
 def test_the_middle_square_is_kept(tmp_path):
@@ -60,8 +60,8 @@ def test_the_middle_square_is_kept(tmp_path):
     pixels[:10, 30:60], pixels[20:, 30:60] = 100, 200
     for turned in (pixels, pixels.T):
         Image.fromarray(turned).save(tmp_path / "0.png")
-        images = [{"image": {"path": tmp_path / "0.png", "bytes": None}}]
-        [made] = module(SCRIPT).decode(images, 0, namespace(size=12, grey=True))
+        rows = [{"image": {"path": tmp_path / "0.png", "bytes": None}}]
+        [made] = module(SCRIPT).decode(rows, 0, namespace(size=12, grey=True))
         made = made if turned is pixels else made.T
         assert (made[:2, 2:-2] == 100).all() and (made[-2:, 2:-2] == 200).all()
 
@@ -76,96 +76,77 @@ def test_images_py_trains_on_it(made, photos, run, tmp_path):
     assert curve(log, "val_acc")[-1, 2] == 1
 
 
-def test_stopped_and_started_again(made, photos, fork, run, tmp_path):
-    """The same command ends with the same bytes, wherever it was killed."""
-    out, unfinished = tmp_path / "photos", tmp_path / "photos.32rgb.tmp"
-    words = (SCRIPT, photos, "--size", 32, "--out", f"{out}/")
-    job = fork(*words)
-    wait_for(lambda: (unfinished / FILES[0]).exists() or job.process.poll() is not None)
-    job.process.send_signal(signal.SIGKILL)
-    job.wait()
-    if not out.exists():
-        images, labels = (np.load(made / name) for name in FILES[:2])
-        shutil.copy(made / FILES[0], unfinished)  # with images that have no labels yet
-        labels[:50].tofile(unfinished / "train_labels.tmp")
-        run(*words)
-    assert filecmp.cmpfiles(made, out, FILES, shallow=False)[0] == FILES
-    assert os.listdir(tmp_path) == ["photos"]
-
-
-def test_a_source_of_the_hub(photos, run, refused, tmp_path):
-    """Columns image and label, as .parquet files; grey images; splits as they are."""
-    kinds = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=sorted(COLORS))}
-    )
-    for split, number in (("train", "5"), ("test", "10")):
-        paths = [str(photos / name / f"{number}.jpg") for name in sorted(COLORS)] * 2
-        columns = {"image": paths, "label": sorted(COLORS) * 2}
-        (tmp_path / "source").mkdir(exist_ok=True)
-        table = datasets.Dataset.from_dict(columns, features=kinds)
-        table.to_parquet(tmp_path / f"source/{split}.parquet")
-    out = tmp_path / "out"
-    run(SCRIPT, tmp_path / "source", "--size", 20, "--grey", "--out", out)
-    assert np.load(out / FILES[0]).shape == (6, 1, 20, 20)
-    assert sorted(np.load(out / FILES[3])) == [0, 0, 1, 1, 2, 2]
-    refused("is there already", SCRIPT, tmp_path / "source", "--out", out)
-    refused("cannot read", SCRIPT, tmp_path / "nowhere/no")
-    refused("is the source itself", SCRIPT, photos, "--out", f"{photos}/")
-
-
-def test_a_test_split_without_labels_is_left_out(made, photos, run, tmp_path):
-    """As in a contest: then a tenth of train is for testing."""
-    shutil.copytree(photos, tmp_path / "contest/train")
-    (tmp_path / "contest/test").mkdir()
-    (tmp_path / "contest/test/1.png").write_bytes(b"of a secret class")
-    words = (tmp_path / "contest", "--size", 32, "--out", tmp_path / "out")
-    assert "test has no folders of images: left out" in run(SCRIPT, *words)
-    assert filecmp.cmpfiles(made, tmp_path / "out", FILES, shallow=False)[0] == FILES
-
-
-def write(folder, shape, counts, num_classes=4, dtype=np.uint8):
-    """Write random images and labels of both splits; labels may be of any whole type."""
+def write(folder, shape, counts, num_classes=4, seed=0):
+    """Write random images and labels of both splits; labels have another byte order."""
     folder.mkdir()
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     for split, count in zip(("train", "test"), counts):
-        np.save(folder / f"{split}_images.npy", generator.integers(0, 255, (count, *shape), dtype))
-        np.save(folder / f"{split}_labels.npy", (np.arange(count) % num_classes).astype(np.uint16))
+        pixels = generator.integers(0, 255, (count, *shape), np.uint8)
+        np.save(folder / f"{split}_images.npy", pixels)
+        np.save(folder / f"{split}_labels.npy", (np.arange(count) % num_classes).astype(">u2"))
     return folder
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "vgg11", "resnet18"])
-def test_models_take_images_of_any_size(model, run, tmp_path):
-    """Models take the channels, the height and the width of the data, and as many classes."""
-    write(tmp_path / "wide", (2, 20, 36), (48, 10))
-    words = ("--dataset", "wide", "--data_dir", tmp_path, "--model", model, "--batch_size", 24)
-    for script in ("singlegpu", "hybrid"):
-        log = tmp_path / f"{script}.jsonl"
-        run(f"{script}/images.py", *words, "--max_steps", 1, "--log", log)
-        np.testing.assert_allclose(curve(log)[:, 0], curve(tmp_path / "singlegpu.jsonl")[:, 0], 0.2)
+def some(num_images, *shape):
+    return images.Images(torch.zeros(num_images, *shape, dtype=torch.uint8), torch.arange(4))
+
+
+@pytest.mark.parametrize("model", "mlp cnn vgg11 resnet18 alexnet vit_b_32".split())
+def test_models_take_images_of_any_size(model):
+    """They take the channels, height and width of the data, and have as many classes.
+
+    Small images are enlarged for networks that want more pixels, as AlexNet and transformers do.
+    """
+    for shape in ((1, 28, 28), (2, 20, 36)):
+        args, data = namespace(model=model, pretrained=False), some(4, *shape)
+        with torch.device("meta"):  # shapes without numbers
+            network = images.create_model(args, data).eval()
+            assert network(torch.zeros(1, *shape)).shape == (1, 4)
+
+
+def test_pretrained_weights(monkeypatch, tmp_path):
+    """They are torchvision's but for the last layer, and read a grey image as three channels."""
+    weights = models.ResNet18_Weights.DEFAULT.url.split("/")[-1]
+    pretrained = models.resnet18().state_dict()
+    pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    torch.save(pretrained, tmp_path / "hub/checkpoints" / weights)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    args = namespace(model="resnet18", pretrained=True)
+    model = images.create_model(args, some(4, 1, 40, 40))
+    assert (model[-1].conv1.weight == 7).all() and model[-1].fc.out_features == 4
+    grey = torch.rand(2, 1, 40, 40)
+    assert torch.equal(model[0](grey), grey.expand(2, 3, 40, 40))
+
+
+@pytest.mark.parametrize(
+    ("model", "pretrained", "message"),
+    [
+        ("squeezenet1_0", False, "its last layer is not linear"),
+        ("inception_v3", False, "or it has several outputs"),
+        ("cnn", True, "there are no pretrained weights of cnn"),
+        ("resnet0", False, "Unknown model resnet0"),
+    ],
+)
+def test_networks_that_do_not_fit_are_named(model, pretrained, message):
+    with pytest.raises((SystemExit, ValueError), match=message):
+        images.create_model(namespace(model=model, pretrained=pretrained), some(4, 3, 32, 32))
 
 
 WRONG = {  # name: the number of a file, and what stands there instead of the file
-    "binary": (0, np.ones((9, 3, 8, 8), np.uint8)),
-    "words": (1, np.array(["cat"] * 9)),
-    "many": (1, np.array([10**12] * 9)),
     "float": (0, np.zeros((9, 3, 8, 8), np.float32)),
     "count": (1, np.zeros(8, np.int64)),
-    "shape": (2, np.zeros((9, 3, 9, 8), np.uint8)),
+    "dimensions": (0, np.zeros((9, 8), np.uint8)),
     "class": (3, np.full(9, 4)),
 }
 
 
-def test_a_folder_that_does_not_fit_is_refused(refused, tmp_path):
+def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     """One line says what is wrong with it."""
-    (tmp_path / "empty").mkdir()
-    write(tmp_path / "flat", (8,), (9, 9))
-    write(tmp_path / "one", (3, 8, 8), (9, 9), num_classes=1)
-    os.truncate(write(tmp_path / "short", (3, 8, 8), (9, 9)) / FILES[0], 1000)
     for name, (number, array) in WRONG.items():
         np.save(write(tmp_path / name, (3, 8, 8), (9, 9)) / FILES[number], array)
-    for folder in tmp_path.iterdir():
-        words = ("--dataset", folder, "--batch_size", 3, "--model", "mlp")
-        refused(str(folder), "singlegpu/images.py", *words)
+        with pytest.raises(SystemExit, match=str(tmp_path / name)):
+            images.read_data(namespace(dataset=str(tmp_path / name), data_dir=""))
 
 
 def test_validation_is_of_what_is_saved(run, tmp_path):
@@ -173,26 +154,36 @@ def test_validation_is_of_what_is_saved(run, tmp_path):
     folder = write(tmp_path / "small", (16, 16), (48, 20))  # without channels
     log, snapshot = tmp_path / "log.jsonl", tmp_path / "s.pt"
     words = ("--dataset", folder, "--model", "resnet18", "--batch_size", 24, "--epochs", 2)
-    more = ("--snapshot", snapshot, "--log", log)
-    run("multigpu/images.py", *words, *more, processes=3)
-    images = module("singlegpu/images.py")
+    run("multigpu/images.py", *words, "--snapshot", snapshot, "--log", log, processes=3)
     args = namespace(model="resnet18", dataset=str(folder), data_dir="data", pretrained=False)
     _, val_data = images.read_data(args)
     model = images.create_model(args, val_data)
-    model.load_state_dict(torch.load(snapshot, weights_only=True)["model"])
-    model.eval()
-    loss, _ = images.batch_loss(model, val_data.__getitems__(np.arange(20)), args)
+    model.load_state_dict(load(snapshot)["model"])
+    loss, _ = images.batch_loss(model.eval(), val_data.__getitems__(np.arange(20)), args)
     assert rows(log)[-1]["val_loss"] == pytest.approx(loss.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--model squeezenet1_0", "its last layer is not linear"),
-        ("--model inception_v3", "or it has several outputs"),
-        ("--model cnn --pretrained", "there are no weights for cnn"),
-        ("--model resnet0", "--model resnet0: "),
-    ],
-)
-def test_networks_that_do_not_fit_are_named(refused, words, message):
-    refused(message, "multigpu/images.py", *words.split(), processes=1)
+def test_other_data_and_weights_to_start_from(refused, run, tmp_path):
+    """Changed data is no resume. --init_from takes the weights that fit, and names the others."""
+    old, new = tmp_path / "old.pt", tmp_path / "new.pt"
+    words = ["--dataset", tmp_path / "data", "--model", "mlp", "--batch_size", 12, "--max_steps"]
+    write(tmp_path / "data", (8, 8), (48, 12))
+    run("singlegpu/images.py", *words, 2, "--snapshot", old)
+    for num_classes in (4, 5):  # other pixels; another head, too
+        shutil.rmtree(tmp_path / "data")
+        write(tmp_path / "data", (8, 8), (48, 12), num_classes, seed=1)
+        told = f"the training data is not that of {old}. --init_from {old} starts anew"
+        refused(told, "multigpu/images.py", *words, 3, "--snapshot", old, processes=2)
+    more = ("--init_from", old, "--snapshot", new, "--learning_rate", 0)
+    out = run("multinode/images.py", *words, 1, *more, processes=2)
+    assert f"not in {old}, or of another shape: ['6.bias', '6.weight']" in out
+    before, after = load(old)["model"], load(new)["model"]
+    assert [name for name in after if not torch.equal(before[name], after[name])] == [
+        "6.weight",
+        "6.bias",
+    ]
+    out = run("multinode/images.py", *words, 2, *more, processes=2)
+    assert "another shape" not in out, "a snapshot counts more"
+    words[3] = "cnn"
+    told = f"{old} has no weights of this model"
+    refused(told, "singlegpu/images.py", *words, 1, "--init_from", old)

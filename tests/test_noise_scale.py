@@ -25,8 +25,8 @@ def linear_script(divisor):
 
     return SimpleNamespace(
         batch_loss=batch_loss,
-        set_seeds=lambda device, *numbers: np.random.seed(numbers[:2]),
-        to_device=lambda batch, device: batch,
+        set_seeds=lambda *numbers: np.random.seed(numbers[:2]),
+        training_order=lambda data, args, epoch: np.arange(len(data)),
         DTYPES={"fp32": None},
     )
 
@@ -57,7 +57,7 @@ def test_a_known_noise_scale():
     assert measure(0, 7.0) == pytest.approx(measure(0), rel=1e-4)
 
 
-def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, paste, tmp_path):
+def test_it_takes_scripts_snapshots_and_own_sections(run, data, table_band, paste, tmp_path):
     """It takes a script's flags, a snapshot's settings and weights, and a user's own section."""
     snapshot, out, words = tmp_path / "s.pt", tmp_path / "noise.json", arguments_of("mlp", data)
     tool, few = "singlegpu/noise_scale.py", ("--steps", 20)
@@ -80,25 +80,20 @@ def test_it_takes_scripts_snapshots_and_own_bands(run, data, table_band, paste, 
 def test_settings_of_a_snapshot(tmp_path):
     """Switches, numbers and names are those of the training, but for the flags given now."""
     settings = {"frozen": True, "rate": 0.5, "text": "a.txt", "series": "None", "size": 2}
-    settings |= {"layers": "['q', 'v']", "same": "{'a': 1}"}
-    torch.save({"settings": settings, "model": {}}, tmp_path / "s.pt")
-    args = SimpleNamespace(frozen=False, rate=0, text=None, series=None, size=3)
-    args.layers, args.same = ["k"], {"a": 1}
+    torch.save({"settings": settings | {"layers": "['q']"}, "model": {}}, tmp_path / "s.pt")
+    args = SimpleNamespace(frozen=False, rate=0, text=None, series=None, size=3, layers=["k"])
     module("singlegpu/noise_scale.py").load_weights(tmp_path / "s.pt", args, ["--size", "3"])
-    lists = {"layers": ["q", "v"], "same": {"a": 1}}
-    assert vars(args) == settings | {"series": None, "size": 3} | lists
+    assert vars(args) == settings | {"series": None, "size": 3, "layers": ["k"]}
 
 
 def test_mistakes_are_told(refused, data, tmp_path):
-    (bad := tmp_path / "bad.pt").write_text("no snapshot")
     torch.save({"settings": {"precision": "fp16"}, "model": {}}, half := tmp_path / "half.pt")
     script, words = ROOT / "singlegpu/images.py", arguments_of("mlp", data)
     for more, message in (
         ((tmp_path / "none.py",), "none.py is no training script"),
-        ((script, *words, "--snapshot", bad), f"cannot load {bad}"),
+        ((ROOT / "report.py",), "report.py is no training script"),
         ((script, *words, "--snapshot", half), "--precision fp16 scales its loss"),
         ((script, *words, "--batch_size", 7), "--batch_size must be 8 or more"),
-        ((ROOT / "report.py",), "report.py is no training script"),
         ((script, *words, "--steps", 1), "--steps must be at least 20"),
     ):
         refused(message, "singlegpu/noise_scale.py", *more)

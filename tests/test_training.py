@@ -1,15 +1,15 @@
 """What every training script promises: it learns, with one loss curve, and tells its time."""
 
 import json
-import math
 import os
+import re
 
 import numpy as np
 import pytest
 from conftest import ROOT, curve, rows
 
-PHASES = ("warmup", "data", "forward", "backward", "bubble", "comm", "optimizer", "eval", "save")
 TRAINING = ("data", "forward", "backward", "comm", "optimizer")
+PHASES = ("warmup", *TRAINING, "eval", "save")
 MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --learning_rate 3e-4"
 MNIST += " --max_steps 40 --eval_every 20"
 TABLES = "--dataset tables --data_dir {data} --batch_size 24 --max_steps 40 --eval_every 20"
@@ -18,7 +18,7 @@ GPT = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --le
 TASKS = {  # a short run of each model
     "mlp": ("images.py", f"{MNIST} --model mlp"),
     "cnn": ("images.py", f"{MNIST} --model cnn --max_steps 20 --eval_every 10"),
-    "autoencoder": ("autoencoder.py", MNIST),
+    "autoencoder": ("images.py", f"{MNIST} --model autoencoder"),
     "nbow": ("text.py", f"{TABLES} --seq_len 32 --model nbow"),
     "text": ("text.py", f"{TABLES} --seq_len 32 --model transformer"),
     "lstm": ("translation.py", f"{PAIRS} --model lstm"),
@@ -53,8 +53,7 @@ def test_one_loss_curve(run, data, tmp_path, task):
         assert places == [(step, rank) for step in (end // 2, end) for rank in range(count)]
         for row in logged:
             assert (row["script"], row["processes"], row["batch_size"]) == (script, count, 24)
-            assert row["nodes"] == 1 + (folder == "multinode")
-            assert row["host"] == os.uname().nodename and 50 < row["peak_MB"] < 5000
+            assert (row["host"], row["nodes"]) == (os.uname().nodename, 1) and row["peak_MB"] > 50
             assert all(row[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
             is_first = row["step"] < end
             assert (row["warmup"] > 0) == is_first and row["steps"] == end // 2 - 3 * is_first
@@ -71,58 +70,39 @@ def test_one_loss_curve(run, data, tmp_path, task):
         assert correct == pytest.approx(correct.round(), abs=1e-6)
 
 
-@pytest.fixture(scope="module")
-def watched(run, data, tmp_path_factory):
-    """watched(task, *more) is the log, and what watch.py saw of each of two processes."""
-
-    def watched(task, *more):
-        folder = tmp_path_factory.mktemp("watched")
-        before = (ROOT / "tests/helpers/watch.py", folder)
-        words = (*arguments_of(task, data), *more, "--log", folder / "log.jsonl")
-        run("multinode/images.py", *words, processes=2, before=before)
-        seen = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-        return sorted(rows(folder / "log.jsonl"), key=lambda row: row["rank"]), seen
-
-    return watched
+def test_the_bar_shows_the_loss(attempt, data, tmp_path):
+    """That of the last look. Where there is no terminal, the bar is hardly drawn again."""
+    words = (*arguments_of("mlp", data), "--log", tmp_path / "log.jsonl")
+    status, _, err = attempt("multigpu/images.py", *words, processes=2)
+    shown = re.findall(r"(\d+)/40 .*?loss=([\d.]+)", err)
+    assert status == 0 and len(shown) < 4, err
+    assert shown[-1] == ("40", f"{rows(tmp_path / 'log.jsonl')[-1]['train_loss']:.4g}")
 
 
-def test_phases_add_up_to_wall_time(watched):
-    """The phases of the later rows add up to the seconds between the rows of the log."""
-    logged, seen = watched("cnn", "--max_steps", 150, "--eval_every", 30)
-    between = np.diff(seen[0]["written"])
-    later = [row for row in logged if row["rank"] == 0][1:]
-    phases = [sum(row.get(phase, 0) for phase in PHASES) for row in later]
-    assert len(between) == 4 and np.median(phases / between) == pytest.approx(1, abs=0.02)
+def test_phases_and_comm(run, data, tmp_path):
+    """A row is a step: its phases add up to the seconds between rows; comm is what DDP measures.
 
-
-def test_comm_agrees_with_ddp(watched, tmp_path):
-    """Exposed communication is that of DDP's own logger, whose total also has gaps in it.
-
-    A row is a step. In most of them nothing else comes between the two clocks.
+    DDP's own total also has gaps in it. In most steps nothing else comes between the clocks.
     """
     for split, size in (("train", 40), ("test", 4)):
         np.save(tmp_path / f"{split}_images.npy", np.full((size, 28, 28), 9, "u1"))
         np.save(tmp_path / f"{split}_labels.npy", np.arange(size) % 4)
-    more = ("--dataset", tmp_path, "--model", "vgg11", "--batch_size", 8)
-    more += ("--max_steps", 5, "--eval_every", 1)
-    ours, ddps = [], []  # (comm, comm_total) of each process and step
-    logged, seen = watched("cnn", *more)
-    for rank, ddp in enumerate(seen):
-        steps = [row for row in logged if row["rank"] == rank]
-        for row, news in list(zip(steps, ddp["all_reduces"], strict=True))[3:]:  # after warmup
+    words = ("--dataset", tmp_path, "--model", "vgg11", "--batch_size", 8, "--max_steps", 6)
+    words = (*words, "--eval_every", 1, "--log", tmp_path / "log.jsonl")
+    before = (ROOT / "tests/helpers/watch.py", tmp_path)
+    run("multinode/images.py", *words, processes=2, before=before)
+    ours, ddps, shares = [], [], []
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        steps = [row for row in rows(tmp_path / "log.jsonl") if row["rank"] == rank]
+        for row, news in list(zip(steps, seen["all_reduces"], strict=True))[3:]:  # after warmup
             ours.append((row["comm"] - news, row["comm_total"] - news))
-        ddps += list(zip(ddp["comm"], ddp["comm_total"], strict=True))[3:]
+        ddps += list(zip(seen["comm"], seen["comm_total"], strict=True))[3:]
+        if rank == 0:
+            phases = [sum(row[phase] for phase in PHASES) for row in steps]
+            shares = np.array(phases[1:]) / np.diff(seen["written"])
     comm, comm_total = np.median(np.divide(ours, ddps), axis=0)
     assert comm == pytest.approx(1, abs=0.1) and comm_total < 1.1
     comm, comm_total = np.median(ours, axis=0)
     assert comm < comm_total
-
-
-def test_real_data_is_learned(run, real_data, tmp_path):
-    """A few steps lower the validation loss, and nothing is written beside the data."""
-    log, before = tmp_path / "log.jsonl", sorted(real_data.iterdir())
-    words = ("--dataset", "ag_news", "--data_dir", real_data, "--seq_len", 64)
-    more = ("--max_steps", 60, "--eval_every", 30, "--log", log)
-    run("multigpu/text.py", *words, *more, processes=2)
-    assert curve(log)[1, 1] < curve(log)[0, 1] and math.isfinite(curve(log)[1, 1])
-    assert sorted(real_data.iterdir()) == before
+    assert np.median(shares) == pytest.approx(1, abs=0.02)

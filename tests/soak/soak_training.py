@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, curve, rows
 from test_hybrid import FSDP, PIPELINE
 from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F401
-from test_training import arguments_of
+from test_training import TASKS, arguments_of
 
 PAIRS = "--dataset multi30k --seq_len 16"
 SHAKESPEARE = "--dataset {data}/tinyshakespeare/input.txt --seq_len 64"
@@ -17,7 +17,7 @@ STEPS = "--dataset mnist --max_steps 300"
 FIGURES = {  # command, processes, column: mean and standard deviation over five seeds
     ("images.py", "--dataset mnist --model mlp --epochs 3", 1, "val_acc"): (0.9774, 0.0013),
     ("images.py", STEPS, 2, "val_acc"): (0.9714, 0.0057),
-    ("autoencoder.py", STEPS, 2, "val_loss"): (0.0070, 0.0003),
+    ("images.py", f"{STEPS} --model autoencoder", 2, "val_loss"): (0.0070, 0.0003),
     ("text.py", "--dataset imdb --epochs 2", 2, "val_acc"): (0.8574, 0.0086),
     ("text.py", "--dataset ag_news --model transformer --epochs 1", 2, "val_acc"): (0.8991, 0.0045),
     ("translation.py", f"{PAIRS} --batch_size 32 --max_steps 60", 2, "val_loss"): (4.675, 0.027),
@@ -43,12 +43,14 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++
 
 
 @needs_compiler
-def test_compiled(run, data, tmp_path):
-    """Compiled, two processes have the loss of uncompiled ones."""
+@pytest.mark.parametrize("task", ("mlp", "cnn", "text", "translation", "gpt"))
+def test_compiled(run, data, tmp_path, task):
+    """Compiled, two processes generate kernels, and have the loss of uncompiled ones."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     for more in ((), ("--compile",)):
-        log = tmp_path / f"{len(more)}.jsonl"
-        words = (*arguments_of("gpt", data), *more)
-        run("multigpu/gpt.py", *words, "--log", log, processes=2)
+        words = (*arguments_of(task, data), *more, "--log", tmp_path / f"{len(more)}.jsonl")
+        run(f"multigpu/{TASKS[task][0]}", *words, processes=2, **cache)
+        assert bool(more) == (len([*tmp_path.glob("cache/**/*.py")]) >= 4)
     assert curve(tmp_path / "1.jsonl") == pytest.approx(curve(tmp_path / "0.jsonl"), rel=1e-3)
 
 
