@@ -616,7 +616,8 @@ def log_row(row, totals, val_totals, model, device, args):
         count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
         means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
     device_module = torch.get_device_module(device)
-    row = vars(args) | row | means | take_marks(args)
+    row = vars(args) | row | means
+    row |= take_marks(args)
     row |= {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
         "processes": dist.get_world_size(),

@@ -373,7 +373,7 @@ SIDE = """            side = globals().setdefault("side", torch.Stream())
                 batch = next(batches)
 """
 SIDE_WAITED = f"{SIDE}            torch.accelerator.current_stream().wait_stream(side)\n"
-MOVED = 'tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)'
+MOVED = "tree_map(lambda part: to_device(part, device), batch)"
 MORE = {  # flags that some of them need
     "device in a worker": "--num_workers 1",
     "memory not pinned": "--batch_size 240",
@@ -455,7 +455,7 @@ WAITING = {  # name: (script, text, other): the host waits in each step
     "loss read": ("multigpu/images.py", FORWARD, f"{FORWARD}            loss.item()\n"),
     "memory not pinned": ("multigpu/images.py", "pin_memory=ON_GPU", "pin_memory=False"),
     "pinned in vain": ("singlegpu/gpt.py", "ids[:, :-1].contiguous()", "ids[:, :-1]"),
-    "blocking copy": ("singlegpu/gpt.py", "x.to(device, non_blocking=True)", "x.to(device)"),
+    "blocking copy": ("singlegpu/gpt.py", "part.to(device, non_blocking=True)", "part.to(device)"),
 }
 
 
