@@ -238,7 +238,7 @@ def run(attempt):
 
     def run(script, *arguments, **more):
         status, out, err = attempt(script, *arguments, **more)
-        not_ours = "DeprecationWarning|FutureWarning"
+        not_ours = r"DeprecationWarning|FutureWarning|Warning: barrier\(\): using the device"
         if torch.__version__ < "2.14":  # PyTorch's own, for groups of the emulated device
             not_ours += "|Warning: No backend of type 0 found"
         other = re.sub(not_ours, "", err)
