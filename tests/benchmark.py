@@ -38,7 +38,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -171,14 +170,11 @@ def private_gigabytes():
 
 def batches_of(way, data, images, num_workers):
     """Returns an iterable of batches of 64 images, read in one of the ways of `bigmnist`."""
-    num_steps = len(data) // 64
     args = argparse.Namespace(seed=1, batch_size=64, grad_accum_steps=1, num_workers=num_workers)
     if way == "one by one":
-        order = np.random.default_rng(1).permutation(len(data))[: 64 * num_steps]
+        order = np.random.default_rng(1).permutation(len(data) // 64 * 64)
         return map(data.__getitems__, order.reshape(-1, 64))
-    run = SimpleNamespace(step=0, num_steps=num_steps, steps_per_epoch=num_steps)
-    run.device = SimpleNamespace(type="cpu")
-    return images.start_loader(data, images.training_requests(data, run, args), run, args)
+    return images.load_batches(data, images.training_requests(data, 0, args), "cpu", args)
 
 
 def bigmnist(options):

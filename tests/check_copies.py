@@ -3,12 +3,13 @@
     python tests/check_copies.py          # exit status 1, and a diff for each broken promise
     python tests/check_copies.py --fix    # carry an edit made in one script to its copies
 
-A section is the same in three folders or in the five scripts of a folder. What bears the same name
+A section is the same in three folders, or in the four scripts of a folder. What bears the same name
 has the same text. --fix carries the text of a copy if no other copy is new since the last commit.
 """
 
 import ast
 import difflib
+import functools
 import os
 import re
 import subprocess
@@ -17,22 +18,25 @@ from pathlib import Path
 
 os.chdir(Path(__file__).resolve().parent.parent)
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
-TASKS = ("images", "autoencoder", "text", "translation", "gpt")
-SCRIPTS = [Path(folder, f"{task}.py") for folder in FOLDERS[:3] for task in TASKS]
+TASKS = ("images", "text", "translation", "gpt")
 PATHS = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.py"))]
 PATHS += [Path("report.py"), Path("predict.py")]
-TITLE = re.compile(r"^(# =+ .* =+)\n", re.M)
+TITLE = re.compile(r"^(# == .* =+)\n", re.M)
 YOURS, RUN, TIMING = TITLE.findall(Path("multigpu/images.py").read_text())
-OF_FOLDER = "head main parse_args parse_run_args MAY_CHANGE".split()  # differ between folders
-OF_SINGLEGPU = """check_args look train_step evaluate training_requests read_snapshot save_snapshot
-    log_row restore STEP_PHASES TIMES Stopwatch print_summary""".split()  # differ only there
-OF_HYBRID = """check_args connect start_loader evaluate join_launcher load_snapshot log_row look
-    print_summary save_snapshot set_seeds train_step training_requests write_snapshot
-    STEP_PHASES DTYPES""".split()  # differ in hybrid and from multinode
-OF_ROOT = ["runs_of"]  # report.py sums up an epoch, predict.py a step
-OF_QUANTIZE = "COLUMNS create_empty load_trained test measure".split()
-# The five mnist.py are copies of each other alone. These are the names that differ between them.
-OF_MNIST = {"head": None, "main": None, "print_marks": ("singlegpu", "hybrid")}
+# The names whose text may differ: everywhere, and from multinode in a folder or in a script.
+FREE = "head main parse_args parse_run_args MAY_CHANGE".split()
+OWN = {
+    "singlegpu": """check_weights load_weights save training_requests load_batches evaluate log_row
+        STEP_PHASES TIMES events now count_marks take_marks print_marks""",
+    "hybrid/images": "set_seeds check_weights evaluate now with_marks take_marks",
+    "hybrid/gpt_pipeline": """check_weights training_requests add_up evaluate check_args STEP_PHASES
+        print_marks""",
+    "hybrid/gpt_fsdp": """differ check_weights save evaluate log_row check_args COMM_HOOKS events
+        count_marks print_marks""",
+    "hybrid/mnist": "print_marks",
+    "quantize": "create_empty load_trained test measure COLUMNS",
+    "/predict": "runs_of",  # it sums up a step, report.py an epoch
+}
 
 
 def pieces(source):
@@ -48,30 +52,33 @@ def pieces(source):
     return found
 
 
+@functools.cache
+def task_of(task):
+    """Returns the pieces of the first section of a task."""
+    return pieces(Path("multinode", f"{task}.py").read_text().partition(RUN)[0])
+
+
+def group_of(path, name):
+    """Returns what the copies that have the same text of this name share; None: it may differ."""
+    folder, task = path.parent.name, path.stem.split("_")[0]  # that of gpt_fsdp is gpt
+    own = f"{OWN.get(folder, '')} {OWN.get(f'{folder}/{path.stem}', '')}".split()
+    if name in (RUN, TIMING) and task in TASKS and folder != "hybrid":
+        return "several" if name == TIMING and folder != "singlegpu" else folder
+    if name == "main" and folder == "quantize" and task in TASKS:
+        return folder
+    if name in (*FREE, *own) or (name.startswith("#") and name != YOURS):
+        return None
+    if task in TASKS and name in task_of(task):
+        return task
+    return "mnist" if task == "mnist" else "scripts" if folder else "root"
+
+
 def drifted():
     """Returns (name, {path: text}) of what must be the same and differs: sections, then names."""
     copies = {}
     for path in PATHS:
-        source = path.read_text()
-        folder = path.parent.name
-        common = dict.fromkeys((TIMING, *OF_SINGLEGPU), folder == "singlegpu") | {RUN: folder}
-        task = path.stem.split("_")[0]  # that of gpt_fsdp is gpt
-        if Path("multinode", f"{task}.py") in SCRIPTS:
-            section = pieces(Path("multinode", f"{task}.py").read_text())[YOURS]
-            common |= dict.fromkeys((YOURS, *pieces(section)), task)
-        own = {
-            "hybrid": [*OF_HYBRID, *TITLE.findall(source)[1:]],
-            "quantize": OF_QUANTIZE,
-            "": OF_ROOT,
-        }.get(folder, [])
-        for name, text in pieces(source).items():
-            if path.stem == "mnist" and (name.startswith("#") or OF_MNIST.get(name, ()) is None):
-                continue
-            if path.stem == "mnist":
-                group = ("mnist", folder if folder in OF_MNIST.get(name, ()) else "")
-                copies.setdefault((name, group), {})[path] = text
-            elif name not in [*OF_FOLDER, *own] or (folder, name) == ("quantize", "main"):
-                group = common.get(name) if folder else "root"
+        for name, text in pieces(path.read_text()).items():
+            if group := group_of(path, name):
                 copies.setdefault((name, group), {})[path] = text
     groups = [(name, texts) for (name, _), texts in copies.items() if len({*texts.values()}) > 1]
     return sorted(groups, key=lambda group: group[0][0] != "#")

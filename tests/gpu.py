@@ -10,12 +10,11 @@ A part takes at most 8 minutes on a fast GPU, by estimate. On one H200, mnist, d
 
     mnist      the five mnist.py, on made-up images (45)
     losses     the losses of each script are those of the CPU, in each precision (170)
-    time       a stop and a resume; phases and wall time; what the stopwatch costs (40)
+    time       a stop and a resume; phases and wall time; what the marks cost (40)
     waits      no step waits for the GPU, in the scripts or inside of torch (60)
-    ddp        one process and all; DDP's own timer; the hook; a profiler's trace (105)
+    ddp        one process and all; DDP's own timer; the hook (80)
     hybrid     shards, a pipeline and stages: the losses and the memory of one process (55)
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (70)
-    attention  GPT-2 with FlashAttention and with cuDNN's; texts with and without cuDNN's (60)
     cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
     precision  vgg11, resnet18 at 224 pixels: fp32, TF32, bf16, channels_last (170)
     loading    images of 224 pixels by 0, 2 and 4 workers (30)
@@ -43,22 +42,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._functorch.config
 from benchmark import module
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = {  # a small case of each script
     # At the default rate, Adam's first steps turn a rounding into 3% of the cnn's loss.
     "images.py": "--model cnn --batch_size 128 --learning_rate 3e-4",
-    "autoencoder.py": "--batch_size 64",
     "gpt.py": "--d_model 128 --num_layers 2 --seq_len 64 --batch_size 32",
     "text.py": "--model transformer --seq_len 64",
     "translation.py": "--seq_len 16",
 }
 TINY = {
     "images.py": "--model mlp --batch_size 24",
-    "autoencoder.py": "--batch_size 8",
     "gpt.py": "--d_model 16 --num_layers 1 --seq_len 16 --batch_size 24",
     "text.py": "--seq_len 16 --batch_size 24",
     "translation.py": "--model lstm --seq_len 8 --batch_size 24",
@@ -286,13 +281,12 @@ def check_phases():
     assert abs(total / wall - 1) < 0.02
 
 
-def check_stopwatch():
-    """What the stopwatch costs: samples/s beside a copy that records no events, in turn."""
+def check_marks():
+    """What the marks cost: samples/s beside a copy that records no events, in turn."""
     words = f"{options.sizes['images.py']} {in_rows(3, 200)}"
-    has_events = 'self.has_events = device.type not in ("cpu", "mps")'
-    with copy_of(SCRIPT, (has_events, "self.has_events = False")) as bare:
+    with copy_of(SCRIPT, ("if HAS_EVENTS", "if False")) as bare:
         rates = in_turn({"timed": (SCRIPT, words, {}), "bare": (bare, words, {})})
-    tell(f"- the stopwatch leaves {rates['timed'] / rates['bare']:.1%} of images.py's samples/s")
+    tell(f"- the marks leave {rates['timed'] / rates['bare']:.1%} of images.py's samples/s")
 
 
 WATCH_WAITS = """import collections, runpy, sys, torch, traceback, warnings
@@ -367,7 +361,7 @@ def check_all_processes():
                     f"- {count} processes, {model}: {name} {ours:.2f} ms a step with "
                     f"an all-reduce a second; DDP's logger {ddps:.2f} without"
                 )
-    no_hook = ("    run.ddp_model.register_comm_hook(None, comm_hook)\n", "")
+    no_hook = ("    ddp_model.register_comm_hook(None, comm_hook)\n", "")
     words = f"{words} {in_rows(3, 40)}"
     with copy_of("multigpu/images.py", no_hook) as bare:
         ratios = []
@@ -377,56 +371,6 @@ def check_all_processes():
     ratio = statistics.median(ratios)
     tell(f"- with the hook {ratio:.1%} of the samples/s of DDP without a hook")
     assert options.device == "cpu" or ratio > 0.95, "the hook takes DDP's overlap away"
-
-
-PROFILED = """import os, runpy, sys, torch
-sys.argv = sys.argv[1:]
-activity = torch.profiler.ProfilerActivity
-activity = activity.CUDA if torch.cuda.is_available() else activity.CPU
-with torch.profiler.profile(activities=[activity]) as profiler:
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit:
-        pass
-if os.environ["RANK"] == "0":
-    profiler.export_chrome_trace(os.path.join(os.path.dirname(__file__), "trace.json"))
-"""
-
-
-def check_overlap():
-    """A profiler's trace: the share of the all-reduces' time in which the process also computes."""
-    words = f"--model vgg11 --learning_rate 1e-4 --batch_size {32 * options.count}"
-    sends, computes = ("kernel", "nccl"), ("kernel", "")  # category and beginning of the names
-    if options.device == "cpu":
-        words = TINY["images.py"]
-        sends, computes = ("user_annotation", "gloo:all_reduce"), ("cpu_op", "aten::")
-    with tempfile.TemporaryDirectory() as folder:
-        wrapper = Path(folder, "profiled.py")
-        wrapper.write_text(PROFILED)
-        row = run(f"{wrapper} multinode/images.py", f"{words} {in_rows(1, 20)}", options.count)[0][
-            0
-        ]
-        if options.dry_run:
-            raise DryRun
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    spans = {True: [], False: []}  # of all-reduces, and of computation
-    for event in events:
-        name = event["name"].lower()
-        for kind, (category, beginning) in (True, sends), (False, computes):
-            is_send = name.startswith(sends[1])
-            if event.get("cat") == category and name.startswith(beginning) and is_send == kind:
-                spans[kind].append((event["ts"], event["ts"] + event["dur"]))
-    both = 0.0
-    for start, end in spans[True]:
-        for first, last in sorted(spans[False]):
-            both += max(0.0, min(end, last) - max(start, first))
-            start = max(start, last)  # where two compute at once, the time counts once
-    share = both / sum(end - start for start, end in spans[True])
-    tell(
-        f"- in a profiler's trace the process computes for {share:.0%} of the time of its "
-        f"all-reduces; the script says that {1 - row['comm'] / row['comm_total']:.0%} is hidden"
-    )
-    assert options.device == "cpu" or share > 0.1, "nothing overlaps"
 
 
 def check_hybrid():
@@ -511,7 +455,7 @@ def plain_gpt(size, steps):
     args = {"vocab_size": 50304, "n_heads": 4} | {name: int(value) for name, value in sizes.items()}
     args = argparse.Namespace(**args, dropout=0.0)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    torch._dynamo.reset()  # the next shape or attention is compiled anew
+    torch._dynamo.reset()  # the next shape is compiled anew
     model = gpt.GPT(args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     compiled = torch.compile(model)
@@ -539,38 +483,11 @@ def now():
     return time.perf_counter()
 
 
-def check_attention():
-    """GPT-2 (124 M) at batch 32, with FlashAttention and with cuDNN's attention, in turn."""
-    torch._functorch.config.enable_autograd_cache = False  # it does not know the backends apart
-    size, steps, other = f"{GPT2} --batch_size 32", 24, SDPBackend.CUDNN_ATTENTION
-    if options.device == "cpu":
-        size, steps = "--d_model 16 --num_layers 1 --seq_len 16 --batch_size 8", 4
-        other = SDPBackend.MATH
-    rates = {SDPBackend.FLASH_ATTENTION: [], other: []}
-    for _ in range(2):
-        for backend, values in rates.items():
-            with sdpa_kernel(backend):
-                values.append(plain_gpt(size, steps))
-    told = [f"{backend.name} {statistics.mean(values):,.0f}" for backend, values in rates.items()]
-    tell(f"- {size}, tokens/s: {', '.join(told)}")
-
-
-def check_shapes(script):
-    """A transformer, whose batches have ever new shapes, without and with cuDNN's attention."""
-    words = f"{options.sizes[script]} --model transformer --precision bf16 {in_rows(3, 24)}"
-    with copy_of(
-        f"singlegpu/{script}", ("enable_cudnn_sdp(False)", "enable_cudnn_sdp(True)")
-    ) as on:
-        sides = {"without": (f"singlegpu/{script}", words, {}), "with": (on, words, {})}
-        tell_rates(f"{script}, transformer in bf16, samples/s by cuDNN's attention", sides)
-
-
 def check_cnn(batch):
     """The cnn, whose steps are launches of kernels: eager, compiled, and with CUDA graphs."""
     words = f"--model cnn --batch_size {batch} {in_rows(3, 400)}"
-    compiled = "torch.compile(run.model"
-    graph_copy = copy_of(SCRIPT, (compiled, f'{compiled}, mode="reduce-overhead"'))
-    with few_images() as data, graph_copy as graphs:
+    graphs = ("torch.compile(model)", 'torch.compile(model, mode="reduce-overhead")')
+    with few_images() as data, copy_of(SCRIPT, graphs) as graphs:
         if options.device == "cpu":
             words = f"{words} {data}".replace(f"--batch_size {batch}", f"--batch_size {batch // 4}")
         sides = {"eager": (SCRIPT, words, {}), "compiled": (SCRIPT, f"{words} --compile", {})}
@@ -585,7 +502,7 @@ def check_precision(model, pixels):
     if pixels > 28:  # two workers read the file
         shape, count = (3, pixels, pixels), 16 if options.device == "cpu" else 8192
         words = f"{words} {in_rows(2, 30)} --num_workers 2"
-    to_device = "create_model(args, train_data).to(run.device"
+    to_device = "create_model(args, train_data).to(device"
     channels_last = f"{to_device}, memory_format=torch.channels_last"
     with few_images(count, shape) as data, copy_of(SCRIPT, (to_device, channels_last)) as last:
         words = f"{words} {data}"
@@ -647,16 +564,12 @@ def parts_of(scripts):
         (check_resume, "mlp"),
         (check_resume, "cnn"),
         (check_phases,),
-        (check_stopwatch,),
+        (check_marks,),
     ]
     parts["waits"] = [(check_waits, script) for script in scripts]
-    parts["ddp"] = [(check_one_process,), (check_all_processes,), (check_overlap,)]
+    parts["ddp"] = [(check_one_process,), (check_all_processes,)]
     parts["hybrid"] = [(check_hybrid,)]
     parts["gpt"] = [(check_gpt, batch) for batch in (8, 32, 64)]
-    parts["attention"] = [(check_attention,)]
-    for script in scripts:
-        if script in ("text.py", "translation.py"):
-            parts["attention"].append((check_shapes, script))
     parts["cnn"] = [(check_cnn, batch) for batch in (64, 256)]
     parts["precision"] = [(check_precision, "vgg11", 28), (check_precision, "resnet18", 224)]
     parts["loading"] = [(check_loading,)]
@@ -696,7 +609,7 @@ def main():
     tell("", f"{options.count if has_gpu else 1} x {options.name}, torch {torch.__version__}", "")
     if not importlib.util.find_spec("datasets"):
         tell("- left out: text.py and translation.py, which need the package datasets")
-        parts = parts_of(["images.py", "autoencoder.py", "gpt.py"])
+        parts = parts_of(["images.py", "gpt.py"])
     if options.count == 1:
         tell("- left out: what GPUs send each other, and pipelines, as there is one GPU")
         parts["ddp"] = [(check_one_process,)]

@@ -703,8 +703,8 @@ struct EmuCCL final : c10d::Backend {
     return message;
   }
   void check_devices(int mine) {  // as NCCL; torchrun's agents stand for nodes
-    Tensors count = {at::zeros({setting("GROUP_WORLD_SIZE", 1), DEVICES}, at::kInt)};
-    count[0][setting("GROUP_RANK", 0)][mine] = 1;
+    Tensors count = {at::zeros({setting("GROUP_WORLD_SIZE", 1), 64}, at::kInt)};
+    count[0][setting("GROUP_RANK", 0)][setting("EMU_FIRST", 0) + mine] = 1;
     gloo->allreduce(count)->wait();
     TORCH_CHECK(count[0].max().item<int>() < 2, "emu_ccl: Duplicate GPU detected: two processes ",
                 "of a group use the same device, one of them emu:", mine);

@@ -2,6 +2,7 @@
 
     PYTHONPATH=tests/emulator python script.py
     EMU_DEVICES=4                                   # so many; 0: as if there were none
+    EMU_FIRST=2                                     # those of a node from its third one on
     EMU_SIM=kernel=1000,launch=5,copy=50,comm=3000  # simulated microseconds; else time is real
 
 A script may ask for torch.emu.host_waits(), how often the host has waited for a device, and for

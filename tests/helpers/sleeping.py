@@ -61,3 +61,15 @@ def create_optimizer(model, args):
 def batch_loss(model, batch, args):
     loss = model(batch[0]).sum()
     return loss, {"loss": loss, "count": len(batch[0])}
+
+
+def learning_rate_factor(args, done):
+    return 1.0
+
+
+def training_order(data, args, epoch):
+    return range(len(data))
+
+
+def finish(model, data, args, device):
+    """Nothing."""

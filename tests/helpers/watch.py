@@ -49,7 +49,7 @@ def watched_open(file, *args, **kwargs):
 def watched_all_reduce(tensor, op=dist.ReduceOp.SUM, **kwargs):
     start = time.perf_counter()
     work = plain_all_reduce(tensor, op, **kwargs)
-    if sys._getframe(2).f_code.co_name == "main":  # other sums count as eval
+    if sys._getframe(2).f_code.co_name == "main":  # a look. Sums of evaluate() count as eval
         all_reduces.append(time.perf_counter() - start)
     return work
 
