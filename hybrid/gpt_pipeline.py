@@ -298,9 +298,9 @@ def create_schedule(stage, group, sums, scaler, device, autocast, args):
             outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=stage.dtype)
     number = dist.get_rank(group)
     part = PipelineStage(stage, number, args.num_stages, device, inputs, outputs, group=group)
-    part.forward_one_chunk = with_marks(part.forward_one_chunk, "forward")
-    part.backward_one_chunk = with_marks(part.backward_one_chunk, "backward")
-    micro_batch_loss = with_marks(micro_batch_loss, "forward")
+    part.forward_one_chunk = with_pass_marks(part.forward_one_chunk, "forward")
+    part.backward_one_chunk = with_pass_marks(part.backward_one_chunk, "backward")
+    micro_batch_loss = with_pass_marks(micro_batch_loss, "forward")
     schedule = SCHEDULES[args.schedule]
     return schedule(part, args.num_microbatches, micro_batch_loss, scale_grads=False)
 
@@ -828,7 +828,7 @@ def mark(phase):
         events.append((phase, moments.pop(0), moments[0], 0))
 
 
-def with_marks(function, phase):
+def with_pass_marks(function, phase):
     """Returns this pass of a micro-batch with marks. What comes before it is bubble."""
 
     def marked(*args, **kwargs):
