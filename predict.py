@@ -2,28 +2,28 @@
 
     python predict.py one.jsonl link.json                       # link.json: of allreduce.py --out
     python predict.py one.jsonl link.json --processes 3 6 12
-    python predict.py one.jsonl inside.json between.json --gpus_per_node 8
+    python predict.py one.jsonl inside.json between.json        # nodes of several GPUs
     python predict.py one.jsonl link.json --noise noise.json    # of singlegpu/noise_scale.py
     python predict.py runs/ 2nodes.json 4nodes.json --out pictures    # beside measured runs
 
-What ends in .json is a link, all else are logs of --log, or folders of them. The prediction (after
-Li et al. 2020, "PyTorch Distributed") starts from a step of a run of one process. The time of data,
-forward and backward pass is proportional to the batch; with logs of several batches it is
-interpolated. The time of the optimizer is constant. The log of multigpu with one process tells the
-bytes of each bucket of gradients and when it is ready. For singlegpu, DDP's default buckets, 1 MiB
-and then 25 MiB, are taken to fill evenly. A bucket waits for the one before. While its all-reduce
-runs, the backward pass is as slow as allreduce.py (--min_bytes 1048576) has measured.
+Files that end in .json are links, all others are logs of --log, or folders of them. The prediction
+(after Li et al. 2020, "PyTorch Distributed") starts from a step of a run of one process. The time
+of data, forward and backward pass is proportional to the batch; with logs of several batches it is
+interpolated. The time of the optimizer is constant. A log of multigpu tells the bytes of each
+bucket of gradients and when it is ready. For singlegpu, DDP's default buckets, 1 MiB and then 25
+MiB, are taken to fill evenly. A bucket waits for the one before. While its all-reduce runs, the
+backward pass is as slow as allreduce.py (--min_bytes 1048576) has measured.
 
-An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth of the slowest link.
-The latency is that of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small
-messages through trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
+An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth. The latency is that
+of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small messages through
+trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
 src/graph/tuning.cc; no NCCL has been measured yet). Where a link was measured with as many
 processes as the row has, its figures are taken as they are. The column link says so, or from what
-number the row is extrapolated, or that two links count. The link between nodes is measured with one
-process a node, beside one inside a node and --gpus_per_node, or with all GPUs of each node, which
-use all of its network cards. Without a link between nodes, all processes are taken to be on one
-node. The numbers of processes are those of --processes, or else powers of two and, beyond a node of
---gpus_per_node, whole nodes.
+number the row is extrapolated. Measure the link between nodes with all GPUs of two nodes or more,
+and the link inside a node with all GPUs of one. Without a link between nodes, all processes are
+taken to be on one node. The default numbers of processes are powers of two, and beyond a node
+powers of two of nodes. More processes pay if twice as many are 1.5 times as fast, and 4 times as
+many 2.25 times.
 
     speedup       samples/s divided by those of one process
     measured      speedup of the fastest run with so many processes in the logs
@@ -32,55 +32,45 @@ node. The numbers of processes are those of --processes, or else powers of two a
     R             compute / sending, where compute is forward, backward, bubble and optimizer
     time to loss  until the same loss, beside one process: the time of a step times 1 + noise scale
                   / batch, to which the number of steps is proportional (McCandlish et al. 2018)
-
-More processes pay if twice as many are 1.5 times as fast, and 4 times as many 2.25 times.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pandas as pd
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
-# No two runs have all of these in common. A resumed run may change the last three.
-RUN = "run script processes nodes comm_hook compile grad_accum_steps".split()
-TITLE = ["model", "dataset", "precision"]
-# The flags of a launch. They say how a model and a batch are split, and change no loss.
+# No two runs have all of these in common. A copied snapshot keeps the id of its run. A resumed run
+# may change the last three.
+RUN = "run snapshot script processes nodes comm_hook compile grad_accum_steps".split()
+# The flags that say how a model and a batch are split. They do not change the loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
 LAUNCH += ["checkpoint_activations"]
 COMPUTE = ["forward", "backward", "bubble", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
-FEW_STEPS = 10  # fewer are a doubt
 
-# What a row must hold, and what is taken where a script does not log it.
-WORDS = ["run", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
+# The columns that each row must hold, and what is taken where a script does not log them.
+WORDS = ["run", "snapshot", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
 COUNTS = "processes nodes batch_size parameters trained threads steps_per_epoch".split()
-TIMES = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds", "steps"]
-NUMBERS = [*TIMES, "rank", "step", "peak_MB"]
-MEASURED = "^(train_|val_|d_model$|num_layers$|seq_len$)"  # numbers, or missing
-DEFAULTS = {"comm_hook": "none", "bubble": 0, "comm": 0, "comm_total": 0, "last_step": None}
-DEFAULTS |= dict.fromkeys(["compile", *LAUNCH], "-") | {"stages": [1]}  # hybrid/images.py has more
-DEFAULTS |= dict.fromkeys("train_loss val_loss d_model num_layers seq_len".split(), math.nan)
+NUMBERS = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds"]
+NUMBERS += ["steps", "step", "rank", "peak_MB", "epochs", "eval_every"]
+FLAGS = {"snapshot": "-", "comm_hook": "none", "compile": "-", "epochs": 1, "eval_every": 0}
+FLAGS |= dict.fromkeys(LAUNCH, "-") | {"stages": [1]}  # hybrid/images.py has several
+RESULTS = {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "trained": 0}
+RESULTS |= {"train_loss": math.nan, "val_loss": math.nan}
 
 STRONG = ["processes", "local batch", "ms a step", "samples/s", "speedup", "efficiency"]
 STRONG += ["comm %", "R", "measured", "link"]
 WEAK = [*STRONG[:7], "time to loss", "link"]
-HELP = ["change", "ms a step", "samples/s", "times as fast", "speedup", "comm %"]
+HELP = ["change", "ms a step", "samples/s", "times as fast", "comm %"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
-LINK = {  # what allreduce.py writes: (lowest, highest)
-    "processes": (2, 1e9),
-    "nodes": (1, 1e9),
-    "latency_s": (0, 1e9),
-    "bandwidth_bytes_per_s": (1, 1e30),
-    "compute_rate": (0.01, 1),
-}
+LINK = ["processes", "nodes", "latency_s", "bandwidth_bytes_per_s", "compute_rate"]
 
 STYLE = {"figure.figsize": (6.4, 3.6), "figure.dpi": 125, "figure.constrained_layout.use": True}
 STYLE |= {"font.size": 12, "figure.titlesize": 12, "legend.frameon": False}
@@ -90,28 +80,33 @@ STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth
 def read_row(line):
     """Returns the row in this line with what titles and comparisons need, or None if damaged."""
     try:
-        row = DEFAULTS | json.loads(line)
-        row.setdefault("trained", row["parameters"])
+        row = FLAGS | RESULTS | json.loads(line)
+        settings = row["settings"]
+        # A row holds the flags of the task, too. One of them is not the column of its name, unless
+        # the script has written a result over it.
+        for name, value in settings.items():
+            is_result = name in RESULTS or name.startswith(("train_", "val_"))
+            if name in FLAGS or is_result and row.get(name) == value:
+                row[name] = (FLAGS | RESULTS).get(name, math.nan)
+        row["trained"] = row["trained"] or row["parameters"]
         row |= {name: str(row[name]) for name in WORDS}
         row |= {name: int(row[name]) for name in COUNTS}
         row |= {name: float(row[name]) for name in NUMBERS}
-        same = {name: str(value) for name, value in row["settings"].items()}
+        row["devices"] = row["processes"] * len(row["stages"])
+        same = {name: str(value) for name, value in settings.items()}
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
-    if not all(0 <= row[name] < 1e12 for name in [*COUNTS, *NUMBERS]):
-        return None
-    if min(row[name] for name in COUNTS) < 1:
+    is_sound = all(0 <= row[name] < 1e12 for name in [*COUNTS, *NUMBERS])
+    if not is_sound or min(row[name] for name in COUNTS) < 1:
         return None
     script = Path(row["script"]).name.replace("_fsdp", "").replace("_pipeline", "")
-    row["task"] = ", ".join([script, *(same[name] for name in TITLE if name in same)])
+    titles = [same[name] for name in ("model", "dataset", "precision") if name in same]
+    row["task"] = ", ".join([script, *titles])
     # Compared runs have all this in common.
-    same |= {name: str(row[name]) for name in ("device", "parameters", "compile")}
-    same["script"] = script
-    may_differ = {"batch_size", "seed", "comm_hook", *LAUNCH}
-    row["same"] = tuple(sorted((name, same[name]) for name in same.keys() - may_differ))
-    # A flag of a task may have a name like that of a result, such as --val_fraction.
-    flags = {name for name in row["settings"] if name.startswith(("train_", "val_"))}
-    return {name: value for name, value in row.items() if name not in flags}
+    pairs = [pair for pair in same.items() if pair[0] not in ("batch_size", "seed")]
+    pairs += [(name, str(row[name])) for name in ("device", "parameters", "compile")]
+    row["same"] = tuple(sorted([*pairs, ("script", script)]))
+    return row
 
 
 def read_logs(paths):
@@ -132,7 +127,7 @@ def read_logs(paths):
     if not rows:
         sys.exit("no rows to report: " + "; ".join(notes))
     rows = pd.DataFrame(rows).sort_values("step", kind="stable")
-    for name in rows.filter(regex=MEASURED):
+    for name in rows.filter(regex="^(train|val)_"):
         rows[name] = pd.to_numeric(rows[name].astype(str), errors="coerce").astype(float)
     return rows, notes
 
@@ -181,7 +176,6 @@ def save(figure, sentence, path, loc="outside right center", **legend):
     figure.suptitle(sentence, x=0.01, horizontalalignment="left")
     figure.legend(loc=loc, **legend)
     figure.savefig(path)
-    plt.close(figure)
 
 
 def read_links(paths):
@@ -192,11 +186,10 @@ def read_links(paths):
             written = json.loads(Path(path).read_text())
             link = {name: float(written[name]) for name in LINK}
             links.append(link | {"device": str(written["device"])})  # "CPU" or a GPU
-            for name, (lowest, highest) in LINK.items():
-                if not lowest <= link[name] <= highest:
-                    raise ValueError(f"{name} is {link[name]}")
-            if link["nodes"] > link["processes"]:
-                raise ValueError("it has more nodes than processes")
+            is_sound = 0 <= link["latency_s"] and 1 <= link["nodes"] <= link["processes"]
+            is_sound &= link["bandwidth_bytes_per_s"] >= 1 and 0.01 <= link["compute_rate"] <= 1
+            if not is_sound or link["processes"] < 2 or max(link[name] for name in LINK) > 1e30:
+                raise ValueError(f"this cannot be: {link}")
         except Exception as error:  # a damaged or foreign file can fail anywhere
             sys.exit(f"cannot read the link {path}: {error!r}")
     return sorted(links, key=lambda link: link["processes"])
@@ -208,40 +201,31 @@ def runs_of(rows):
     steps = of_run["steps"].sum()  # of all processes
     runs = of_run.last()
     runs[PHASES] = of_run[PHASES].sum().div(steps, axis=0)
-    totals = rows.groupby([*RUN, "rank"])["comm_total"].sum().groupby(RUN)
-    speed = rows["steps"] / rows[PHASES].sum(axis=1).clip(lower=1e-9)
-    speed = speed[rows["steps"] >= FEW_STEPS].groupby([rows[name] for name in RUN])
-    runs["varies"] = 100 * (1 - speed.min() / speed.max())
-    is_pipeline = runs["num_microbatches"] != "-"  # its stages do not send the same
-    runs["waits"] = (1 - totals.min() / totals.mean() > 0.1) & ~is_pipeline
     runs["eval"] = of_run["eval"].sum() / of_run["val_loss"].count().clip(lower=1)
     runs["save"] = of_run["save"].mean()
     runs["warmup"] = of_run["warmup"].max()
-    runs["steps"] = steps
+    runs["steps"] = steps / runs.index.get_level_values("processes")
     runs["line"] = rows.index.to_series().groupby([rows[name] for name in RUN]).max()
     runs = runs.reset_index()
-    runs["steps"] /= runs["processes"]
     runs["seconds"] = runs[PHASES].sum(axis=1)  # of a step
     runs["samples/s"] = runs["batch_size"] / runs["seconds"]
     return runs[(runs["steps"] > 0) & (runs["seconds"] > 1e-9)]
 
 
-def step_of(run, alike, links, gpus_per_node=0):
+def step_of(run, alike, links):
     """Returns what a prediction needs of a run, and of those like it with other batches.
 
-    It is a dict: the global batch; phases, the seconds of each phase of a step, a row for each
-    batch; for each bucket of gradients its bytes, and the share of the backward pass that ends when
-    it is ready; the links, and how many times faster they are to be than measured.
+    phases: the seconds of each phase of a step, a row for each batch. shares: for each bucket of
+    gradients, the share of the backward pass that ends when it is ready. faster: how many times as
+    fast as measured the links are to be.
     """
     no_batch = pd.DataFrame(0.0, [0], PHASES)  # takes no time
     phases = pd.concat([no_batch, alike.set_index("batch_size")[PHASES].sort_index()])
     own = phases.loc[run["batch_size"]]
     try:
-        step = pd.DataFrame(run["last_step"], columns=["name", "start", "end", "bytes"])
-        buckets = step[step["name"] == "all-reduce"].sort_values("start").astype({"bytes": float})
-        sizes = buckets["bytes"].to_numpy()
-        leads = buckets["start"].iloc[-1] - buckets["start"].to_numpy(float)  # the last has 0
-        ready = 1 - leads / own["backward"]
+        events = sorted(event[1:] for event in run["last_step"] if event[0] == "all-reduce")
+        starts, _, sizes = np.array(events, float).T
+        ready = 1 - (starts[-1] - starts) / own["backward"]  # the last one ends the pass
         if not (np.isfinite(ready).all() and (sizes >= 0).all() and sizes.sum() < 1e15):
             raise ValueError
     except (ArithmeticError, LookupError, TypeError, ValueError):  # singlegpu has no buckets
@@ -253,39 +237,28 @@ def step_of(run, alike, links, gpus_per_node=0):
         ready = 1 - (1 - ends[1:] / total) / passes
     step = {"batch": run["batch_size"], "phases": phases, "optimizer": own["optimizer"]}
     step |= {"bytes": sizes, "shares": np.diff(ready.clip(0, 1), prepend=0)}
-    step |= {"hook": run["comm_hook"], "gpus_per_node": gpus_per_node}
-    return step | {"links": links, "faster": 1}
+    each = [link["processes"] / link["nodes"] for link in links if link["nodes"] > 1]
+    step["node"] = min(each, default=math.inf)  # how many processes are on one
+    return step | {"hook": run["comm_hook"], "links": links, "faster": 1}
 
 
 def network_of(processes, step):
-    """Returns what so many processes have of the links: nodes, latency, bandwidth and more.
-
-    Inside and between nodes are two levels, unless the link was measured with all GPUs of a node.
-    """
+    """Returns the nodes of so many processes, and the figures of the link that counts."""
     inside = [link for link in step["links"] if link["nodes"] == 1]
     between = [link for link in step["links"] if link["nodes"] > 1]
-    each = between[0]["processes"] / between[0]["nodes"] if between else processes
-    nodes = math.ceil(processes / (step["gpus_per_node"] or each))
-    if nodes > 1 and each == 1 and inside:
-        levels = [(math.ceil(processes / nodes), 1, inside), (nodes, nodes, between)]
-    else:
-        levels = [(processes, nodes, between if nodes > 1 else inside or between)]
-    network = {"nodes": nodes, "latency": 0.0, "bandwidth": math.inf, "compute_rate": 1.0}
-    for members, member_nodes, links in levels:
-        if members > 1:
-            smaller = [link for link in links if link["processes"] <= members]
-            link = smaller[-1] if smaller else links[0]
-            hops = hops_of(members, member_nodes, link["device"])
-            if member_nodes < nodes and link["device"] == "CPU":
-                hops *= nodes  # the ring of gloo passes through all nodes
-            measured_hops = hops_of(link["processes"], link["nodes"], link["device"])
-            network["latency"] += link["latency_s"] * hops / measured_hops
-            bandwidth = step["faster"] * link["bandwidth_bytes_per_s"]
-            network["bandwidth"] = min(network["bandwidth"], bandwidth)
-            network["compute_rate"] = min(network["compute_rate"], link["compute_rate"])
-            is_measured = members == link["processes"]
-            network["link"] = "measured" if is_measured else f"from {link['processes']:.0f}"
-    return network | ({"link": "two links"} if len(levels) > 1 else {})
+    nodes = max(1, math.ceil(processes / step["node"]))
+    links = between if nodes > 1 else inside or between
+    link = [links[0], *(link for link in links if link["processes"] <= processes)][-1]
+    hops = hops_of(processes, nodes, link["device"])
+    measured_hops = hops_of(link["processes"], link["nodes"], link["device"])
+    is_measured = processes == link["processes"]
+    return {
+        "nodes": nodes,
+        "latency": link["latency_s"] * hops / measured_hops,
+        "bandwidth": step["faster"] * link["bandwidth_bytes_per_s"],
+        "compute_rate": link["compute_rate"],
+        "link": "measured" if is_measured else f"from {link['processes']:.0f}",
+    }
 
 
 def hops_of(processes, nodes, device):
@@ -336,61 +309,33 @@ def predict(step, scaling, counts):
     return with_speedups(pd.DataFrame(rows))
 
 
-def default_counts(gpus_per_node):
-    """Returns powers of two and, beyond a node, multiples of its GPUs."""
-    powers = [2**n for n in range(11)]
-    if not gpus_per_node:
-        return powers
-    nodes = [n for n in range(1, 1 + powers[-1] // gpus_per_node) if n < 9 or n in powers]
-    return [n for n in powers if n < gpus_per_node] + [n * gpus_per_node for n in nodes]
-
-
 # Each takes what step_of() returns. The optimizer's time stays.
 CHANGES = {
+    "as it is": lambda step: step,
     "--comm_hook bf16": lambda step: step | {"hook": "bf16"},
     "twice the batch": lambda step: step | {"batch": 2 * step["batch"]},
-    "half the batch": lambda step: step | {"batch": step["batch"] / 2},
     "a link twice as fast": lambda step: step | {"faster": 2},
     "no time in data": lambda step: step | {"phases": step["phases"].assign(data=0.0)},
 }
 
 
 def what_helps(step, processes):
-    """Returns a table of single changes and the best pair, and a sentence on the best change.
-
-    They are compared by samples/s, since another batch needs another number of steps.
-    """
-    possible = dict(CHANGES)
-    if step["hook"] != "none":
-        del possible["--comm_hook bf16"]
-    if step["batch"] < 2 * processes:
-        del possible["half the batch"]
+    """Returns a table of changes, by samples/s, and a sentence on the best."""
     rows = []
-    subsets = [itertools.combinations(possible, count) for count in range(3)]
-    for names in itertools.chain(*subsets):
-        if sum("batch" in name for name in names) < 2:  # twice and half exclude each other
-            changed = functools.reduce(lambda step, name: CHANGES[name](step), names, step)
-            row = predict_step(changed, processes, share_of(changed["batch"], processes))
-            rows.append(row | {"change": " and ".join(names) or "as it is", "count": len(names)})
+    for name, change in CHANGES.items():
+        changed = change(step)
+        row = predict_step(changed, processes, share_of(changed["batch"], processes))
+        rows.append(row | {"change": name})
     rows = pd.DataFrame(rows)
     rows["times as fast"] = rows["samples/s"] / rows["samples/s"][0]
-    rows["speedup"] = rows["samples/s"] / predict_step(step, 1, step["batch"])["samples/s"]
-    rows = rows.sort_values("times as fast", ascending=False)
-    rows = rows[(rows["count"] < 2) | (rows.groupby("count").cumcount() == 0)]  # the best pair
-    best = rows[rows["count"] == 1].iloc[0]
-    if best["times as fast"] < 1.01:
-        return rows, "None of these changes helps by itself (predicted)."
-    gain = f"{best['times as fast']:.2f} times as fast (predicted)"
-    sentence = f"The most helps: {best['change']}, {gain}."
-    pair = rows[rows["count"] == 2].iloc[0]
-    if pair["times as fast"] > 1.01 * best["times as fast"]:
-        sentence += f" The best two, {pair['change']}: {pair['times as fast']:.2f} times."
-    return rows, sentence
+    rows = rows.sort_values("times as fast", ascending=False, kind="stable")
+    name, gain = rows[["change", "times as fast"]].iloc[0]
+    return rows, f"The fastest is {name}: {gain:.2f} times as fast (predicted)."
 
 
 def with_whole_training(strong, run, num_steps):
     """Adds the hours and device-hours of the whole training."""
-    validations = math.ceil(num_steps / float(run.get("eval_every") or run["steps_per_epoch"]))
+    validations = math.ceil(num_steps / (run["eval_every"] or run["steps_per_epoch"]))
     seconds = num_steps * strong["ms a step"] / 1000 + run["warmup"]
     seconds += validations * (run["eval"] / strong["processes"] + run["save"])
     hours = seconds / 3600
@@ -412,48 +357,30 @@ def sbatch_line(row, run):
 
 def with_times_to_loss(weak, path):
     """Adds the time to the same loss beside one process, by a file of noise_scale.py."""
-    try:
-        written = json.loads(Path(path).read_text())
-        noise_scale, half_width = float(written["noise_scale"]), float(written["half_width"])
-        if not 0 <= 2 * half_width < noise_scale < math.inf:
-            raise ValueError(f"it is {noise_scale:g}, give or take {half_width:g}")
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot read the noise scale {path}: {error!r}")
+    written = json.loads(Path(path).read_text())
+    noise_scale, half_width = float(written["noise_scale"]), float(written["half_width"])
+    if not 0 <= 2 * half_width < noise_scale < math.inf:
+        sys.exit(f"{path}: the noise scale is {noise_scale:g}, give or take {half_width:g}")
     steps = 1 + noise_scale / (weak["processes"] * weak["local batch"])
     times = steps * weak["ms a step"]
     return weak.assign(**{"time to loss": times / times[0]})
 
 
-def verdicts(strong, weak):
-    """Returns the sentences on what the two predictions say."""
-    efficient = weak["processes"][(weak["efficiency"] >= 0.8).cummin()].max()
-    found = [pays_up_to(strong)[1]]
-    found.append(f"With the batch of a process kept, efficiency is 80% or more up to {efficient}.")
-    if "time to loss" in weak:
-        best = weak.loc[weak["time to loss"].idxmin()]
-        share = f"in {best['time to loss']:.2g} of the time of one"
-        found.append(f"Then the same loss comes soonest on {best['processes']}, {share}.")
-    return found
-
-
-def doubts_of(run, runs, strong, weak, step):
+def doubts_of(run, strong, weak, step):
     """Returns why the prediction from this run is not to be trusted, if it is not."""
     short = strong["processes"][strong["ms a step"] < 10]
     uneven = [str(n) for n in strong["processes"] if step["batch"] % n]
-    waits = runs["waits"][runs["same"] == run["same"]].any()
     others = {link["device"] for link in step["links"]} - {run["device"]}
     is_cpu = run["device"] == "CPU"
     is_shared = is_cpu and step["links"][0]["nodes"] == 1
     most, known = weak["processes"].max(), step["links"][-1]["processes"]
     is_beyond = max(link["nodes"] for link in step["links"]) == 1 and most > known and not is_cpu
     doubts = [
-        (run["steps"] < FEW_STEPS, f"only {run['steps']:.0f} step(s) after the warmup were timed"),
-        (run["varies"] > 20, f"some rows of its log are {run['varies']:.0f}% slower than others"),
+        (run["steps"] < 10, f"only {run['steps']:.0f} step(s) after the warmup were timed"),
         (len(short), f"steps are shorter than 10 ms from {short.min()} process(es) on"),
         (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
         (is_shared, "CPU processes of one node share its cores and memory"),
         (is_beyond, f"a node is taken to hold {most} processes, but was measured with {known:.0f}"),
-        (waits, "in the logs processes wait for a late one, which is not predicted"),
         (uneven, f"{step['batch']} is no multiple of {', '.join(uneven)}: that is rounded"),
     ]
     return [f"Not to be trusted: {doubt}." for is_so, doubt in doubts if is_so]
@@ -461,7 +388,7 @@ def doubts_of(run, runs, strong, weak, step):
 
 def draw(strong, measured, title, path):
     """Draws the predicted speedup beside the ideal and what was measured."""
-    figure, axes = plt.subplots()
+    axes = Figure().subplots()
     axes.loglog(strong["processes"], strong["ratio"], "--", base=2, color="grey", label="ideal")
     axes.plot(strong["processes"], strong["speedup"], "o-", color="#0072B2", label="predicted")
     if len(measured):
@@ -470,15 +397,14 @@ def draw(strong, measured, title, path):
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="processes (log scale)", ylabel="speedup over one process")
-    save(figure, f"{pays_up_to(strong)[1].split(':')[0].rstrip('.')}\n{title}", path)
+    save(axes.figure, f"{pays_up_to(strong)[1].split(':')[0].rstrip('.')}\n{title}", path)
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("files", nargs="+", type=Path, help="logs (.jsonl) or folders of them, and links (.json)")
-    add("--processes", type=int, nargs="+", help="by default powers of two, then whole nodes")
-    add("--gpus_per_node", type=int, default=0, help="of nodes with several; 0: see above")
+    add("--processes", type=int, nargs="+", help="predict these numbers; see above")
     add("--noise", metavar="NOISE.json", help="file of noise_scale.py: time to the same loss")
     add("--steps", type=int, default=0, help="of the whole training; 0: --epochs of the log")
     add("--out", type=Path, metavar="FOLDER", help="draw the predictions there")
@@ -487,28 +413,19 @@ def parse_args():
     args.logs = [path for path in args.files if path.suffix != ".json"]
     if not args.links or not args.logs:
         parser.error("give a log of --log, and a link that allreduce.py --out has written")
-    if min(args.processes or [1]) < 1 or args.gpus_per_node < 0 or args.steps < 0:
-        parser.error("--processes must be 1 or more, --gpus_per_node and --steps 0 or more")
-    inside = [link for link in args.links if link["nodes"] == 1]
-    each = {link["processes"] / link["nodes"] for link in args.links if link["nodes"] > 1}
-    if bool(inside and each == {1}) != (args.gpus_per_node > 0) and not each - {1}:
-        parser.error("--gpus_per_node is for links inside a node and between nodes: both, or none")
-    if len(each) > 1 or each - {1, args.gpus_per_node or max(each, default=1)}:
-        parser.error("measure the link between nodes with one process a node, or with all GPUs")
-    try:
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=args.out).close()
-    except OSError as error:
-        parser.error(f"--out: {error}")
+    sizes = {link["processes"] / link["nodes"] for link in args.links if link["nodes"] > 1}
+    if len(sizes) > 1 or 1 in sizes and any(link["nodes"] == 1 for link in args.links):
+        parser.error("measure the links between nodes with all GPUs of each node")
     return args
 
 
 def report_on(run, alike, runs, number, args):
     """Prints the prediction from a run of one process, and draws it."""
-    step = step_of(run, alike, args.links, args.gpus_per_node)
-    counts = args.processes or default_counts(args.gpus_per_node)
-    num_steps = args.steps or int(float(run.get("epochs") or 1) * run["steps_per_epoch"])
+    step = step_of(run, alike, args.links)
+    powers = [2**n for n in range(11)]
+    nodes = [int(n * step["node"]) for n in powers if n * step["node"] <= powers[-1]]
+    counts = args.processes or [n for n in powers if n < step["node"]] + nodes
+    num_steps = args.steps or int((run["epochs"] or 1) * run["steps_per_epoch"])
     strong = with_whole_training(predict(step, "strong", counts), run, num_steps)
     is_same = (runs["same"] == run["same"]) & (runs["batch_size"] == run["batch_size"])
     measured = runs[is_same & (runs["comm_hook"] == run["comm_hook"]) & (runs["processes"] > 1)]
@@ -519,7 +436,9 @@ def report_on(run, alike, runs, number, args):
         weak = with_times_to_loss(weak, args.noise)
     title = f"{run['task']}, batch {run['batch_size']}"
     print(f"# {title}, run {run['run']}\n")
-    print(*doubts_of(run, runs, strong, weak, step), *verdicts(strong, weak), sep="\n")
+    print(*doubts_of(run, strong, weak, step), pays_up_to(strong)[1], sep="\n")
+    efficient = weak["processes"][(weak["efficiency"] >= 0.8).cummin()].max()
+    print(f"With the batch of a process kept, efficiency is 80% or more up to {efficient}.")
     for name, rows, columns in ("strong", strong, STRONG), ("weak", weak, WEAK):
         if len(rows) > 1:
             print(f"\n## predicted {name} scaling, {title}\n\n{table(columns, rows[1:])}")
@@ -532,18 +451,18 @@ def report_on(run, alike, runs, number, args):
     print(table(["processes", "nodes", "hours", "device-hours"], strong), end="\n\n")
     print(*(sbatch_line(row, run) for row in strong.to_dict("records")), "", sep="\n")
     if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
         end = ".png" if number == 1 else f"_{number}.png"
         draw(strong, measured, title, args.out / f"predicted{end}")
 
 
 def main():
     args = parse_args()
-    plt.rcParams.update(STYLE)
+    matplotlib.rcParams.update(STYLE)
     rows, notes = read_logs(args.logs)
     runs = runs_of(rows)
     print("".join(f"note: {note}\n" for note in notes), end="")
-    # hybrid/images.py splits the model of one process over several devices.
-    singles = runs[(runs["processes"] == 1) & (runs["stages"].str.len() == 1)]
+    singles = runs[runs["devices"] == 1]  # hybrid/images.py has several in a process
     singles = singles.sort_values("line")  # of equal runs, the last one counts
     singles = singles.drop_duplicates(["same", *LAUNCH, "batch_size"], keep="last")
     if singles.empty:

@@ -9,26 +9,23 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
     import text
     model, args = text.load_quantized("int8.pt")
     _, data = text.read_data(args)
-    tokens, classes = data.__getitems__([0, 1, 2])
-    print(model(tokens).argmax(1), classes)
+    tokens, targets = data.__getitems__([0, 1, 2])
+    print(model(tokens).argmax(1), targets)
 
-Rows: *-dynamic has int8 or float8 weights and inputs, whose scale each call finds; *-weights has
-weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by the older library.
-The other int8, int4 and float8 rows are by torchao. Of int4 and, on GPUs, of all of torchao's rows
-the rest of the model is bf16: compare them with the row bf16. Each is measured in turn with fp32 of
-the same mode: 1.50x is 1.5 times as fast. A row that torch.compile cannot compile as a whole is
-left out.
-Columns: MB is the file; peak MB adds what running allocates; same % is the share of texts
-whose class is that of fp32. Embeddings do not change.
+Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. *-weights has int8
+or int4 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by PyTorch's
+older library, and the others are by torchao. In its int4 rows and, on GPUs, in all of its rows the
+rest of the model is bf16: compare them with the row bf16. 1.50x is 1.5 times as fast as fp32 in the
+same mode. A row that this machine or torch.compile cannot run is left out.
+Columns: MB is the file; same % is the share of texts whose class is that of fp32. Embeddings do not
+change.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
 """
 
 import argparse
 import copy
-import ctypes
 import io
 import os
-import re
 import sys
 import time
 import warnings
@@ -48,10 +45,11 @@ from torchao.quantization.pt2e.inductor_passes import x86
 from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
-COLUMNS = ["row", "mode", "MB", "peak MB", "val_acc", "same %", "texts/s"]
+COLUMNS = ["row", "mode", "MB", "val_acc", "same %", "texts/s"]
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-VOCAB_SIZE = 20_000  # [PAD], [UNK] and the most frequent words, at most
+SPECIAL_TOKENS = ["[PAD]", "[UNK]"]  # ids 0 and 1
+VOCAB_SIZE = 20_000  # at most: the special tokens and the most frequent words
 # Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
 SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
 CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
@@ -71,12 +69,6 @@ def parse_args():
     args = parser.parse_args()
     if args.out and not args.row:
         parser.error("--out needs --row")
-    if min(args.batch_size, args.rounds) < 1 or args.num_samples < 0:
-        parser.error("--batch_size and --rounds must be 1 or more, --num_samples 0 or more")
-    folder = os.path.join(os.path.dirname(args.out or ""), ".")
-    if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
-        where = "it is a folder, or its folder is missing or read-only"
-        parser.error(f"cannot write {args.out}: {where}")
     return args
 
 
@@ -93,131 +85,88 @@ def synthetic_texts():
 def learn_vocabulary(batch):
     """Returns a tokenizer for these texts, as a table of one row, which map() caches."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
     words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=VOCAB_SIZE,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=["[PAD]", "[UNK]"],
-    )
+    options = {"vocab_size": VOCAB_SIZE, "min_frequency": 2, "special_tokens": SPECIAL_TOKENS}
+    trainer = trainers.WordLevelTrainer(**options, show_progress=False)
     tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
     return {"tokenizer": [tokenizer.to_str()]}
 
 
-def encode(batch, tokenizer, labels):
-    """Returns token ids (N, seq_len) with zeros after a text's end, lengths (N,), classes (N,)."""
+def encode(batch, tokenizer):
+    """Returns token ids (N, seq_len), with zeros after a text's end."""
     encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
     tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # VOCAB_SIZE < 2**15
     tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
-    return {
-        "tokens": tokens,
-        "length": np.count_nonzero(tokens, axis=1),
-        "class": [labels.index(label) for label in batch["label"]],
-    }
-
-
-def has_label(label):
-    """None, NaN, blanks, and -1, the hub's own mark, are no labels."""
-    if isinstance(label, str):
-        return label.strip() != ""
-    return label not in (None, -1) and label == label  # NaN differs from itself
-
-
-def say(message):
-    """Prints a line, of all processes only in that of rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+    return {"tokens": tokens}
 
 
 def load_texts(args):
-    """Returns the training texts, the test texts (columns text and label), and the K labels."""
+    """Returns the training texts and the test texts, tables with columns text and label."""
     if args.dataset == "synthetic":
         splits = datasets.Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
-        return splits["train"], splits["test"], [0, 1, 2, 3]
+        return splits["train"], splits["test"]
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
-    labelled = {}
-    try:
-        splits = datasets.load_dataset(path)
-        for name in ("train", "test", "validation"):
-            if name in splits:
-                texts = splits[name].select_columns(["text", "label"])
-                texts = texts.cast_column("text", datasets.Value("string"))  # it may be digits
-                labelled[name] = texts.filter(has_label, input_columns="label")
-    except Exception as error:  # a foreign file can fail anywhere
-        sys.exit(f"cannot read {path}: {error.__cause__ or error}")
-    for name, texts in [*labelled.items()]:
-        num_missing = len(splits[name]) - len(texts)
-        if num_missing > 0:
-            count = f"{num_missing} of {len(splits[name])} rows of {name}"
-            say(f"{count} have no label (or -1): left out")
-        if len(texts) == 0:
-            del labelled[name]
-    if "train" not in labelled or len(labelled) == 1:
-        missing = "test" if "train" in labelled else "train"
-        cause = "has no labels (in a CSV file, NA and null are none)"
-        sys.exit(f"{path}: {missing} {cause if missing in splits else 'is not there'}")
-    train_texts, test_texts = [*labelled.values()][:2]
-    try:
-        labels = sorted(train_texts.unique("label"))
-        unknown = sorted(set(test_texts.unique("label")) - set(labels))
-    except (NotImplementedError, TypeError):
-        sys.exit(f"{path}: some labels are words, and others are numbers")
-    say(f"{len(train_texts)} and {len(test_texts)} texts, labels {str(labels):.70}")
-    if not 2 <= len(labels) < 2**15:
-        sys.exit(f"{path}: {len(labels)} different labels in train")
-    if unknown:
-        sys.exit(f"{path}: {[*labelled][1]} has labels that train has not: {unknown[:5]}")
-    return train_texts, test_texts, labels
+    splits = []
+    for split in datasets.load_dataset(path, split=["train", "test"]):
+        texts = split.select_columns(["text", "label"])
+        texts = texts.cast_column("text", datasets.Value("string"))  # it may be digits
+        # -1 is the hub's mark for a missing label. NaN differs from itself.
+        has_label = [x not in (None, -1, "") and x == x for x in texts["label"][:]]
+        splits.append(texts.select(np.flatnonzero(has_label)))
+        labels = str(sorted(splits[-1].unique("label")))
+        count = f"{sum(has_label)} of {len(split)} rows of {split.split}"
+        print(f"{count} have a label other than -1: {labels:.60}", flush=True)
+    return splits
 
 
 class Texts(Dataset):
-    """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
+    """Texts as token ids (N, T), sorted by their lengths (N,), and the numbers of their classes."""
 
-    def __init__(self, encoded, num_classes):
-        arrays = encoded.with_format("numpy", dtype=np.int16)[:]
-        order = np.argsort(arrays["length"], stable=True)
-        self.tokens = arrays["tokens"][order]
-        self.lengths = arrays["length"][order]
-        self.classes = arrays["class"][order]
-        self.num_classes = num_classes
+    def __init__(self, tokens, targets, classes):
+        lengths = np.count_nonzero(tokens, axis=1)
+        order = np.argsort(lengths, stable=True)
+        self.tokens, self.lengths, self.targets = tokens[order], lengths[order], targets[order]
+        self.classes = classes  # their names (K,)
 
     def __len__(self):
         return len(self.lengths)
 
     def __getitems__(self, indices):
-        """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
+        """Returns a whole batch: tokens (B, T), with zeros after a text's end, targets (B,)."""
         tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices]).long()
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.targets[indices])
 
 
 def read_data(args):
-    """Returns the data to train on and to validate on, two map-style datasets.
-
-    The test texts of the data sets serve for validation.
-    """
+    """Returns the data to train on and, from the test texts, the data to validate on."""
     # map() caches by the code of a function of __main__, but by the name alone of any other. Where
     # multigpu/text.py starts a process, the main module is called __mp_main__.
-    for function in (synthetic_texts, learn_vocabulary, encode, has_label):
+    for function in (synthetic_texts, learn_vocabulary, encode):
         function.__module__ = "__main__"
     datasets.disable_progress_bars()
-    train_texts, test_texts, labels = load_texts(args)
+    train_texts, test_texts = load_texts(args)
+    labels = sorted(train_texts.unique("label"))
+    unknown = sorted(set(test_texts.unique("label")) - set(labels))
+    if unknown:
+        sys.exit(f"{args.dataset}: test has labels that train has not: {unknown[:5]}")
     options = {"batched": True, "remove_columns": ["text", "label"]}
     vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
     tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
     tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
     tokenizer.enable_truncation(args.seq_len)
     tokenizer.enable_padding(length=args.seq_len)
-    options["fn_kwargs"] = {"tokenizer": tokenizer, "labels": labels}
     data = []
     for name, texts in (("train", train_texts), ("test", test_texts)):
-        data.append(Texts(texts.map(encode, **options), len(labels)))
-        share = (data[-1].tokens == 1).sum() / data[-1].lengths.sum(dtype=np.int64)
+        encoded = texts.map(encode, fn_kwargs={"tokenizer": tokenizer}, **options)
+        tokens = encoded.with_format("numpy", dtype=np.int16)["tokens"][:]
+        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), labels))
+        share = (tokens == 1).sum() / (tokens > 0).sum()
         if share > 1 / 3:
-            say(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
+            print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
     return data
 
 
@@ -232,12 +181,9 @@ class TextEncoder(nn.Module):
         for _ in range(num_layers):
             qkv = nn.Sequential(nn.LayerNorm(d_model), nn.Linear(d_model, 3 * d_model, bias=False))
             projection = nn.Linear(d_model, d_model, bias=False)
-            feed_forward = nn.Sequential(
-                nn.LayerNorm(d_model),
-                nn.Linear(d_model, dim_feedforward, bias=False),
-                nn.GELU(),
-                nn.Linear(dim_feedforward, d_model, bias=False),
-            )
+            widen = nn.Linear(d_model, dim_feedforward, bias=False)
+            narrow = nn.Linear(dim_feedforward, d_model, bias=False)
+            feed_forward = nn.Sequential(nn.LayerNorm(d_model), widen, nn.GELU(), narrow)
             self.layers.append(nn.ModuleList([qkv, projection, feed_forward]))
         self.positions = nn.Embedding(args.seq_len, d_model)
         self.norm = nn.LayerNorm(d_model)
@@ -262,7 +208,7 @@ def create_model(args, data):
         encoder = TextEncoder(args)
     else:
         encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
-    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, data.num_classes))
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, len(data.classes)))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
@@ -271,7 +217,7 @@ def create_model(args, data):
 
 def create_empty(args):
     """Returns the model of these settings, untrained."""
-    return create_model(args, args)  # of the data it needs num_classes alone
+    return create_model(args, args)  # of the data it needs the classes alone
 
 
 def load_trained(args):
@@ -279,7 +225,7 @@ def load_trained(args):
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     _, data = read_data(args)
-    args.num_classes = data.num_classes
+    args.classes = data.classes
     model = create_empty(args)
     model.load_state_dict(snapshot["model"])
     return model.eval(), data
@@ -293,7 +239,7 @@ def classify(model, batches):
 def test(model, data, indices, batches, args):
     """Returns the share of right answers, and the answers (N,)."""
     answers = classify(model, batches)
-    return np.mean(answers == data.classes[indices]), answers
+    return np.mean(answers == data.targets[indices]), answers
 
 
 def measure(row, model, data, batches, args):
@@ -365,27 +311,6 @@ def load_quantized(file, device="cpu"):
     return model, args
 
 
-def peak_megabytes(device, run):
-    """Returns what run() allocates at its peak, or nan where the system does not tell."""
-    if hasattr(torch.get_device_module(device), "max_memory_allocated"):
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
-        run()
-        return (torch.accelerator.max_memory_allocated() - before) / 1e6
-    if device.type != "cpu" or not os.path.exists("/proc/self/clear_refs"):
-        run()
-        return np.nan
-
-    def kilobytes(name):
-        return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-    ctypes.CDLL(None).malloc_trim(0)  # what has been freed goes back to the system
-    Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, starts again (man 5 proc)
-    before = kilobytes("VmRSS")
-    run()
-    return (kilobytes("VmHWM") - before) / 1e3
-
-
 @torch.no_grad()
 def main(args):
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -397,12 +322,9 @@ def main(args):
         # Without these two, torch.compile leaves int8 products to a slow loop.
         torch._inductor.config.freezing = True
         x86._register_quantization_weight_pack_pass()
-    try:
-        trained, data = load_trained(args)
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot load {args.snapshot}: {error!r:.200}")
+    trained, data = load_trained(args)
     trained.to(device)
-    num_samples = min(args.num_samples or len(data), len(data))
+    num_samples = args.num_samples or len(data)
     indices = np.linspace(0, len(data) - 1, num_samples).astype(int)  # short and long ones
     parts = np.array_split(indices, max(1, num_samples // args.batch_size))
     batches = [data.__getitems__(part) for part in parts]
@@ -423,20 +345,18 @@ def main(args):
                     model.compile(fullgraph=True)
                 score, answers = test(model, data, indices, batches, args)
                 run = partial(measure, row, model, data, batches, args)
-                peak = peak_megabytes(device, run)  # warms up, too
+                run()  # warms up
                 if args.out and (row, mode) == (args.row, "eager"):
                     load_quantized(io.BytesIO(file.getvalue()), device)  # a file that cannot fails
                     Path(args.out).write_bytes(file.getvalue())
             except Exception as error:
                 print(f"| {row} | {mode} | left out: {' '.join(str(error).split()):.200} |")
                 if row in ("fp32", args.row):  # nothing is left to compare
-                    sys.exit(1 if mode == "eager" else 0)
+                    sys.exit(mode == "eager")  # status 1
                 continue
             if row == "fp32":
                 fp32_run, fp32_score, fp32_answers = run, score, answers
-            megabytes = file.tell() / 1e6
-            cells = [row, mode, f"{megabytes:.1f}"]
-            cells.append("-" if np.isnan(peak) else f"{megabytes + peak:.1f}")
+            cells = [row, mode, f"{file.tell() / 1e6:.1f}"]
             cells.append(f"{score:.5g} {score - fp32_score:+.2g}")
             cells.append(f"{100 * np.mean(answers == fp32_answers):.1f}")
             runs = dict.fromkeys([fp32_run, run])  # the row fp32 has one: its ratio is 1.00x

@@ -12,26 +12,22 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
     sources, lengths, _ = data.__getitems__([0, 1, 2])
     print(translation.translate_stepwise(model, [(sources, lengths)], data, args))
 
-Rows: *-dynamic has int8 or float8 weights and inputs, whose scale each call finds; *-weights has
-weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by the older library.
-The other int8, int4 and float8 rows are by torchao. Of int4 and, on GPUs, of all of torchao's rows
-the rest of the model is bf16: compare them with the row bf16. Each is measured in turn with fp32 of
-the same mode: 1.50x is 1.5 times as fast. A row that torch.compile cannot compile as a whole is
-left out.
+Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. *-weights has int8
+or int4 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by PyTorch's
+older library, and the others are by torchao. In its int4 rows and, on GPUs, in all of its rows the
+rest of the model is bf16: compare them with the row bf16. 1.50x is 1.5 times as fast as fp32 in the
+same mode. A row that this machine or torch.compile cannot run is left out.
 torchao leaves LSTMs as they are: of an lstm, the last layer alone changes. torch.ao changes LSTMs,
 too, but --out cannot save them: to load them is to run code. Embeddings do not change.
 torch.compile has no LSTMs: of an lstm, all rows are eager.
-Columns: MB is the file; peak MB adds what running allocates; same % is the share of
-sentences that are those of fp32.
+Columns: MB is the file; same % is the share of sentences that are those of fp32.
 Shapes: B sentences of a batch, S source and T target tokens, D = d_model, H heads, V words.
 """
 
 import argparse
 import copy
-import ctypes
 import io
 import os
-import re
 import sys
 import time
 import warnings
@@ -53,9 +49,10 @@ from torchao.quantization.pt2e.inductor_passes import x86
 from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
-COLUMNS = ["row", "mode", "MB", "peak MB", "BLEU", "same %", "sentences/s"]
+COLUMNS = ["row", "mode", "MB", "BLEU", "same %", "sentences/s"]
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
-PAD, UNKNOWN, START, END = range(4)  # token ids
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[START]", "[END]"]
+PAD, UNKNOWN, START, END = range(4)  # their ids
 SIDES = ["source", "target"]
 # Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
 SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
@@ -77,86 +74,47 @@ def parse_args():
     args = parser.parse_args()
     if args.out and not args.row:
         parser.error("--out needs --row")
-    if min(args.batch_size, args.rounds) < 1 or args.num_samples < 0:
-        parser.error("--batch_size and --rounds must be 1 or more, --num_samples 0 or more")
-    folder = os.path.join(os.path.dirname(args.out or ""), ".")
-    if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
-        where = "it is a folder, or its folder is missing or read-only"
-        parser.error(f"cannot write {args.out}: {where}")
     return args
 
 
 def synthetic_pairs():
     """Returns three splits: numbers of 1 to 12 digits ("4 2") and their names ("four two")."""
     generator = np.random.default_rng(0)
-    sources = []
-    targets = []
+    pairs = []
     for row in range(22_000):
         digits = generator.integers(10, size=1 + row % 12)
-        sources.append(" ".join(str(digit) for digit in digits))
-        targets.append(" ".join(DIGITS[digit] for digit in digits))
-    pairs = datasets.Dataset.from_dict({"source": sources, "target": targets})
+        names = [DIGITS[digit] for digit in digits]
+        pairs.append({"source": " ".join(map(str, digits)), "target": " ".join(names)})
+    pairs = datasets.Dataset.from_list(pairs)
     return [pairs.skip(2000), pairs.take(1000), pairs.skip(1000).take(1000)]
 
 
 def read_splits(args):
     """Returns the training, validation and test pairs: tables with columns source and target."""
-    datasets.disable_progress_bars()
-    # map() and filter() cache by the code of a function of __main__, but by the name alone of any
-    # other. Where multigpu/translation.py starts a process, the main module is called __mp_main__.
-    for function in (encode_pairs, is_pair):
-        function.__module__ = "__main__"
     if args.dataset == "synthetic":
         return synthetic_pairs()
     folder = os.path.join(args.data_dir, args.dataset)
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
-    names = {args.source: "source", args.target: "target"}
-    pairs = {}
-    try:
-        splits = datasets.load_dataset(path, split=["train", "validation", "test"])
-        for split in splits:
-            texts = split.flatten()  # a column of dictionaries becomes translation.de, ...
-            if "translation" in split.column_names:
-                texts = texts.rename_columns({f"translation.{name}": name for name in names})
-            texts = texts.select_columns([*names]).rename_columns(names)
-            texts = texts.cast(datasets.Features(dict.fromkeys(SIDES, datasets.Value("string"))))
-            pairs[str(split.split)] = texts.filter(is_pair, input_columns=SIDES)
-    except Exception as error:  # a foreign file can fail anywhere
-        sys.exit(f"cannot read {path}: {error.__cause__ or error}")
-    for split, (name, texts) in zip(splits, pairs.items()):
-        if len(texts) < len(split):
-            missing = f"{len(split) - len(texts)} of {len(split)} rows of {name}"
-            say(f"{missing} lack {args.source} or {args.target}: left out")
-        if len(texts) == 0:
-            sys.exit(f"{path}: no row of {name} has {args.source} and {args.target}")
-    say(", ".join(f"{len(texts)} pairs of {name}" for name, texts in pairs.items()))
-    return [*pairs.values()]
-
-
-def is_pair(source, target):
-    return bool(source and source.strip() and target and target.strip())
-
-
-def say(message):
-    """Prints a line, of all processes only in that of rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(message, flush=True)
+    splits = []
+    for split in datasets.load_dataset(path, split=["train", "validation", "test"]):
+        prefix = "translation." if "translation" in split.column_names else ""  # dictionaries
+        names = {prefix + args.source: "source", prefix + args.target: "target"}
+        texts = split.flatten().select_columns([*names]).rename_columns(names)
+        texts = texts.cast(datasets.Features(dict.fromkeys(SIDES, datasets.Value("string"))))
+        splits.append(texts.filter(lambda *pair: all(pair), input_columns=SIDES))
+        print(f"{len(splits[-1])} of {len(split)} {split.split} pairs are complete", flush=True)
+    return splits
 
 
 def train_tokenizer(texts, seq_len):
     """Returns a tokenizer for the frequent words of these texts. It pads to seq_len tokens."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
     words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=30_000,
-        min_frequency=2,
-        show_progress=False,
-        special_tokens=["[PAD]", "[UNK]", "[START]", "[END]"],
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    options = {"vocab_size": 30_000, "min_frequency": 2, "special_tokens": SPECIAL_TOKENS}
+    tokenizer.train_from_iterator(texts, trainers.WordLevelTrainer(**options, show_progress=False))
     tokenizer.encode_special_tokens = True  # "[END]" in a text is text
     tokenizer.post_processor = processors.BertProcessing(("[END]", END), ("[START]", START))
     tokenizer.enable_truncation(seq_len)
@@ -164,56 +122,42 @@ def train_tokenizer(texts, seq_len):
     return tokenizer
 
 
-def encode_pairs(batch, tokenizers):
-    """Returns sources and targets (N, seq_len), source_length and target_length (N,)."""
-    encoded = {}
-    for side, tokenizer in tokenizers.items():
-        encodings = tokenizer.encode_batch_fast(batch[side])
-        ids = np.array([encoding.ids for encoding in encodings], np.int16)
-        encoded[f"{side}s"] = ids
-        encoded[f"{side}_length"] = np.count_nonzero(ids != PAD, axis=1)
-    return encoded
-
-
 class Pairs(Dataset):
     """Pairs of sentences as token ids, and their texts; the longest sources come first."""
 
     def __init__(self, texts, tokenizers):
-        encoded = texts.map(encode_pairs, batched=True, fn_kwargs={"tokenizers": tokenizers})
-        arrays = encoded.remove_columns(SIDES).with_format("numpy", dtype=np.int16)[:]
-        order = np.argsort(-arrays["source_length"], stable=True)
-        self.arrays = {name: array[order] for name, array in arrays.items()}
+        tokens = {}  # (N, seq_len) of each side
+        for side, tokenizer in tokenizers.items():
+            batches = (tokenizer.encode_batch_fast(batch[side]) for batch in texts.iter(1000))
+            parts = [np.array([encoding.ids for encoding in batch], np.int16) for batch in batches]
+            ids = tokens[side] = np.concatenate(parts)
+            share = (ids == UNKNOWN).sum() / (np.count_nonzero(ids) - 2 * len(ids))  # START, END
+            if share > 1 / 3:
+                print(f"{share:.0%} of all words of {texts.split}'s {side} are [UNK], too rare")
+        order = np.argsort(-np.count_nonzero(tokens["source"], axis=1), stable=True)
         self.texts = texts.select(order)
+        self.tokens = {side: tokens[side][order] for side in SIDES}
+        self.lengths = {side: np.count_nonzero(self.tokens[side], axis=1) for side in SIDES}
         self.tokenizers = tokenizers
 
     def __len__(self):
         return len(self.texts)
 
     def __getitems__(self, indices):
-        """Returns a whole batch, longest first: sources (B, S), lengths (B,), targets (B, T + 1).
-
-        The lengths are a list, not a tensor: the LSTM needs them on the CPU.
-        """
-        rows = {name: array[np.sort(indices)] for name, array in self.arrays.items()}
-        sources = torch.from_numpy(rows["sources"][:, : rows["source_length"].max()])
-        targets = torch.from_numpy(rows["targets"][:, : rows["target_length"].max()])
-        return sources.long(), rows["source_length"].tolist(), targets.long()
+        """Returns sources (B, S), the longest first, a list of lengths, and targets (B, T + 1)."""
+        rows = np.sort(indices)
+        sources = self.tokens["source"][rows, : self.lengths["source"][rows].max()]
+        targets = self.tokens["target"][rows, : self.lengths["target"][rows].max()]
+        lengths = self.lengths["source"][rows].tolist()  # no tensor: the LSTM needs it on the CPU
+        return torch.from_numpy(sources).long(), lengths, torch.from_numpy(targets).long()
 
 
 def read_data(args, names=("train", "validation")):
     """Returns the data to train on and to validate on, two map-style datasets."""
+    datasets.disable_progress_bars()
     splits = dict(zip(("train", "validation", "test"), read_splits(args)))
-    texts = splits["train"]
-    tokenizers = {side: train_tokenizer(texts[side], args.seq_len) for side in SIDES}
-    data = []
-    for name in names:
-        data.append(Pairs(splits[name], tokenizers))
-        for side in SIDES:
-            num_words = (data[-1].arrays[f"{side}_length"] - 2).sum(dtype=np.int64)
-            share = (data[-1].arrays[f"{side}s"] == UNKNOWN).sum() / num_words
-            if share > 1 / 3:
-                say(f"{share:.0%} of all words of {name}'s {side} are [UNK], rare in train")
-    return data
+    tokenizers = {side: train_tokenizer(splits["train"][side], args.seq_len) for side in SIDES}
+    return [Pairs(splits[name], tokenizers) for name in names]
 
 
 class Stepwise(nn.Module):
@@ -349,14 +293,11 @@ def load_trained(args):
     (data,) = read_data(args, ["test"])
     args.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in data.tokenizers.values()]
     model = create_empty(args)
-    weights = {}
-    for name, tensor in snapshot["model"].items():
-        if name.endswith("in_proj_weight"):  # queries, keys and values
-            prefix = name.removesuffix("in_proj_weight")
-            weights[f"{prefix}q.weight"] = tensor[:256]
-            weights[f"{prefix}kv.weight"] = tensor[256:]
-        else:
-            weights[name] = tensor
+    weights = snapshot["model"]
+    for name in [name for name in weights if name.endswith("in_proj_weight")]:
+        tensor = weights.pop(name)  # queries, keys and values
+        weights[name.replace("in_proj_", "q.")] = tensor[:256]
+        weights[name.replace("in_proj_", "kv.")] = tensor[256:]
     if args.model == "transformer":
         weights["head.weight"] = weights["target.weight"]
     model.load_state_dict(weights)
@@ -365,15 +306,13 @@ def load_trained(args):
 
 def bleu_score(texts, translations, tokenizer):
     """Returns the BLEU of the translations of texts, without regard to case."""
-    references = []  # with blanks between words, as in the translations
+    references = []  # in small letters, with blanks between words, as in the translations
     for text in texts:
-        text = tokenizer.normalizer.normalize_str(text)  # in small letters, as the model's
+        text = tokenizer.normalizer.normalize_str(text)
         words = tokenizer.pre_tokenizer.pre_tokenize_str(text)
         references.append(" ".join(word for word, _ in words))
-    bleu = sacrebleu.corpus_bleu(  # force: no warning that the texts look tokenized
-        translations, [references], lowercase=True, tokenize="intl", force=True
-    )
-    return bleu.score
+    # force: no warning that the texts look tokenized.
+    return sacrebleu.corpus_bleu(translations, [references], tokenize="intl", force=True).score
 
 
 @torch.no_grad()
@@ -470,27 +409,6 @@ def load_quantized(file, device="cpu"):
     return model, args
 
 
-def peak_megabytes(device, run):
-    """Returns what run() allocates at its peak, or nan where the system does not tell."""
-    if hasattr(torch.get_device_module(device), "max_memory_allocated"):
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
-        run()
-        return (torch.accelerator.max_memory_allocated() - before) / 1e6
-    if device.type != "cpu" or not os.path.exists("/proc/self/clear_refs"):
-        run()
-        return np.nan
-
-    def kilobytes(name):
-        return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
-    ctypes.CDLL(None).malloc_trim(0)  # what has been freed goes back to the system
-    Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, starts again (man 5 proc)
-    before = kilobytes("VmRSS")
-    run()
-    return (kilobytes("VmHWM") - before) / 1e3
-
-
 @torch.no_grad()
 def main(args):
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -502,12 +420,9 @@ def main(args):
         # Without these two, torch.compile leaves int8 products to a slow loop.
         torch._inductor.config.freezing = True
         x86._register_quantization_weight_pack_pass()
-    try:
-        trained, data = load_trained(args)
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot load {args.snapshot}: {error!r:.200}")
+    trained, data = load_trained(args)
     trained.to(device)
-    num_samples = min(args.num_samples or len(data), len(data))
+    num_samples = args.num_samples or len(data)
     indices = np.linspace(0, len(data) - 1, num_samples).astype(int)  # short and long ones
     parts = np.array_split(indices, max(1, num_samples // args.batch_size))
     batches = [data.__getitems__(part) for part in parts]
@@ -528,20 +443,18 @@ def main(args):
                     model.compile(fullgraph=True)
                 score, answers = test(model, data, indices, batches, args)
                 run = partial(measure, row, model, data, batches, args)
-                peak = peak_megabytes(device, run)  # warms up, too
+                run()  # warms up
                 if args.out and (row, mode) == (args.row, "eager"):
                     load_quantized(io.BytesIO(file.getvalue()), device)  # a file that cannot fails
                     Path(args.out).write_bytes(file.getvalue())
             except Exception as error:
                 print(f"| {row} | {mode} | left out: {' '.join(str(error).split()):.200} |")
                 if row in ("fp32", args.row):  # nothing is left to compare
-                    sys.exit(1 if mode == "eager" else 0)
+                    sys.exit(mode == "eager")  # status 1
                 continue
             if row == "fp32":
                 fp32_run, fp32_score, fp32_answers = run, score, answers
-            megabytes = file.tell() / 1e6
-            cells = [row, mode, f"{megabytes:.1f}"]
-            cells.append("-" if np.isnan(peak) else f"{megabytes + peak:.1f}")
+            cells = [row, mode, f"{file.tell() / 1e6:.1f}"]
             cells.append(f"{score:.5g} {score - fp32_score:+.2g}")
             cells.append(f"{100 * np.mean(answers == fp32_answers):.1f}")
             runs = dict.fromkeys([fp32_run, run])  # the row fp32 has one: its ratio is 1.00x

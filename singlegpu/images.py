@@ -24,6 +24,7 @@ import signal
 import sys
 import textwrap
 import time
+import unicodedata
 import zlib
 from collections import Counter
 from multiprocessing import active_children
@@ -42,7 +43,7 @@ from torchvision.utils import save_image
 from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
-HAS_EVENTS = ON_GPU and torch.accelerator.current_accelerator().type != "mps"  # Apple's can hang
+HAS_EVENTS = ON_GPU and torch.accelerator.current_accelerator().type != "mps"  # its events can hang
 
 # == Yours: flags, data, model, loss. Replace it. ==================================================
 
@@ -63,8 +64,12 @@ def parse_args():
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
     train_data, val_data = read_images(args, "train"), read_images(args, "test")
-    if list(val_data.classes) != list(train_data.classes)[: len(val_data.classes)]:
-        sys.exit(f"{args.dataset}: classes are {train_data.classes}, in val {val_data.classes}")
+    names, val_names = (
+        [unicodedata.normalize("NFC", str(name)) for name in data.classes]
+        for data in (train_data, val_data)
+    )
+    if val_names != names[: len(val_names)]:
+        sys.exit(f"{args.dataset}: classes are {names}, in val {val_names}")
     return train_data, val_data
 
 
@@ -89,15 +94,18 @@ def read_images(args, split):
         if is_train:
             crop = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()]
         transform = v2.Compose([*crop, v2.PILToTensor()])
-        return datasets.ImageFolder(
-            folder / ("train" if is_train else "val"), transform, loader=read_photo
-        )
+        folder /= "train" if is_train else "val"
+        endings = tuple(Image.registered_extensions())
+        data = datasets.DatasetFolder(folder, read_photo, endings, transform)
+        num_files = sum(len(files) for _, _, files in os.walk(folder))
+        print(f"{len(data)} of {num_files} files in {folder} are pictures", flush=True)
+        return data
     # Files of make_images.py are mapped: they may be larger than memory.
     images = torch.from_numpy(np.load(folder / f"{split}_images.npy", mmap_mode="c"))
-    labels = torch.from_numpy(np.load(folder / f"{split}_labels.npy"))
+    labels = np.load(folder / f"{split}_labels.npy").astype(np.int64, casting="same_kind")
     if images.dtype != torch.uint8 or images.dim() not in (3, 4) or len(labels) != len(images):
         sys.exit(f"{folder}: {split} images are not uint8 (N, C, H, W), or not as many as labels")
-    return Images(images if images.dim() == 4 else images[:, None], labels)
+    return Images(images if images.dim() == 4 else images[:, None], torch.from_numpy(labels))
 
 
 def read_photo(path):
@@ -115,7 +123,7 @@ class Images(TensorDataset):
     """Images (N, C, H, W) uint8 and their labels (N,), 0 to K - 1."""
 
     def __init__(self, images, labels):
-        super().__init__(images, labels.long())
+        super().__init__(images, labels)
         self.classes = range(int(labels.max()) + 1)
 
     def __getitems__(self, indices):
@@ -437,8 +445,9 @@ def load_weights(model, args):
     weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    if fitting.keys() != shapes.keys():
-        print(f"not in {args.init_from}, or of another shape: {sorted(shapes - fitting.keys())}")
+    left_out = sorted(shapes.keys() - fitting.keys())
+    if left_out:
+        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -484,7 +493,7 @@ class Batches:
 
 
 def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request. What has no .to stays as it is."""
+    """Yields a batch on the device for each request."""
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # a request is a batch already
@@ -498,7 +507,14 @@ def load_batches(data, requests, device, args):
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for batch in batches:
-        yield tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
+        yield tree_map(lambda part: to_device(part, device), batch)
+
+
+def to_device(part, device):
+    """Returns a part of a batch on the device. What has no .to stays as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    return part.to(device) if hasattr(part, "to") else part
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
-HAS_EVENTS = ON_GPU and torch.accelerator.current_accelerator().type != "mps"  # Apple's can hang
+HAS_EVENTS = ON_GPU and torch.accelerator.current_accelerator().type != "mps"  # its events can hang
 
 # == Yours: flags, data, model, loss. Replace it. ==================================================
 
@@ -117,21 +117,21 @@ def load_texts(args):
 
 
 class Texts(Dataset):
-    """Texts as token ids (N, T), sorted by their lengths (N,), and their classes (N,)."""
+    """Texts as token ids (N, T), sorted by their lengths (N,), and the numbers of their classes."""
 
-    def __init__(self, tokens, classes, num_classes):
+    def __init__(self, tokens, targets, classes):
         lengths = np.count_nonzero(tokens, axis=1)
         order = np.argsort(lengths, stable=True)
-        self.tokens, self.lengths, self.classes = tokens[order], lengths[order], classes[order]
-        self.num_classes = num_classes
+        self.tokens, self.lengths, self.targets = tokens[order], lengths[order], targets[order]
+        self.classes = classes  # their names (K,)
 
     def __len__(self):
         return len(self.lengths)
 
     def __getitems__(self, indices):
-        """Returns a whole batch: tokens (B, T), with zeros after a text's end, classes (B,)."""
+        """Returns a whole batch: tokens (B, T), with zeros after a text's end, targets (B,)."""
         tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.classes[indices])
+        return torch.from_numpy(tokens).long(), torch.from_numpy(self.targets[indices])
 
 
 def read_data(args):
@@ -156,7 +156,7 @@ def read_data(args):
     for name, texts in (("train", train_texts), ("test", test_texts)):
         encoded = texts.map(encode, fn_kwargs={"tokenizer": tokenizer}, **options)
         tokens = encoded.with_format("numpy", dtype=np.int16)["tokens"][:]
-        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), len(labels)))
+        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), labels))
         share = (tokens == 1).sum() / (tokens > 0).sum()
         if share > 1 / 3:
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
@@ -213,7 +213,7 @@ def create_model(args, data):
         encoder = TextEncoder(args)
     else:
         encoder = nn.EmbeddingBag(VOCAB_SIZE, d_model, mode="mean", padding_idx=0)
-    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, data.num_classes))
+    model = nn.Sequential(encoder, nn.Dropout(args.dropout), nn.Linear(d_model, len(data.classes)))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.02)
@@ -231,11 +231,11 @@ def learning_rate_factor(args, done):
 
 def batch_loss(model, batch, args):
     """Returns the mean loss of a batch, and sums over its texts. A row shows sums / count."""
-    tokens, classes = batch
+    tokens, targets = batch
     logits = model(tokens)  # (B, K)
-    loss = nn.functional.cross_entropy(logits, classes)
-    correct = (logits.argmax(1) == classes).sum()
-    return loss, {"loss": loss * len(classes), "acc": correct, "count": len(classes)}
+    loss = nn.functional.cross_entropy(logits, targets)
+    correct = (logits.argmax(1) == targets).sum()
+    return loss, {"loss": loss * len(targets), "acc": correct, "count": len(targets)}
 
 
 def finish(model, data, args, device):
@@ -459,8 +459,9 @@ def load_weights(model, args):
     weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    if fitting.keys() != shapes.keys():
-        print(f"not in {args.init_from}, or of another shape: {sorted(shapes - fitting.keys())}")
+    left_out = sorted(shapes.keys() - fitting.keys())
+    if left_out:
+        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -506,7 +507,7 @@ class Batches:
 
 
 def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request. What has no .to stays as it is."""
+    """Yields a batch on the device for each request."""
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # a request is a batch already
@@ -520,7 +521,14 @@ def load_batches(data, requests, device, args):
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for batch in batches:
-        yield tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
+        yield tree_map(lambda part: to_device(part, device), batch)
+
+
+def to_device(part, device):
+    """Returns a part of a batch on the device. What has no .to stays as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    return part.to(device) if hasattr(part, "to") else part
 
 
 @torch.no_grad()

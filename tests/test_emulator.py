@@ -152,7 +152,7 @@ def test_quantize(run, words, tmp_path):
     more = ("--snapshot", tmp_path / "gpt.pt", "--eager", "--num_samples", 24, "--rounds", 1)
     out = run("quantize/gpt.py", *more, EMU_DEVICES="1")
     assert out.startswith("emu, ")
-    row = r"\| (\w+) \| eager \| [\d.]+ \| [\d.]+ \| ([\d.]+) "
+    row = r"\| (\w+) \| eager \| [\d.]+ \| ([\d.]+) "
     found = re.findall(row, out)
     on_cpu = re.findall(row, run("quantize/gpt.py", *more, "--row", "fp32"))
     assert found[0] == on_cpu[0] and [name for name, _ in found] == ["fp32", "bf16"]

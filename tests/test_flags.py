@@ -73,7 +73,6 @@ FLAGS = f"""
 --step | report | test_report.test_the_last_step_is_drawn_and_written
 --out | predict | test_predict.test_what_helps
 --processes | predict | test_predict.test_any_number_of_processes_and_nodes
---gpus_per_node | predict | test_predict.test_prediction_over_nodes
 --noise | predict | test_predict.test_time_to_the_same_loss
 --steps | predict | test_flags.test_predicted_steps
 """

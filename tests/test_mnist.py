@@ -138,6 +138,9 @@ def test_synthetic_needs_no_data(run, tmp_path):
     out = run("singlegpu/mnist.py", "--synthetic", "--epochs", 2, cwd=tmp_path)
     first, last = map(float, re.findall(r"val_acc ([\d.]+)", out))
     assert 0.9 < last < 0.999 and losses(out)[0] > 0.5
+    tested = [run("quantize/mnist.py", "--synthetic", cwd=tmp_path) for _ in range(2)]
+    once, again = (re.findall(r"(?:fp32|int8) \| [\d.]+ \| ([\d.]+)", out) for out in tested)
+    assert len(once) == 2 and once == again, "the same images in each run"
 
 
 SIZES = "needs --epochs >= 1, and --batch_size"  # of 1,200 images

@@ -66,10 +66,10 @@ def test_gpt_sequences_do_not_overlap():
     assert len(tokens.unique()) == 249 * 16
 
 
-def test_gpt_token_files(run, attempt, refused, tmp_path):
-    """Files of 16 and of 32 bits; others, and ids beyond the vocabulary, end the run in a line."""
+def test_gpt_token_files(run, changed, attempt, tmp_path):
+    """Files of 16 and of 32 bits; floats, and ids beyond the vocabulary, end the run."""
     ids = np.random.default_rng(0).integers(0, 300, 2_000)
-    for name, array in (("wide", (300 * ids).astype(np.uint32)), ("signed", ids)):
+    for name, array in (("wide", (300 * ids).astype(np.uint32)), ("floats", ids / 2)):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / "train.npy", array)
         np.save(tmp_path / name / "val.npy", array[:200])
@@ -79,13 +79,19 @@ def test_gpt_token_files(run, attempt, refused, tmp_path):
     out = run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--log", log)
     assert 300 < math.exp(curve(log)[0, 1]) < 520
     assert len(drawn := json.loads(out.splitlines()[-1])) == 40 and 300 < max(drawn) < 512
-    (tmp_path / "a.txt").write_bytes(b"text " * 999)  # of a text, each sampled token is a byte
-    run("singlegpu/gpt.py", *words, "--dataset", tmp_path / "a.txt")
+    # Of a text, each sampled token is a byte. Untrained ones are no UTF-8, nor can this print it.
+    (tmp_path / "a.txt").write_bytes(b"text " * 999)
+    guard = 'if __name__ == "__main__":'
+    ascii_only = changed(
+        "singlegpu/gpt.py", {guard: f'sys.stdout.reconfigure(encoding="ascii")\n{guard}'}
+    )
+    assert "?" in run(ascii_only, *words, "--dataset", tmp_path / "a.txt")
     wide = (*SMALL_GPT, "--dataset", tmp_path / "wide")
     run("singlegpu/gpt.py", *wide, "--vocab_size", 90_000)
     status, _, err = attempt("multigpu/gpt.py", *wide, processes=2)
     assert status and "is not below --vocab_size 50304" in err, err
-    refused("int64", "singlegpu/gpt.py", *SMALL_GPT, "--dataset", tmp_path / "signed")
+    *_, err = attempt("singlegpu/gpt.py", *SMALL_GPT, "--dataset", tmp_path / "floats")
+    assert "Cannot cast array data from dtype('float64')" in err, err
 
 
 @pytest.mark.parametrize("model", ["nbow", "transformer"])
@@ -93,7 +99,7 @@ def test_text_padding_changes_nothing(model):
     """A text's logits do not depend on its batch mates, however long; every word counts."""
     torch.manual_seed(0)
     args = namespace(model=model, seq_len=64)
-    model = text.create_model(args, SimpleNamespace(num_classes=4)).eval()
+    model = text.create_model(args, SimpleNamespace(classes=range(4))).eval()
     lengths = torch.tensor([3, 60, 17])
     tokens = torch.randint(2, 100, (3, 60)) * (torch.arange(60) < lengths[:, None])
     together = model(tokens)
@@ -124,13 +130,12 @@ def test_batches_of_similar_lengths(script):
     lengths = np.random.default_rng(0).integers(5, 65, 2501)
     if script is text:  # each text has its length as its class
         tokens = np.arange(64) < lengths[:, None]
-        columns = {"tokens": tokens.astype(int), "length": lengths, "class": lengths}
-        data = text.Texts(datasets.Dataset.from_dict(columns), 65)
+        data = text.Texts(tokens.astype(np.int16), lengths, 65)
     else:
         texts = datasets.Dataset.from_dict(dict.fromkeys(TOKENIZERS, ["w4 " * n for n in lengths]))
         data = translation.Pairs(texts, TOKENIZERS)
         found = [words.count("w4") + 2 for words in data.texts["target"]]  # [START] and [END]
-        assert found == data.arrays["source_length"].tolist() == sorted(lengths + 2)[::-1]
+        assert found == data.lengths["source"].tolist() == sorted(lengths + 2)[::-1]
     orders = [script.training_order(data, namespace(), epoch) for epoch in (0, 1)]
     assert set(orders[0][:12]) != set(orders[1][:12])
     for order in orders:
@@ -144,6 +149,29 @@ def test_batches_of_similar_lengths(script):
                 num_words += sum(lengths)
                 num_tokens += tokens.numel()
         assert num_words > 0.95 * num_tokens
+
+
+def test_long_texts(tmp_path):
+    """A length may be more than 16 bits hold. A word is the same in NFC and in NFD."""
+    tokens = np.zeros((2, 40_000), np.int16)
+    tokens[0], tokens[1, :3] = 5, 6
+    data = text.Texts(tokens, np.array([0, 1]), 2)
+    assert data.lengths.tolist() == [3, 40_000] and data.targets.tolist() == [1, 0]
+    words, labels = data.__getitems__([0, 1])
+    assert words.shape == (2, 40_000) and labels.tolist() == [1, 0]
+    letters = ["\u00e4", "a\u0308"]  # one letter, and two that look like it
+    tokenizers = {side: translation.train_tokenizer(letters, 40_000) for side in VOCAB_SIZES}
+    pairs = datasets.Dataset.from_dict({side: [40_000 * "a ", *letters] for side in VOCAB_SIZES})
+    data = translation.Pairs(pairs, tokenizers)
+    assert data.lengths["source"].tolist() == [40_000, 3, 3]
+    assert (data.tokens["source"][1:, 1] == 4).all(), "the first word after the special tokens"
+    nfc, nfd = (9 * [9 * f"{letter} "] for letter in letters)
+    assert translation.bleu_score(nfd, nfc, tokenizers["target"]) == pytest.approx(100)
+    for split in ("train", "test"):
+        rows = [f"{letter} {letter},{letter}" for letter in 2 * letters[:1]]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", f"{letters[1]},b", *rows]))
+    for data in text.read_data(namespace(dataset=str(tmp_path), data_dir="")):
+        assert (data.tokens[:, 0] == 2).all() and data.lengths.tolist() == [1, 2, 2]
 
 
 def pairs_of(generator, count):

@@ -85,14 +85,15 @@ def test_prediction_takes_the_buckets_of_the_log(run, data, tmp_path):
 
 
 def test_prediction_over_nodes(tmp_path):
-    """Inside a node the fast link counts, over nodes the slow one."""
+    """On one node the link inside counts; beyond, that of all processes of two nodes."""
     log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1))
-    links = link(tmp_path / "i", 4, 3e-3, 200e6), link(tmp_path / "b", 2, 50e-6, 100e6, 0.5, 2)
+    links = link(tmp_path / "i", 4, 3e-3, 2e8), link(tmp_path / "b", 8, 7e-3, 1e8, 0.5, 2)
     _, one, *_ = predicted(log, links[0])
-    _, two, *_ = predicted(log, *links, "--gpus_per_node", 4)
+    _, two, *_ = predicted(log, *links)
     assert one[:2] == two[:2]
-    comm_total = 2 * (1e-3 * 6 + 50e-6) + 4e6 * 2 * 7 / 8 / 100e6
-    beside = 1e-3 * 6 + 50e-6 + (1 << 20) * 2 * 7 / 8 / 100e6  # seconds of half the speed
+    assert [row["link"] for row in two[:4]] == ["from 4", "measured", "measured", "from 8"]
+    comm_total = 2 * 7e-3 + 4e6 * 2 * 7 / 8 / 100e6  # two buckets
+    beside = 7e-3 + (1 << 20) * 2 * 7 / 8 / 100e6  # seconds of half the speed
     compute = 0.7 / 8 + 0.1 + 0.5 * beside
     assert float(two[2]["R"]) == pytest.approx(compute / comm_total, rel=0.004)
 
@@ -126,12 +127,11 @@ def test_time_to_the_same_loss(tmp_path):
     )
     good.write_text('{"noise_scale": 100, "half_width": 49}')
     fast = link(tmp_path / "l.json", 2, 0.05, 1e12, nodes=2)
-    text, strong, weak, *_ = predicted(log, fast, "--noise", good)
+    _, strong, weak, *_ = predicted(log, fast, "--noise", good)
     step = float(weak[0]["ms a step"]) / 900
     assert float(weak[0]["time to loss"]) == pytest.approx(step * 1.78 / 2.56, rel=0.01)
     times = [float(row["time to loss"]) for row in weak]
-    best = weak[times.index(min(times))]["processes"]
-    assert f"the same loss comes soonest on {best}, in" in text and 1 < int(best) < 1024
+    assert times.index(min(times)) not in (0, len(times) - 1)
     assert "time to loss" not in strong[0]
     assert run_predict(log, "--noise", good).returncode == 2, "without a link"
 
@@ -141,19 +141,15 @@ def test_bad_links_are_refused(tmp_path):
     good, nan = link(tmp_path / "good.json"), link(tmp_path / "nan.json", bandwidth=math.nan)
     (bad := tmp_path / "bad.json").write_text("[1")
     between = link(tmp_path / "between.json", nodes=2)
-    both, noise = "links inside a node and between nodes", link(tmp_path / "noise.json")
     four = link(tmp_path / "four.json", 4, nodes=2)
     (wide := tmp_path / "wide").write_text('{"noise_scale": 100, "half_width": 50}')
     for message, (log, *more) in (
         ("bad.json", (one, bad)),
         ("nan.json", (one, nan)),
         ("of one process", (two, good)),
-        (both, (one, good, between)),
-        (both, (one, good, "--gpus_per_node", 8)),
-        ("or with all GPUs", (one, good, four, "--gpus_per_node", 4)),
-        ("cannot read the noise scale", (one, good, "--noise", noise)),
+        ("with all GPUs of each node", (one, good, between)),
+        ("with all GPUs of each node", (one, between, four)),
         ("100, give or take 50", (one, good, "--noise", wide)),
-        ("--out: ", (one, good, "--out", one / "folder")),
     ):
         done = run_predict(log, *more)
         assert done.returncode and message in done.stderr.splitlines()[-1], done.stderr
@@ -176,62 +172,50 @@ def test_any_number_of_processes_and_nodes(tmp_path):
     step = float(strong[1]["ms a step"]) / 1000
     hours = 6 * (30 * step + 5 + 3 / 6) / 3600
     assert float(ask[2]["device-hours"]) == pytest.approx(hours, rel=0.01)
-    inside = link(tmp_path / "i", 3, 1e-6, 1e9, device="H100")
-    between = link(tmp_path / "b", 2, 1e-5, 1e8, nodes=2, device="H100")
-    _, strong, *_ = predicted(log, inside, between, "--gpus_per_node", 3)
-    assert [row["processes"] for row in strong[:6]] == ["2", "3", "6", "9", "12", "15"]
+    between = link(tmp_path / "b", 6, 1e-5, 1e8, nodes=2, device="H100")
+    _, strong, *_ = predicted(log, between)
+    assert [row["processes"] for row in strong] == ["2", "3", "6", "12", "24", "48"]
 
 
 def test_what_helps(tmp_path):
     """Where an all-reduce is nearly all of a step, half the bytes are twice as fast."""
     log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=0))
     slow = link(tmp_path / "l", 2, 0, 1e5, nodes=2)
-    text, _, _, changes, _ = predicted(log, slow, "--processes", 4)
+    text, _, _, changes, _ = predicted(log, slow, "--processes", 4, "--out", tmp_path / "o")
     gains = {row["change"]: float(row["times as fast"]) for row in changes}
     assert [*gains.values()] == sorted(gains.values(), reverse=True) and gains["as it is"] == 1
     for change in "--comm_hook bf16", "twice the batch", "a link twice as fast":
         assert gains[change] == pytest.approx(2, rel=0.02), change
-    assert gains["half the batch"] == pytest.approx(0.5, rel=0.02)
-    [pair] = [change for change in gains if " and " in change]
-    assert gains[pair] == pytest.approx(4, rel=0.04)
-    assert "The most helps: " in text and "times as fast (predicted)." in text
-    assert f"The best two, {pair}: {gains[pair]:.2f} times." in text
-    slow_data = write(tmp_path / "b.jsonl", rows_of("b", 1, [10, 10], data=9))
-    told = run_predict(
-        slow_data, link(tmp_path / "f", 2, 0, 1e12, nodes=2), "--out", tmp_path / "o"
-    )
-    assert "The most helps: no time in data, " in told.stdout
+    assert f"The fastest is {[*gains][0]}: 2.00 times as fast (predicted)." in text
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"predicted.png"}
+    slow_data = write(tmp_path / "b.jsonl", rows_of("b", 1, [10, 10], data=9))
+    fast = link(tmp_path / "f", 2, 0, 1e12, nodes=2)
+    assert "The fastest is no time in data: " in run_predict(slow_data, fast).stdout
 
 
 def test_measured_beside_predicted(tmp_path):
-    """The speedup of runs with the same settings. A run of uneven speed is a doubt."""
+    """The speedup of runs with the same settings."""
     log = write(tmp_path / "a", rows_of("a", 1, [10, 14]), rows_of("b", 2, [6], comm_hook="none"))
-    text, strong, *_ = predicted(log, link(tmp_path / "l", 2, 0, 1e9, nodes=2))
+    _, strong, *_ = predicted(log, link(tmp_path / "l", 2, 0, 1e9, nodes=2))
     assert float(strong[0]["measured"]) == pytest.approx(12 / 6, rel=0.01)
-    assert "some rows of its log are 29% slower than others" in text
 
 
-LATE = [row | {"comm_total": 0.2 + row["rank"]} for row in rows_of("b", 2, [6])]
 GPU, GPU_NODE = {"device": "H100"}, {"device": "H100", "nodes": 1}
-DOUBTS = [  # the doubt, runs beside that of one process, what else is in its rows, the link, words
-    ([], [], {}, {}, ()),
-    (["only 3 step(s) after the warmup were timed"], [], {"steps": 3}, {}, ()),
-    (["steps are shorter than 10 ms from 16 process(es) on"], [], {"seconds": [0.5]}, {}, ()),
-    (["the run was on CPU, and a link on H100"], [], {}, GPU, ()),
-    (["in the logs processes wait for a late one, which is not predicted"], LATE, {}, {}, ()),
-    ([], [row | {"num_microbatches": 4} for row in LATE], {}, {}, ()),
-    (["CPU processes of one node share its cores and memory"], [], {}, {"nodes": 1}, ()),
-    (["a node is taken to hold 1024 processes, but was measured with 2"], [], GPU, GPU_NODE, ()),
-    ([], [], GPU, GPU_NODE, ("--processes", 2)),
+DOUBTS = [  # the doubt, what else is in the rows of the run, the link, words
+    ([], {}, {}, ()),
+    (["only 3 step(s) after the warmup were timed"], {"steps": 3}, {}, ()),
+    (["steps are shorter than 10 ms from 16 process(es) on"], {"seconds": [0.5]}, {}, ()),
+    (["the run was on CPU, and a link on H100"], {}, GPU, ()),
+    (["CPU processes of one node share its cores and memory"], {}, {"nodes": 1}, ()),
+    (["a node is taken to hold 1024 processes, but was measured with 2"], GPU, GPU_NODE, ()),
+    ([], GPU, GPU_NODE, ("--processes", 2)),
 ]
 
 
-@pytest.mark.parametrize("doubts, more, changes, kind, words", DOUBTS)
-def test_doubts_come_first(doubts, more, changes, kind, words, tmp_path):
-    """Each for its reason alone. Stages of a pipeline do not wait for a late one."""
-    one = rows_of("a", 1, **{"seconds": [10]} | changes)
-    log = write(tmp_path / "a.jsonl", one, more)
+@pytest.mark.parametrize("doubts, changes, kind, words", DOUBTS)
+def test_doubts_come_first(doubts, changes, kind, words, tmp_path):
+    """Each for its reason alone."""
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, **{"seconds": [10]} | changes))
     path = link(tmp_path / "l.json", **{"bandwidth": 1e12, "nodes": 2} | kind)
     title, _, *lines = run_predict(log, path, *words).stdout.splitlines()
     told = [line for line in lines if line.startswith("Not to be trusted: ")]
@@ -255,15 +239,24 @@ def test_slurm_takes_the_lines(tmp_path, request):
     for device, gpus in ("CPU", 0), ("H100", 2):
         log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device=device))
         inside = link(tmp_path / "i", 2, device=device)
-        between = link(tmp_path / "b", 2, nodes=2, device=device)
-        words = ("--gpus_per_node", 2, "--processes", 2, 4)
-        told = run_predict(log, inside, between, *words).stdout
+        between = link(tmp_path / "b", 4, nodes=2, device=device)
+        told = run_predict(log, inside, between, "--processes", 2, 4).stdout
         lines = [line.split() for line in told.splitlines() if line.startswith("sbatch ")]
         assert [words[1] for words in lines] == ["--nodes=1", "--nodes=1", "--nodes=2"]
         for words in lines:
             slurm.command("sbatch", "--test-only", *words[1:])
         job = slurm.command("sbatch", "--parsable", "--hold", *words[1:])
         assert slurm.show(job)["TresPerNode"].endswith(f"gpu:{gpus}")
+
+
+def test_a_flag_of_a_task_is_no_column(tmp_path):
+    """The prediction is that of the same run without such flags."""
+    flags = {"stages": 7, "grad_accum_steps": "x", "comm_hook": "x", "trained": 9, "comm": "x"}
+    told, slow = [], link(tmp_path / "l", 2, 0, 1e7)
+    for more in {}, flags:
+        rows = [row | more | {"settings": more} for row in rows_of("a", 1, [10], model="x")]
+        told.append(run_predict(write(tmp_path / "a.jsonl", rows), slow).stdout)
+    assert told[0] == told[1] and "predicted strong scaling" in told[0]
 
 
 def test_pictures_are_made_of_their_files(tmp_path):

@@ -75,7 +75,6 @@ def assert_as_good(rows, quality, smaller=True):
         assert value == pytest.approx(before, abs=2 if four_bits else tolerance), row
         assert difference == pytest.approx(value - before, rel=0.05, abs=0.001 * before), row
         assert float(row["MB"]) < float(rows[0]["MB"]) or not smaller or row["row"] == "fp32"
-        assert float(row["peak MB"]) >= float(row["MB"]), row
         ratios = [cell.split()[1] for cell in row.values() if cell.endswith("x")]
         assert ratios and ({*ratios} == {"1.00x"} or row["row"] != "fp32"), row
     return before
@@ -183,23 +182,18 @@ def test_int8_does_not_overflow():
     assert weight.act_quant_kwargs.reduce_range == reduced
 
 
-def test_peak_memory_is_what_is_allocated():
-    allocated = module("quantize/gpt.py").peak_megabytes
-    for megabytes in (80, 40):  # freed memory of the first does not hide the second
-        found = allocated(torch.device("cpu"), lambda size=megabytes: torch.ones(250_000 * size))
-        assert found == pytest.approx(megabytes, abs=8)
-
-
-def test_what_is_not_measured_is_a_dash(run, changed, tmp_path, data):
-    """As one text at a time with int8-dynamic on GPUs, and the peak where a system tells none."""
-    nothing = {'("int8-dynamic", "cuda")': '("int8-weights", "cpu")'}
-    nothing['device.type != "cpu" or not os.path'] = 'device.type == "cpu" or not os.path'
+def test_speeds_of_a_slow_row(run, changed, tmp_path, data):
+    """Its ratios are below 1. What it cannot do is a dash, as on GPUs one text of int8-dynamic."""
+    changes = {'("int8-dynamic", "cuda")': '("int8-weights", "cpu")'}
+    start = "start = time.perf_counter()"
+    changes[start] = f'{start}\n        time.sleep(row == "int8-weights")'
     snapshot = tiny_snapshot(tmp_path / "gpt.pt", dataset=str(data / "words.txt"))
     words = ("--snapshot", snapshot, "--num_samples", 8, "--rounds", 1, "--row", "int8-weights")
-    rows = table(run(changed("quantize/gpt.py", nothing), *words, "--eager"))
-    assert [row["peak MB"] for row in rows] == ["-", "-"]
-    assert [row["one text"] == "-" for row in rows] == [False, True]
-    assert all(float(row["texts"].split()[0]) > 0 for row in rows)
+    fp32, slow = table(run(changed("quantize/gpt.py", changes), *words, "--eager"))
+    assert fp32["one text"].endswith(" 1.00x") and slow["one text"] == "-"
+    for name in ("prompts", "texts"):
+        ratio = float(slow[name].split()[1].removesuffix("x"))
+        assert ratio < 1 and fp32[name].endswith(" 1.00x"), (fp32, slow)
 
 
 @pytest.mark.parametrize("script", ("gpt", "text", "translation"))
@@ -245,7 +239,7 @@ def test_cached_keys_change_nothing(trained):
         quantize.generate(model, prompts, args.seq_len - 10)
 
 
-def test_a_text_that_has_moved(run, refused, tmp_path):
+def test_a_text_that_has_moved(run, attempt, tmp_path):
     """--dataset says where it is."""
     text, moved, snapshot = (tmp_path / name for name in ("a.txt", "b.txt", "s.pt"))
     text.write_text("abcdefghij" * 100)
@@ -253,23 +247,9 @@ def test_a_text_that_has_moved(run, refused, tmp_path):
     run("singlegpu/gpt.py", "--dataset", text, *words, "--snapshot", snapshot)
     text.rename(moved)
     words = ("quantize/gpt.py", "--snapshot", snapshot, "--eager", "--row", "fp32", "--rounds", 1)
-    refused(f"cannot read {text}", *words)
+    status, _, err = attempt(*words)
+    assert status and f"No such file or directory: '{text}'" in err, err
     assert len(table(run(*words, "--dataset", moved))) == 1
-
-
-def test_snapshots_that_do_not_fit_are_refused(attempt, trained, tmp_path):
-    """Missing, truncated or of another task: a line of error."""
-    whole = trained("gpt")[1].read_bytes()
-    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
-    for path in (tmp_path / "none.pt", tmp_path / "cut.pt", trained("text")[1]):
-        status, _, err = attempt("quantize/gpt.py", "--snapshot", path)
-        assert status == 1 and path.name in err and "Traceback" not in err, err
-    for script in ("gpt", "text", "translation"):
-        words = (f"quantize/{script}.py", "--snapshot", path)
-        *_, err = attempt(*words, "--row", "bf16", "--out", "none/model")
-        assert "error: cannot write none/model: " in err, err
-        *_, err = attempt(*words, "--rounds", 0)
-        assert "error: --batch_size and --rounds must be 1 or more" in err, err
 
 
 class Hostile:
@@ -287,7 +267,7 @@ def test_a_pickle_runs_no_code(attempt, tmp_path):
     path, folder = tmp_path / "hostile.pt", tmp_path / "made"
     torch.save({"model": Hostile(folder), "settings": {}}, path)
     status, _, err = attempt("quantize/gpt.py", "--snapshot", path)
-    assert status == 1 and path.name in err and "Traceback" not in err, err
+    assert status == 1 and "Weights only load failed" in err, err
     with pytest.raises(Exception, match="[Ww]eights"):
         module("quantize/gpt.py").load_quantized(path)
     assert not folder.exists()

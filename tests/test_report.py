@@ -31,7 +31,14 @@ def rows_of(run, processes, seconds, batch_size=64, samples=640, steps=10, **cha
         row |= {"threads": max(1, 4 // processes), "parameters": 1_000_000, "compile": False}
         row |= {"host": f"node{rank}", "peak_MB": 1000 + rank}
         row |= {"steps_per_epoch": samples // batch_size, "train_loss": 2, "val_loss": 2 / number}
-        row |= {"val_acc": 0.9, "warmup": 5 if number == 1 else 0, "eval": 1, "save": 0}
+        row |= {
+            "lr": 1e-3,
+            "grad_norm": 0.5,
+            "val_acc": 0.9,
+            "warmup": 5 if number == 1 else 0,
+            "eval": 1,
+            "save": 0,
+        }
         shares = {"data": 0.2, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
         if processes > 1:  # singlegpu's rows have no such columns
             row["comm_hook"] = "none"
@@ -97,11 +104,12 @@ def test_speedup_and_efficiency_by_hand(tmp_path):
     assert [row["device-hours"] for row in strong] == ["0.00278", "0.00333", "0.00444"]
     beside = [strong[2][name] for name in ("steps", "warmup", "eval", "save", "val_acc")]
     assert beside == ["20", "5.00", "1.00", "0.00", "0.900"]
-    assert strong[0]["hidden %"] == strong[0]["waiting"] == "-" and "threads 4 / 2 / 1" in text
+    assert strong[0]["hidden %"] == strong[0]["waiting"] == "-"
+    assert "threads 4 / 2 / 1" in " ".join(text.split())
     assert (out / "report.md").read_text().strip() == text.strip()
     found = csv.DictReader((out / "measured.csv").read_text().splitlines())
     assert [row["speedup"][:6] for row in found] == ["1.0", "1.6666", "2.5", "1.0", "2.0"]
-    assert len([path for path in out.glob("*.png") if path.read_bytes()[1:4] == b"PNG"]) == 6
+    assert len([path for path in out.glob("*.png") if path.read_bytes()[1:4] == b"PNG"]) == 2
 
 
 def test_the_steps_of_an_epoch_are_told(tmp_path):
@@ -131,23 +139,11 @@ def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
     assert [row["speedup"] for row in (one, two, four)] == ["1.00", "1.67", "2.50"]
     assert [row["steps"] for row in (one, two, four)] == ["20", "14", "3"]
     assert [row["eval"] for row in (one, two, four)] == ["1.00"] * 3, "of a validation"
-    assert "run none on 8 process(es) has only 0 step(s) after its warmup" in text
-    assert "run short on 4 process(es) has only 3 step(s)" in text and text.count("note: ") == 2
+    assert "run none has only 0 step(s) after its warmup" in text
+    assert "run short has only 3 step(s)" in text and text.count("note: ") == 2
     alone = write(tmp_path / "b.jsonl", rows_of("none", 1, [0], steps=0))
     done = run_report(alone)
     assert done.returncode and "no runs to report" in done.stderr
-
-
-def test_gpt_and_translation(tmp_path):
-    """e^2 = 7.39; 64 samples/s are 6400 tokens/s, each 6 x 1e6 + 12 x 2 x 50 x 100 FLOP."""
-    gpt = {"script": "singlegpu/gpt.py", "d_model": 50, "num_layers": 2, "seq_len": 100}
-    words = {"val_loss": 2, "val_acc": math.nan}
-    runs = [rows_of(n, n, [10], **words, **gpt) for n in (1, 2)]
-    runs += [rows_of(n, n, [10], **words, script="multigpu/translation.py") for n in (3, 6)]
-    _, group, other = tables(write(tmp_path / "a.jsonl", *runs))
-    assert [row["val_ppl"] for row in (*group, *other)] == ["7.39"] * 4
-    assert [row["tokens/s"] for row in group] == ["6400"] * 2 and "tokens/s" not in other[0]
-    assert [row["TFLOP/s"] for row in group] == ["0.0392", "0.0196"]
 
 
 def test_how_far_it_pays(tmp_path):
@@ -192,17 +188,41 @@ def test_what_is_compared(tmp_path):
     assert len({row["group"] for row in measured}) == 2, "a name for each group"
 
 
-def test_settings_of_an_own_section(tmp_path):
-    """Runs that differ in a user's own setting are not compared, and his metric is shown."""
-    runs = []
-    for number, folder, processes in ((1, "a", 1), (2, "a", 2), (3, "b", 2)):
-        own = {"data": folder, "seed": str(number)}  # `data` is also the name of a phase
-        changes = {"settings": own, "val_iou": 0.5, "val_acc": math.nan}
-        runs.append(rows_of(number, processes, [4], **changes))
-    text, group, alone = tables(write(tmp_path / "a.jsonl", *runs))
-    assert text.count("Times are those of an epoch.") == 2
-    assert [row["val_iou"] for row in group] == ["0.500", "0.500"]
-    assert len(alone) == 1 and "speedup" not in alone[0]
+def test_a_flag_of_a_task_is_no_column(tmp_path):
+    """Whatever its name and value: the tables stay as they are, and runs that differ stay apart."""
+    flags = {"stages": 7, "num_stages": "x", "shard_size": 2, "schedule": [3], "trained": 9}
+    flags |= {"num_microbatches": 4, "comm": "x", "comm_total": 5.0, "bubble": 3, "lr": "x"}
+    flags |= {"data": "a/x", "device": "x", "val_acc": 0.5, "val_part": 0.2, "val_names": ["a"]}
+
+    def log_of(*runs):
+        """The log of runs with flags. A script writes its columns over them."""
+        runs = [
+            [flags | row | {"settings": row["settings"] | flags} for row in rows]
+            for rows, flags in runs
+        ]
+        return write(tmp_path / "a.jsonl", *runs)
+
+    one, two = list(rows_of("a", 1, [10])), list(rows_of("b", 2, [6]))
+    assert tables(log_of((one, flags), (two, flags)))[1] == tables(log_of((one, {}), (two, {})))[1]
+    for name in "schedule", "device", "data":
+        told = run_report(log_of((one, flags), (two, flags | {name: "b/x"}))).stdout
+        assert "## not compared" in told and "## strong" not in told, name
+
+
+def test_a_copied_snapshot_is_a_run_of_its_own(tmp_path):
+    """It keeps the id of its run. Two starts with one snapshot are one run."""
+    parts = [("a.pt", 8), ("a.pt", 4), ("b.pt", 2)]
+    runs = [rows_of("b", 2, [seconds], snapshot=path) for path, seconds in parts]
+    _, group = tables(write(tmp_path / "a.jsonl", rows_of("a", 1, [6], snapshot=None), *runs))
+    assert [row["speedup"] for row in group] == ["1.00", "1.00", "3.00"]
+
+
+@pytest.mark.parametrize("words", ("report.py processes.jsonl", "predict.py nodes.jsonl link.json"))
+def test_the_backend_of_a_notebook_is_not_loaded(run, tmp_path, words):
+    script, *logs = words.split()
+    paths = [ROOT / "pictures" / name for name in logs]
+    run(script, *paths, "--out", tmp_path, MPLBACKEND="module://matplotlib_inline.none")
+    assert list(tmp_path.glob("*.png"))
 
 
 def test_launches_are_compared(tmp_path):
@@ -232,7 +252,8 @@ def test_damaged_rows_are_left_out(tmp_path):
     text = whole.read_text()
     torn = text.splitlines()[0][:400]  # within the settings; the next append goes on in its line
     assert '"settings": {"' in torn
-    whole.write_text(f"{torn}{text}cnn,mnist,64\n{text.splitlines()[-1][:-1]}")
+    older = json.dumps({"epoch": 0, "run": "older"})
+    whole.write_text(f"{torn}{text}{older}\n{text.splitlines()[-1][:-1]}")
     changes = {"eval": math.inf}, {"data": "a"}, {"rank": "b"}, {"settings": 1}
     wrong = [rows_of("d", 1, [9], **change) for change in changes]
     huge = rows_of("c", 4, [2], train_loss=10**400)  # no float: it counts as infinite
@@ -241,20 +262,10 @@ def test_damaged_rows_are_left_out(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 20)
     text, group = tables(tmp_path)
     assert [row["speedup"] for row in group] == ["1.00", "2.00", "4.00"]
-    for note in (
-        "whole.jsonl: 3 damaged or old row",
-        "wrong.jsonl: 4 damaged or old row",
-        "empty.jsonl",
-        "binary.jsonl",
-    ):
+    for note in "whole.jsonl: 3", "wrong.jsonl: 4", "empty.jsonl: 0", "binary.jsonl: ":
         assert note in text, text
-    older = [{"epoch": 0, "run": "older"}] * 3
-    told = run_report(write(tmp_path / "old.jsonl", older, rows_of("a", 1, [9]))).stdout
-    assert told.count("note: ") == 1 and "3 damaged or old row(s) left out" in told
     missing = run_report(tmp_path / "missing.jsonl")
     assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
-    unwritable = run_report(tmp_path, "--out", tmp_path / "old.jsonl")
-    assert unwritable.returncode == 2 and "--out: " in unwritable.stderr
 
 
 def test_a_run_resumed_with_another_flag_counts_twice(tmp_path):
@@ -263,7 +274,7 @@ def test_a_run_resumed_with_another_flag_counts_twice(tmp_path):
     later = rows_of("b", 2, [4], comm_hook="bf16")
     alone = rows_of("a", 1, [12])
     text, *found = tables(write(tmp_path / "a.jsonl", alone, first, later))
-    assert re.findall(r"^comm_hook (\w+)", text, re.M) == ["bf16", "none"], text
+    assert re.findall(r"^## strong .* 64(.*)", text, re.M) == [", comm_hook bf16", ""], text
     assert [each[1]["speedup"] for each in found if "speedup" in each[0]] == ["3.00", "1.20"]
 
 
@@ -287,9 +298,8 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     phases = ["data", "forward", "backward", "comm (exposed)", "optimizer"]
     assert words == [*phases, "all-reduce", "waiting in it"]
-    assert run_report(log, "--step", "--out", tmp_path / "out").returncode == 0
-    picture = (tmp_path / "out/run_step.png").read_bytes()
-    assert picture[1:4] == b"PNG" and int.from_bytes(picture[16:20]) == 800 and len(picture) < 60e3
+    done = run_report(log, "--step", "--out", tmp_path / "out")
+    assert done.returncode == 0 and not done.stderr, done.stderr
     trace = json.loads((tmp_path / "out/run_step.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in trace if event["ph"] == "M"}
     assert names == {"rank 0 on node0", "rank 1 on node1"}
@@ -297,24 +307,13 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     assert [event["ts"] for event in late] == [pytest.approx(95_000)], "microseconds"
     assert "needs --out" in run_report(log, "--step").stderr
     (folder := tmp_path / "logs").mkdir()
-    write(folder / "both.jsonl", logged)
-    write(folder / "one.jsonl", [row for row in logged if row["rank"] == 0])
-    done = run_report(folder, "--step", "--out", tmp_path / "all")
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    for name, ranks in ("both", 2), ("one", 1):
-        trace = json.loads((tmp_path / f"all/{name}_step.json").read_text())["traceEvents"]
-        assert len({event["pid"] for event in trace}) == ranks
-        assert (tmp_path / f"all/{name}_step.png").exists()
-    write(log, rows_of("a", 1, [1], last_step=[1]))
-    done = run_report(log, "--step", "--out", tmp_path / "out")
-    assert done.returncode == 1 and "cannot read the last step in " in done.stderr
-    write(log, rows_of("a", 1, [1]))
-    done = run_report(log, "--step", "--out", tmp_path / "out")
-    assert done.returncode == 1 and done.stderr.endswith("its rows hold no step\n")
-    write(folder / "both.jsonl", rows_of("a", 1, [1]))
     (again := tmp_path / "again").mkdir()
     killed = [*logged, *rows_of("z", 1, [1])]  # it was killed in the validation after its last step
+    write(folder / "one.jsonl", [row for row in logged if row["rank"] == 0])
+    write(folder / "none.jsonl", rows_of("a", 1, [1]))
+    write(folder / "torn.jsonl", rows_of("a", 1, [1], last_step=[1]))
     done = run_report(folder, write(again / "one.jsonl", killed), "--step", "--out", tmp_path / "x")
-    assert done.returncode == 1 and done.stderr.count("cannot read the last step") == 1
+    assert done.stderr.count("cannot read the last step in ") == 2, done.stderr
+    assert "none.jsonl: its rows hold no step" in done.stderr
     drawn = {path.name for path in (tmp_path / "x").glob("*_step.png")}
-    assert drawn == {"logs_one_step.png", "again_one_step.png"}, "with a log that holds none"
+    assert drawn == {"logs_one_step.png", "again_one_step.png"}

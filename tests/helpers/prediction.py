@@ -148,10 +148,10 @@ def network_of(options):
         yield Network(spaces, options.logs or folder, options)
 
 
-def step_of(single, links, gpus_per_node=0):
+def step_of(single, links):
     """Returns what predict.py needs of this run of one process."""
     [run] = single["table"].to_dict("records")
-    return foretell.step_of(run, single["table"], links, gpus_per_node)
+    return foretell.step_of(run, single["table"], links)
 
 
 def print_row(*cells):
@@ -201,8 +201,8 @@ def predict(options):
             single = network.single(case.model)
             links = [network.link(case.mbit, case.slow)]
             if case.each > 1:
-                links.append(network.measure_link(network.spaces[:1], case.each))
-            step = step_of(single, links, case.each if case.each > 1 else 0)
+                links = [network.measure_link(network.spaces[:2], case.each)]
+            step = step_of(single, links)
             processes = case.nodes * case.each
             row = foretell.predict(step, case.scaling, [processes]).iloc[-1]
             late = 0.5 * backward / processes if case.is_late else 0.0
@@ -222,7 +222,6 @@ def predict(options):
 CHANGES = {
     "--comm_hook bf16": (["--comm_hook", "bf16"], 1, 1),
     "twice the batch": ([], 2, 1),
-    "half the batch": ([], 0.5, 1),
     "a link twice as fast": ([], 1, 2),
 }
 
