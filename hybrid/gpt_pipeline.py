@@ -198,7 +198,7 @@ def finish(model, data, args, device):
         logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
     ids = tokens[0, args.seq_len :].tolist()
-    sys.stdout.reconfigure(errors="replace")  # the locale may not be UTF-8
+    sys.__stdout__.reconfigure(errors="replace")  # the locale may not be UTF-8
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 
@@ -646,8 +646,9 @@ def load_weights(model, args):
     weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    if dist.get_rank() == 0 and fitting.keys() != shapes.keys():
-        print(f"not in {args.init_from}, or of another shape: {sorted(shapes - fitting.keys())}")
+    left_out = sorted(shapes.keys() - fitting.keys())
+    if dist.get_rank() == 0 and left_out:
+        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -695,7 +696,7 @@ class Batches:
 
 
 def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request. What has no .to stays as it is."""
+    """Yields a batch on the device for each request."""
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # a request is a batch already
@@ -709,7 +710,14 @@ def load_batches(data, requests, device, args):
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for batch in batches:
-        yield tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
+        yield tree_map(lambda part: to_device(part, device), batch)
+
+
+def to_device(part, device):
+    """Returns a part of a batch on the device. What has no .to stays as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    return part.to(device) if hasattr(part, "to") else part
 
 
 def add_up(sums, device):
