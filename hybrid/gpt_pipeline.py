@@ -1,44 +1,41 @@
 r"""Train a GPT whose blocks are split over the processes of a pipeline, in one pipeline or many.
 
-    torchrun --standalone --nproc_per_node=2 -- hybrid/gpt_pipeline.py             # one pipeline
+    torchrun --standalone --nproc_per_node=2 -- hybrid/gpt_pipeline.py        # one pipeline
     torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
-        hybrid/gpt_pipeline.py --num_stages 4 --num_microbatches 16    # on each of two nodes
+        hybrid/gpt_pipeline.py --num_stages 4 --num_microbatches 16           # on each of two nodes
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_pipeline.slurm --num_microbatches 16
 
-The model need not fit on one GPU. A process first builds or loads the whole model in RAM, 4 bytes a
-parameter, and moves its own layers to its GPU. Rank 0 keeps the others in RAM, with their moments
-once it has saved (12 bytes a parameter), and draws --sample there. Snapshots have the format of
-multinode/gpt.py.
+The model need not fit on one GPU. Each process first builds the whole model in RAM, 4 bytes a
+parameter, and moves its own stage to its GPU. Rank 0 keeps the other stages in RAM, to save them.
+Snapshots have the format of multinode/gpt.py.
 
-For your own data and model, replace the first section, as in multinode/gpt.py, and in the second
-section Stage, head_loss, SUMS and the shapes in create_schedule. If its first and last stage share
-no `embedding`, change squared_norm, gather_stages and train_step, too. A stage must have no
-buffers.
-`diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages add.
-Shapes: B sequences of a batch or micro-batch, T tokens of one, D = d_model, H heads, V vocabulary.
+Read multinode/gpt.py first: `diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages add.
+For your own data and model, replace the first section, and in the second Stage, head_loss, the
+shapes in create_schedule, and what is said of the embedding. A stage must have no buffers.
+Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
 import contextlib
-import faulthandler
 import itertools
 import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import sys
 import sysconfig
 import textwrap
-import threading
 import time
+import warnings
+import zlib
 from collections import Counter
-from datetime import timedelta
-from functools import partial
 from glob import glob
+from multiprocessing import active_children
+from multiprocessing.util import Finalize
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -46,14 +43,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
-# ============================ Yours: flags, data, model, loss. Replace. ===========================
+ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
-MAX_VAL = 2**18  # tokens to validate on, at most: to validate often must not take long
+# == Yours: flags, data, model, loss. Replace it. ==================================================
 
 
 def parse_args():
@@ -68,15 +64,13 @@ def parse_args():
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
     args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
-    if args.n_heads < 1 or args.d_model % args.n_heads:
-        parser.error("--d_model must be a multiple of --n_heads")
     args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
     args.model = f"gpt-{args.num_layers}x{args.d_model}"
     return args
 
 
 class Tokens(Dataset):
-    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+    """Token ids (N,), cut into sequences of --seq_len."""
 
     def __init__(self, tokens, args):
         self.tokens = tokens
@@ -89,42 +83,35 @@ class Tokens(Dataset):
         """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
         starts = np.array(indices)[:, None] * self.args.seq_len
         ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))  # refuses floats
         if ids.max() >= self.args.vocab_size:
             raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
-        ids = torch.from_numpy(ids.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
 
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    try:
-        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            splits = []
-            for name in ("train", "val"):
-                path = os.path.join(args.dataset, name)
-                if os.path.exists(f"{path}.bin"):
-                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
-                    # Every second one is half of an id of 32 bits: 0, or much smaller.
-                    limit = tokens[:2000:2].max() / 16 if len(tokens) > 1000 else 1
-                    if len(tokens) > 1 and tokens[1:2000:2].max() < limit:
-                        raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
-                else:
-                    tokens = np.load(f"{path}.npy", mmap_mode="r")
-                if tokens.ndim != 1 or tokens.dtype.kind != "u":
-                    shape = f"{tokens.dtype} {tokens.shape}"
-                    raise ValueError(f"{name} is {shape}, not unsigned ids (N,), such as uint16")
-                splits.append(Tokens(tokens, args))
-            splits[1].tokens = splits[1].tokens[:MAX_VAL]
-            return splits
-        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-        if not text.all():
-            raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (EOFError, OSError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
+    max_val = 2**18  # tokens to validate on, at most: to validate often must not take long
+    if os.path.isdir(args.dataset):
+        train, val = (read_ids(os.path.join(args.dataset, split)) for split in ("train", "val"))
+        return Tokens(train, args), Tokens(val[:max_val], args)
+    stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+    paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+    text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    if not text.all():
+        sys.exit(f"{args.dataset} has bytes of 0, and so it is no text in UTF-8")
+    num_val = min(len(text) // 10, max_val)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
+
+
+def read_ids(path):
+    """Returns token ids (N,), mapped, not read: they may be larger than memory."""
+    if not os.path.exists(f"{path}.bin"):
+        return np.load(f"{path}.npy", mmap_mode="r")
+    ids = np.memmap(f"{path}.bin", np.uint16, "r")
+    if ids[1:2000:2].max() < ids[:2000:2].max() / 16:  # the upper halves of ids of 32 bits
+        sys.exit(f"{path}.bin has ids of more than 16 bits: save them as .npy")
+    return ids
 
 
 class GPTBlock(nn.Module):
@@ -158,8 +145,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
         self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
+        for name, parameter in self.named_parameters():  # as in nanoGPT
+            if parameter.dim() == 2:  # GPT-2 (Radford et al. 2019) divides by the root of depth
                 depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
@@ -171,7 +158,6 @@ class GPT(nn.Module):
 
 
 def create_model(args, data):
-    """Returns the network for the training data."""
     return GPT(args)
 
 
@@ -185,9 +171,12 @@ def create_optimizer(model, args):
 
 def learning_rate_factor(args, done):
     """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    if done < 0.05:
-        return 20 * done  # it rises to 1
-    return 1.05 - done  # and falls to a twentieth
+    return min(20 * done, 1.05 - done)  # it rises to 1, and falls to a twentieth
+
+
+def training_order(data, args, epoch):
+    """Returns the indices (N,) of an epoch. The run seeds NumPy equally in all processes."""
+    return np.random.permutation(len(data))
 
 
 def batch_loss(model, batch, args):
@@ -204,43 +193,34 @@ def finish(model, data, args, device):
         return
     is_text = not os.path.isdir(args.dataset)
     num_ids = 256 if is_text else args.vocab_size  # an id of a text is a byte
-    tokens, _ = data.__getitems__([0])
-    tokens = tokens.to(device)  # (1, T): the first sequence of the validation data
+    tokens = data.__getitems__([0])[0].to(device)  # (1, T): the first sequence to validate on
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
     ids = tokens[0, args.seq_len :].tolist()
+    sys.__stdout__.reconfigure(errors="replace")  # the locale may not be UTF-8
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 
-# ==================================== How the model is split. =====================================
+# == How the model is split. Here, with --num_stages 3 and 6 processes: ============================
 #
-#     with 6 processes and --num_stages 3:
-#
-#                   stage 0             stage 1             stage 2
-#                   embedding, blocks   blocks              blocks, norm, embedding as head
-#     pipeline 0    rank 0         <->  rank 1         <->  rank 2
-#     pipeline 1    rank 3         <->  rank 4         <->  rank 5
+#               stage 0             stage 1        stage 2
+#               embedding, blocks   blocks         blocks, norm, embedding as head
+# pipeline 0    rank 0         <->  rank 1    <->  rank 2
+# pipeline 1    rank 3         <->  rank 4    <->  rank 5
 #
 # A pipeline passes its share of a batch through its stages in m micro-batches: activations to the
-# right, their gradients to the left. An all-reduce adds the gradients of a stage over the pipelines
-# (replica_group). The embedding is in the first and in the last stage: its gradients are also added
-# over both ends of a pipeline (embedding_group).
+# right, their gradients to the left. Each stage has a copy in each pipeline, and the embedding is
+# in the first and the last stage: all-reduces add up the gradients of copies. With 1f1b and m = 4:
 #
-#     gpipe, m = 4:   stage 0   f0 f1 f2 f3 .. .. .. .. b0 b1 b2 b3       f0: forward pass of
-#                     stage 1   .. f0 f1 f2 f3 .. .. b0 b1 b2 b3 ..           micro-batch 0
-#                     stage 2   .. .. f0 f1 f2 f3 b0 b1 b2 b3 .. ..       b0: its backward pass
-#     1f1b, m = 4:    stage 0   f0 f1 f2 .. .. b0 f3 b1 .. b2 .. b3       ..: bubble
-#                     stage 1   .. f0 f1 .. b0 f2 b1 f3 b2 .. b3 ..
-#                     stage 2   .. .. f0 b0 f1 b1 f2 b2 f3 b3 .. ..
+# stage 0       f0 f1 f2 .. .. b0 f3 b1 .. b2 .. b3      f0: forward pass of micro-batch 0
+# stage 1       .. f0 f1 .. b0 f2 b1 f3 b2 .. b3 ..      b0: its backward pass
+# stage 2       .. .. f0 b0 f1 b1 f2 b2 f3 b3 .. ..      ..: bubble, (S - 1)(f + b) for S stages
 #
-# Both have the same bubble. With S stages, and f and b seconds of a pass through a stage, it is
-# (S - 1)(f + b) of (m + S - 1)(f + b) (Huang et al. 2019, "GPipe"). With gpipe, a stage holds the
-# activations of m micro-batches, with 1f1b of at most S.
-
+# With gpipe all forward passes come first (Huang et al. 2019): the bubble is the same, but a stage
+# holds the activations of m micro-batches, in place of S.
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SUMS = ("loss", "count")  # the names of batch_loss's sums. All stages but the last count 0
 IGNORED = -100  # the targets of rows that only fill up a batch
 
 
@@ -276,89 +256,63 @@ class Stage(nn.Module):
                 x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
             return x
 
+    def own_parameters(self):
+        """Yields the parameters that no stage before has: the embedding is the first one's."""
+        for name, parameter in self.named_parameters():
+            if self.is_first or name != "embedding.weight":
+                yield parameter
+
 
 def head_loss(logits, targets):
     """Returns the mean loss of logits (B, T, V) and the next ids (B, T)."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def micro_batch_loss(logits, targets, loss_of_head, run, args):
-    """Returns a micro-batch's part of the mean loss of a batch, so that gradients just add up."""
-    if not torch.is_grad_enabled():  # a validation: drop the rows that fill up a batch
-        is_real = targets[:, 0] != IGNORED
-        logits = logits[is_real]
-        targets = targets[is_real]
-        if len(targets) == 0:
-            return logits.sum()  # 0, and unused
-    # batch_loss calls its model with its batch: here head_loss, with logits and targets.
-    loss = compute_loss(run, loss_of_head, (logits, targets), run.pass_sums, args)
-    if set(run.pass_sums) != set(SUMS):
-        sys.exit(f"SUMS must name what batch_loss sums up: {', '.join(run.pass_sums)}")
-    return loss / args.num_microbatches / run.num_pipelines
-
-
-def create_groups(run, args):
-    """Sets the groups of this pipeline, of this stage in all pipelines, and of the embedding.
-
-    The last one is None for a process that holds neither the first stage nor the last one.
-    """
-    run.pipeline = run.rank // args.num_stages  # the number of this process's pipeline
-    run.num_pipelines = run.world_size // args.num_stages
-    timeout = timedelta(seconds=args.timeout)
-    ranks = torch.arange(run.world_size).view(-1, args.num_stages)  # (pipelines, stages)
-    run.pipeline_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout)
-    run.replica_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout)
-    run.embedding_group, _ = dist.new_subgroups_by_enumeration(ranks[:, [0, -1]].tolist(), timeout)
-
-
-def create_schedule(run, args):
+def create_schedule(stage, group, sums, scaler, device, autocast, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
-    size = args.batch_size // run.num_pipelines // args.num_microbatches  # B
+    num_pipelines = dist.get_world_size() // args.num_stages
+    compiled_loss = torch.compile(head_loss) if args.compile else head_loss
+    if args.compile:
+        stage.compile()
+
+    def micro_batch_loss(logits, targets):
+        """Returns a micro-batch's part of the mean loss of a batch. Gradients just add up."""
+        if not torch.is_grad_enabled():  # a validation, where rows may only fill up the batch
+            is_real = targets[:, 0] != IGNORED
+            logits, targets = logits[is_real], targets[is_real]
+            if len(targets) == 0:
+                return logits.sum()  # 0, and unused
+        with autocast:
+            loss, batch_sums = batch_loss(compiled_loss, (logits, targets), args)
+        sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+        return scaler.scale(loss / args.num_microbatches / num_pipelines)
+
+    size = args.batch_size // num_pipelines // args.num_microbatches  # B
     # What a stage receives and sends. Gradients come back for all but ids and logits.
-    with torch.device("meta"):  # only types and shapes
+    with torch.device("meta"):  # types and shapes alone
         inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
         outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
-        if run.stage.is_first:
+        if stage.is_first:
             inputs = torch.empty(size, args.seq_len, dtype=torch.int64)
-        if run.stage.is_last:
-            outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=run.stage.dtype)
-    pipeline_stage = PipelineStage(
-        run.stage,
-        run.rank % args.num_stages,
-        args.num_stages,
-        run.device,
-        input_args=inputs,
-        output_args=outputs,
-        group=run.pipeline_group,
-    )
-    if args.compile:
-        run.stage.compile()
-    compiled_loss = torch.compile(head_loss) if args.compile else head_loss
-    loss_function = partial(micro_batch_loss, loss_of_head=compiled_loss, run=run, args=args)
-    run.watch.time_passes(pipeline_stage)
-    loss_function = run.watch.timed_pass(loss_function, "forward")
+        if stage.is_last:
+            outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=stage.dtype)
+    number = dist.get_rank(group)
+    part = PipelineStage(stage, number, args.num_stages, device, inputs, outputs, group=group)
+    part.forward_one_chunk = with_pass_marks(part.forward_one_chunk, "forward")
+    part.backward_one_chunk = with_pass_marks(part.backward_one_chunk, "backward")
+    micro_batch_loss = with_pass_marks(micro_batch_loss, "forward")
     schedule = SCHEDULES[args.schedule]
-    return schedule(pipeline_stage, args.num_microbatches, loss_function, scale_grads=False)
+    return schedule(part, args.num_microbatches, micro_batch_loss, scale_grads=False)
 
 
-def pass_batch(run, schedule_pass, tokens, targets):
-    """Passes a batch through the stages, by schedule.step or, to validate, schedule.eval.
-
-    In the last stage, micro_batch_loss() adds the sums of the batch to run.pass_sums.
-    """
-    if run.stage.is_first:
-        schedule_pass(tokens.contiguous(), return_outputs=False)  # torch 2.11 needs contiguous ids
-    elif run.stage.is_last:
-        schedule_pass(target=targets, return_outputs=False)
-    else:
-        schedule_pass(return_outputs=False)
+def pass_batch(schedule_pass, stage, tokens, targets):
+    """Passes a batch through the stages, by schedule.step or, to validate, schedule.eval."""
+    inputs = [tokens.contiguous()] if stage.is_first else []  # torch 2.11 needs contiguous ids
+    schedule_pass(*inputs, target=targets if stage.is_last else None, return_outputs=False)
 
 
 def join_gradients(stage, device):
-    """Returns one tensor with all gradients of the stage, so that one all-reduce adds them up.
-
-    The gradients are views of it. optimizer.zero_grad() would drop them: zero the tensor instead.
-    """
+    """Returns a tensor of which all gradients of the stage are views: one all-reduce takes all."""
     trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     sizes = [parameter.numel() for parameter in trained]
     gradients = torch.zeros(sum(sizes), device=device)
@@ -367,66 +321,42 @@ def join_gradients(stage, device):
     return gradients
 
 
-def squared_norm(stage):
-    """Returns the squared norm of the gradients. The embedding counts in the first stage only."""
-    gradients = []
-    for name, parameter in stage.named_parameters():
-        if parameter.requires_grad and (stage.is_first or name != "embedding.weight"):
-            gradients.append(parameter.grad)
-    return nn.utils.get_total_norm(gradients) ** 2
+def norm_of_gradients(stage, args):
+    """Returns the norm of all gradients of the model, with the same bits in all processes."""
+    gradients = [p.grad for p in stage.own_parameters() if p.requires_grad]
+    squared = nn.utils.get_total_norm(gradients) ** 2
+    dist.all_reduce(squared)  # over all pipelines: two sums could be rounded differently
+    return (squared / (dist.get_world_size() // args.num_stages)).sqrt()
 
 
-def forget_other_stages(run):
-    """Frees what the model and the optimizer hold of other stages. Rank 0 needs it, to save it."""
-    own = set(run.stage.parameters())
-    for group in run.optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in own]
-    for parameter in set(run.optimizer.state) - own:
-        del run.optimizer.state[parameter]
-    run.model = run.stage
-
-
-def gather_stages(run, args):
+def gather_stages(model, stage, optimizer, args):
     """Brings the stages of the first pipeline together in the model and optimizer of rank 0."""
-    if 0 < run.rank < args.num_stages:
-        for name, parameter in run.stage.named_parameters():
-            if name != "embedding.weight":  # rank 0 has it, too
-                state = run.optimizer.state.get(parameter, {})  # of a frozen one there is none
-                parts = [parameter.detach(), state]
-                parts = tree_map(lambda x: x.cpu() if hasattr(x, "cpu") else x, parts)
-                dist.send_object_list(parts, dst=0)
-    if run.rank > 0:
-        return
-    for number in range(1, args.num_stages):
-        for name, parameter in Stage(run.model, number, args).named_parameters():
-            if name != "embedding.weight":
-                received = [None, None]
-                dist.recv_object_list(received, src=number)
-                parameter.data, state = received
-                run.optimizer.state[parameter].update(state)
+    if 0 < dist.get_rank() < args.num_stages:
+        for parameter in stage.own_parameters():
+            parts = [parameter.detach(), optimizer.state.get(parameter, {})]  # a frozen one has {}
+            parts = tree_map(lambda x: x.cpu() if hasattr(x, "cpu") else x, parts)
+            dist.send_object_list(parts, dst=0)
+    for number in range(1, args.num_stages) if dist.get_rank() == 0 else ():
+        for parameter in Stage(model, number, args).own_parameters():
+            received = [None, None]
+            dist.recv_object_list(received, src=number)
+            parameter.data, state = received
+            optimizer.state[parameter].update(state)
 
 
-# ========================= The run: steps, rows, snapshots, processes. Keep. ======================
-# torchrun or Slurm starts each process. main() has the loop over all steps.
-# A look: about once a second, after the same step, all processes add up what they have counted, and
-# ask each other whether to stop. A row: what was measured since the row before, and a validation.
-# A request: what the loader makes a batch of: random seeds, and the indices of samples.
+# == The run: flags, steps, rows, snapshots. Keep it. It calls the eight functions of the task. ====
 
-DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16}
+DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-STOP_REQUESTS = []  # the signals that this process has received
-STATES = ("model", "optimizer", "scaler")  # the parts of a run that a snapshot saves
-MAY_CHANGE = (  # the flags of all scripts that a resumed run may change. Others shape weights.
-    "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers timeout "
-    "data_dir snapshot log sample reconstructions num_stages num_microbatches schedule"
+MAY_CHANGE = (  # the flags that a resumed run may change. The others shape the weights.
+    "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
+    "data_dir snapshot init_from log sample reconstructions num_stages num_microbatches schedule"
 ).split()
 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
-    num_gpus = torch.accelerator.device_count()
-    # AMD's TF32 is as inexact as bf16, so it is not the default there.
-    has_tf32 = num_gpus > 0 and torch.version.cuda is not None
+    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's is as inexact as bf16
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
     add("--max_steps", type=int, default=0, help="optimizer steps in all; 0: --epochs decides")
@@ -442,392 +372,315 @@ def parse_run_args(parser, **defaults):
     add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
+    add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
-    add("--timeout", type=int, default=600, help="seconds that a step may take, or compiling")
     parser.set_defaults(**defaults)
     return parser.parse_args()
 
 
-def join_launcher():
-    """Finds this process's place among the others, as torchrun or Slurm has set it."""
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # started by srun, which has other names for these
-        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
-        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_STEP_NUM_TASKS"])
-        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
-        os.environ.setdefault("GROUP_WORLD_SIZE", os.environ["SLURM_STEP_NUM_NODES"])
-    needed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    if not needed <= os.environ.keys():
-        command = "torchrun --nproc_per_node=PROCESSES -- " + " ".join(sys.argv)
+def main(args):  # runs in each process: torchrun or Slurm starts them
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+        os.environ["GROUP_WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_NODES"]
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"} <= {*os.environ}:
+        command = f"torchrun --nproc_per_node=PROCESSES -- {' '.join(sys.argv)}"
         sys.exit(f"start it by its job file, or with {command}")
-    num_nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    if num_nodes == 1:  # nothing leaves this machine
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
+    num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
+    if local_rank == num_gpus > 0 and dist.is_torchelastic_launched():  # the first without a GPU
+        sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
+    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
+        torch.accelerator.set_device_index(device.index)
+    if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    num_gpus = torch.accelerator.device_count()
-    if os.environ["RANK"] == "0" and int(os.environ["WORLD_SIZE"]) < num_nodes * num_gpus:
-        print(f"{os.environ['WORLD_SIZE']} processes do not use all {num_gpus} GPUs of a node")
+    if rank == 0:  # it downloads what is missing, and says what is wrong. The others wait below.
+        check_args(args, world_size)
+        num_train, num_val = map(len, read_data(args))
+        if num_train < args.batch_size or num_val < world_size:
+            sys.exit(f"{num_train} and {num_val} samples are too few: see --batch_size")
+        if world_size < num_nodes * num_gpus:
+            print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
+    dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
+    if rank > 0:
+        check_args(args, world_size)
+    with contextlib.redirect_stdout(None):  # rank 0 has printed what there is to say
+        if local_rank == 0 and rank > 0:
+            read_data(args)  # downloads where machines do not share a disk
+        dist.barrier()  # waits for that
+        set_seeds(args.seed)  # the same random splits in all processes
+        train_data, val_data = read_data(args)
+    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    eval_every = args.eval_every or steps_per_epoch
 
-
-def start(local_rank, args, init_method):
-    """Runs main(). If it ends with a message in all processes, one of them prints it."""
-    try:
-        main(local_rank, args, init_method)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            for signum in SIGNALS:  # the launcher may end a process that waits here
-                signal.signal(signum, signal.SIG_DFL)
-            rank = int(os.environ["RANK"])
-            time.sleep(1 + 10 * min(rank, 6))  # rank 0 speaks first; then the launcher ends all
-            where = f"rank {rank} on {os.uname().nodename}: " if rank > 0 else ""
-            sys.exit(where + end.code)
-        raise
-
-
-def main(local_rank, args, init_method):
-    """Trains in one process. Every process runs it; rank 0 also prints and saves."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    run = SimpleNamespace()  # what these functions share
-    run.local_rank = local_rank  # on this node
-    run.rank = int(os.environ.setdefault("RANK", str(local_rank)))
-    run.world_size = int(os.environ["WORLD_SIZE"])
-    run.start = f"{time.time_ns():x}"  # names this start
-    run.id = run.start  # that of rank 0 is in the log. A resumed run keeps it.
-    run.writer = None  # the start that wrote the snapshot from which this one resumes
-    run.step = 0  # steps that are done
-    run.row_step = 0  # the step of the last row
-    run.sums = {}  # of batch_loss since the last look: of this process, on its device
-    run.totals = {}  # those since the last row, over all processes
-    check_args(run, args)
-    run.settings = settings_of(args)  # before a function of the task adds to args
-    snapshot = read_snapshot(run, args)
-    train_data, val_data = connect(run, args, init_method)  # sets run.device and run.store
-    create_groups(run, args)
-    run.num_samples = len(train_data)
-    if snapshot and snapshot["progress"]["num_samples"] != run.num_samples:
-        sys.exit(f"cannot resume from {args.snapshot}: since then the training data has changed")
-    run.steps_per_epoch = run.num_samples // args.batch_size  # an incomplete last batch is left out
-    run.num_steps = args.max_steps or args.epochs * run.steps_per_epoch
-    if run.steps_per_epoch < 1 or len(val_data) < run.world_size:
-        sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
-
+    dtype = DTYPES[args.precision]
+    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
-    set_seeds(run.device, args.seed)  # again: read_data may have drawn numbers
-    run.model = create_model(args, train_data)  # on the CPU
-    run.num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    resting = [part for part in run.model.modules() if not part.training]  # these stay so
-    train_again(run.model, resting if run.model.training else [])
-    run.stage = Stage(run.model, run.rank % args.num_stages, args).to(run.device)
-    run.optimizer = create_optimizer(run.model, args)
-    for group in run.optimizer.param_groups:
-        group["initial_lr"] = float(group["lr"])  # train_step() scales it, as LambdaLR does
-    run.scaler = torch.amp.GradScaler(enabled=False)  # snapshots of multinode/gpt.py have one
-    if snapshot:
-        restore(run, snapshot, args)
-    if run.rank > 0:
-        forget_other_stages(run)
-    run.gradients = join_gradients(run.stage, run.device)
-    run.watch = PipelineWatch(run.device)
-    run.schedule = create_schedule(run, args)
-    if all_reduce_sums({"step": run.step})["step"] != run.step * run.world_size:
-        sys.exit(f"the nodes have different files {args.snapshot}: use a shared file system")
-    if run.rank == 0:
-        print(f"processes {run.world_size}, device {run.device},", end=" ")
-        print(f"steps {run.step} to {run.num_steps}", flush=True)
+    set_seeds(args.seed)  # the same weights in each run, and in all processes
+    model = create_model(args, train_data)  # whole, and on the CPU
+    resting = [part for part in model.modules() if not part.training]  # these stay in eval()
+    set_training(model, resting if model.training else [])
+    stage = Stage(model, rank % args.num_stages, args).to(device)  # it shares its weights
+    own = {*stage.parameters()}
+    for part in model.modules() if rank > 0 else ():  # rank 0 keeps the other stages, to save them
+        if own.isdisjoint(part.parameters()):
+            part.to_empty(device="meta")  # names and shapes alone
+    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # a no-op
+    optimizer = create_optimizer(model, args)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"] + 0.0  # a copy, also of a tensor
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    fingerprint = fingerprint_of(train_data, args)
+    progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
+    progress |= {"step": 0, "row_step": 0, "totals": {}}  # row_step: the step of the last row
+    if args.snapshot and os.path.exists(args.snapshot):
+        snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
+        for name, part in parts.items():
+            part.load_state_dict(snapshot.pop(name))
+        progress |= snapshot["progress"]
+        if progress["fingerprint"] != fingerprint:
+            way_out = f"--init_from {args.snapshot} starts anew with its weights"
+            sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+    elif args.init_from:
+        load_weights(model, args)
+    step = first_step = progress["step"]  # steps that are done
+    if differ(torch.tensor([*fingerprint, step], device=device)).any():
+        causes = "Sort what comes from a set or a folder, seed generators, share the file system"
+        sys.exit(f"the processes have different data or snapshots. {causes}")
+    gradients = join_gradients(stage, device)
+    scaler.scale(gradients[:0])  # creates its tensors, also where no loss is
+    ranks = torch.arange(world_size).view(-1, args.num_stages)  # (pipelines, stages)
+    groups = (ranks, ranks.T, ranks[:, [0, -1]].unique(dim=1))
+    # This pipeline, the copies of this stage, and the two stages of this embedding, if it has one.
+    pipeline, copies, ends = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in groups)
 
-    batches = start_loader(train_data, training_requests(train_data, run, args), run, args)
-    hides_bar = run.rank > 0 or not sys.stderr.isatty()
-    bar = tqdm(total=run.num_steps, initial=run.step, disable=hides_bar, leave=False)
-    for signum in SIGNALS:  # from here on, a signal asks the run to save and stop
+    stop_requests = []
+
+    def note_stop(signum, frame):
+        stop_requests.append(signum)
+        if signum == signal.SIGINT:
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+
+    for signum in SIGNALS:
         signal.signal(signum, note_stop)
-    expect_progress(args.timeout)
-    if run.step > 0 and "learning_rate_factor" in globals():  # it may note how far the training is
-        globals()["learning_rate_factor"](args, min(1.0, run.step / max(1, run.num_steps)))
-    first_step = look_step = run.step
-    first_row = run.row_step
-    look_time = time.perf_counter()
-    next_look = run.step + 1
-    next_line = look_time + 60  # of progress, if there is no bar
+    Finalize(None, end_workers, exitpriority=0)  # called at exit, also after an error
+    for stream in (sys.stdout, sys.stderr):
+        stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
+    if rank == 0:
+        print(f"processes {world_size}, device {device}, steps {step} to {num_steps}", flush=True)
+    requests = training_requests(train_data, step, copies, args)
+    batches = load_batches(train_data, requests, device, args)
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds
+    bar = tqdm(initial=step, total=num_steps, disable=rank > 0, mininterval=pause)
+    # What batch_loss has counted since the last row: in this process, on its device.
+    sums = Counter({name: total * (rank == 0) for name, total in progress["totals"].items()})
+    schedule = create_schedule(stage, pipeline, sums, scaler, device, autocast, args)
+    rows = []  # of all processes since the start, in rank 0 alone
+    look_step, look_time, next_look = step, time.perf_counter(), step + 1
     is_stopped = False
-    # A look and a row come before the step: a run that was stopped before a validation begins with
-    # it when it resumes.
+    mark("start")
     while True:
-        is_row_step = run.step % (args.eval_every or run.steps_per_epoch) == 0
-        is_due = run.step > run.row_step and (is_row_step or run.step >= run.num_steps)
-        if is_due or run.step == next_look:
-            is_stopped, speed = look(run, look_step, look_time, args)
-            if run.rank == 0 and bar.disable and time.perf_counter() > next_line:
-                next_line = time.perf_counter() + 60
-                print(f"step {run.step} of {run.num_steps}, {speed:.3g} steps/s", flush=True)
-            if is_due or is_stopped:
-                save_snapshot(run, args)
-            if is_due and not is_stopped:
-                val_totals = evaluate(run, val_data, args)
-                is_stopped = val_totals.pop("/stops") > 0  # a resumed run then does it again
-                if not is_stopped:
-                    log_row(run, val_totals, args)
-                    run.row_step = run.step
-                    run.totals = {}
-            farthest = 2 * (run.step - look_step)  # speed can be that of a few quick steps
-            next_look = run.step + max(1, min(int(speed), farthest))
-            look_step, look_time = run.step, time.perf_counter()
-        if is_stopped or run.step >= run.num_steps:
+        is_row = step % eval_every == 0 or step >= num_steps
+        is_row = is_row and step > progress["row_step"]
+        # A look: about once a second, after the same step, all processes add up what they counted,
+        # and ask each other whether to stop. Nothing else waits for the GPU.
+        if is_row or step == next_look:
+            seconds = time.perf_counter() - look_time
+            totals = add_up({**sums, "/stops": len(stop_requests), "/seconds": seconds}, device)
+            mark("comm")
+            count_marks(is_warmup=step <= first_step + 3)
+            is_stopped = totals.pop("/stops") > 0
+            speed = (step - look_step) * world_size / totals.pop("/seconds")  # steps/s
+            if not math.isfinite(totals["loss"]):
+                sys.exit(f"the loss is not finite at step {step}")
+            bar.set_postfix(loss=f"{totals['loss'] / max(1, totals['count']):.4g}", refresh=False)
+            if is_row or is_stopped:
+                check_weights(model, stage, step, device)
+                progress |= {"step": step, "totals": dict(totals)}
+                if args.snapshot:
+                    gather_stages(model, stage, optimizer, args)
+                    save(parts, progress, train_data, args)
+                    mark("save")
+                val_totals = {}
+                if is_row and not is_stopped:  # a resumed run begins with it
+                    val_totals = evaluate(schedule, stage, sums, val_data, copies, device, args)
+                    mark("eval")
+                    sums.clear()
+                    progress |= {"row_step": step, "totals": {}}
+                    if args.snapshot and step >= num_steps:  # the same command then does nothing
+                        save(parts, progress, train_data, args)
+                        mark("save")
+                row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
+                row |= {"epoch": step / steps_per_epoch}
+                row |= {"lr": float(optimizer.param_groups[0]["lr"])}
+                rows += log_row(row, totals, val_totals, model, device, args)
+            farthest = 2 * (step - look_step) if step >= first_step + 3 else 1
+            next_look = step + max(1, min(int(speed), farthest))
+            look_step, look_time = step, time.perf_counter()
+        if is_stopped or step >= num_steps:
             break
-        train_step(run, batches, args)
-        run.step += 1
+        factor = float(learning_rate_factor(args, (step + 1) / num_steps))
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        batch = next(batches)
+        set_seeds(args.seed, rank, step)  # dropout is the same after a resume
+        mark("data")
+        pass_batch(schedule.step, stage, *batch)
+        reducing = dist.all_reduce(gradients, group=copies, async_op=True)
+        mark_all_reduce(reducing, gradients.nbytes)  # while other stages still work
+        mark_bubble(pipeline, device)
+        reducing.wait()
+        if ends and stage.embedding.weight.requires_grad:  # each end has a part of its gradient
+            dist.all_reduce(stage.embedding.weight.grad, group=ends)
+        mark("comm")
+        if scaler.is_enabled():  # a stage that is not finite makes all so, which skip the step
+            gradients += 0 * norm_of_gradients(stage, args)
+        if args.max_grad_norm > 0:
+            scaler.unscale_(optimizer)
+            norm = norm_of_gradients(stage, args)
+            mark("comm")
+            nn.utils.clip_grads_with_norm_(stage.parameters(), args.max_grad_norm, norm)
+            sums.update({"/norm": norm, "/steps": 1})
+        set_seeds(args.seed, step)  # without the rank: an optimizer may draw numbers, too
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)  # they stay views
+        mark("optimizer")
+        step += 1
         bar.update()
+
     bar.close()
-    if is_stopped and run.step > first_step:
-        log_row(run, {}, args)  # what was measured since the last row
-    elif run.row_step > first_row:
-        save_snapshot(run, args)  # with the new row_step: the same command then does nothing more
-    expect_progress(0)
-    for signum in SIGNALS:  # all is saved: another signal must not change the exit status
-        signal.signal(signum, signal.SIG_IGN if is_stopped else signal.SIG_DFL)
-    if not is_stopped and not args.snapshot:  # else it has gathered them to save them
-        gather_stages(run, args)  # for finish()
+    if not args.snapshot and not is_stopped:  # else they have been gathered to be saved
+        gather_stages(model, stage, optimizer, args)
     dist.barrier()  # a process that leaves early can make the others fail
     dist.destroy_process_group()
-    if run.rank > 0:
+    if rank > 0:
         return
-    print_summary(run.watch)
+    print_marks(rows)
     if is_stopped:
-        saved = args.snapshot or "nothing, as there is no --snapshot"
-        print(f"stopped at step {run.step} of {run.num_steps}; saved {saved}")
-        has_saved = args.snapshot and run.step > first_step  # else running it again would not help
+        has_saved = args.snapshot and step > first_step  # else running it again would not help
+        print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends all when one fails: let the others end first
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
-    if "finish" in globals():
-        set_seeds(run.device, args.seed)
-        globals()["finish"](run.model.cpu().eval(), val_data, args, torch.device("cpu"))
+    finish(model.cpu().eval(), val_data, args, torch.device("cpu"))
 
 
-def check_args(run, args):
-    """Ends the run if the batch cannot be divided, or if a file could not be written."""
-    stages = args.num_stages
-    if stages < 2 or run.world_size % stages or args.num_layers % stages:
-        sys.exit("--num_stages must be 2 or more, and divide the processes and --num_layers")
-    if args.num_microbatches < (stages if args.schedule == "1f1b" else 1):
-        sys.exit("--num_microbatches must be at least --num_stages, or 1 with --schedule gpipe")
-    divisor = run.world_size // stages * args.num_microbatches
-    if args.batch_size < 1 or args.batch_size % divisor:
-        sys.exit(
-            f"--batch_size must be a multiple of {run.world_size // stages} x --num_microbatches"
-        )
-    for path in filter(None, (args.snapshot, args.log)):
-        if os.path.isdir(path) or not os.access(os.path.join(os.path.dirname(path), "."), os.W_OK):
-            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
+def without_errors(write):
+    """Returns this method of an output stream, such that a closed terminal ends no training."""
+
+    def try_to_write(*text):
+        with contextlib.suppress(OSError):
+            write(*text)
+
+    return try_to_write
 
 
-def connect(run, args, init_method):
-    """Connects this process with the others, and returns the data.
-
-    Rank 0 prepares the data first, then one process of each other node. Reading may take long.
-    """
-    run.device = torch.device("cpu")
-    backend = "gloo"
-    bound = {}
-    if torch.accelerator.is_available():
-        num_devices = torch.accelerator.device_count()
-        num_processes = math.ceil(run.world_size / int(os.environ["GROUP_WORLD_SIZE"]))
-        # Slurm can show each process a GPU of its own. torchrun shows the same to all.
-        has_own = num_devices == 1 and not dist.is_torchelastic_launched()
-        if num_processes > num_devices and not has_own:
-            sys.exit(f"{num_devices} GPU(s) are too few for the processes of this node")
-        run.device = torch.device(run.local_rank % num_devices)
-        torch.accelerator.set_device_index(run.device.index)
-        backend = dist.get_default_backend_for_device(run.device)
-        bound = {"device_id": run.device} if backend == "nccl" else {}
-        backend = f"cpu:gloo,{run.device.type}:{backend}"
-    timeout = timedelta(seconds=args.timeout)
-    run.store, *_ = next(rendezvous(init_method, run.rank, run.world_size, timeout=timeout))
-    if run.rank > 0:
-        first = run.rank - run.local_rank if run.local_rank > 0 else 0
-        wait_for(run, [f"data of {first}"])
-    set_seeds(run.device, args.seed)  # a random split is the same in all processes
-    start_time = time.monotonic()
-    data = read_data(args)
-    run.store.set(f"data of {run.rank}", "is read")
-    limit = 10 * (args.timeout + time.monotonic() - start_time)  # others may be slower
-    wait_for(run, [f"data of {rank}" for rank in range(run.world_size)], limit)
-    group = {"store": run.store, "rank": run.rank, "world_size": run.world_size, "timeout": timeout}
-    expect_progress(args.timeout)
-    try:
-        dist.init_process_group(backend, **group, **bound)
-    except RuntimeError as error:
-        hint = "do GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network's interface?"
-        sys.exit(f"cannot connect: {error}\n{hint} NCCL_DEBUG=INFO tells more")
-    expect_progress(0)  # creating the model may take long
-    return data
+def end_workers():
+    """Python would ask the workers to end by SIGTERM, and wait. They are deaf to it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
+    for worker in active_children():
+        worker.kill()
 
 
-def wait_for(run, keys, seconds=86_400):
-    """Waits until other processes have set the keys, for a day if nothing else is said."""
-    try:
-        run.store.wait(keys, timedelta(seconds=seconds))
-    except dist.DistNetworkError:  # rank 0 has ended, and has said why
-        sys.exit(1)
-    except RuntimeError:  # each kind of store has its own
-        sys.exit(f"waited {seconds:.0f} s in vain for another process to read its data, or to save")
-
-
-def note_stop(signum, frame):
-    STOP_REQUESTS.append(signum)
-    if signum == signal.SIGINT:
-        signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-
-
-def expect_progress(seconds):
-    """Shows this process's stack in so many seconds, and ends it in twice as many. 0: never."""
-    faulthandler.cancel_dump_traceback_later()
-    if seconds > 0:
-        faulthandler.dump_traceback_later(seconds, file=sys.__stderr__)
-    signal.alarm(2 * seconds)
-
-
-def look(run, look_step, look_time, args):
-    """Adds up the sums of all processes. Ends the run if the loss is not finite.
-
-    Returns whether any process was asked to stop, and the steps per second. Waits for the GPU.
-    """
-    expect_progress(args.timeout)
-    sums = {name: float(value) for name, value in run.sums.items()}  # waits for the GPU
-    speed = (run.step - look_step) / (time.perf_counter() - look_time)
-    # The slash keeps these names apart from those of batch_loss.
-    news = {"/stops": len(STOP_REQUESTS), "/speed": speed}
-    news = all_reduce_sums(news | sums)
-    for name in run.sums:
-        run.totals[name] = run.totals.get(name, 0.0) + news[name]
-    run.sums = {}
-    run.watch.mark("comm")
-    run.watch.flush()
-    if not math.isfinite(run.totals["loss"]):
-        sys.exit(f"the loss is not finite at step {run.step}")
-    return news["/stops"] > 0, news["/speed"] / run.world_size
-
-
-def train_step(run, batches, args):
-    """Takes one step of the optimizer, over all micro-batches of a batch."""
-    factor_of = globals().get("learning_rate_factor", lambda args, done: 1.0)
-    factor = factor_of(args, (run.step + 1) / run.num_steps)
-    for group in run.optimizer.param_groups:
-        group["lr"] = float(group["initial_lr"] * factor)
-    tokens, targets = to_device(next(batches), run.device)
-    set_seeds(run.device, args.seed, run.rank, run.step)  # a resumed run draws the same
-    run.watch.mark("data")
-    if not run.stage.is_last:
-        run.sums = dict.fromkeys(SUMS, 0.0)
-    run.pass_sums = run.sums  # micro_batch_loss() adds to them
-    pass_batch(run, run.schedule.step, tokens, targets)
-    # The gradients of this stage are added up over the pipelines, while other stages work.
-    reducing = dist.all_reduce(run.gradients, group=run.replica_group, async_op=True)
-    run.watch.note_all_reduce(reducing, run.gradients.nbytes)
-    run.watch.mark_bubble(run.pipeline_group)
-    reducing.wait()
-    # The first and the last stage each have a part of the embedding's gradient.
-    if run.embedding_group and run.stage.embedding.weight.requires_grad:
-        dist.all_reduce(run.stage.embedding.weight.grad, group=run.embedding_group)
-    run.watch.mark("comm")
-    if args.max_grad_norm > 0:
-        norm = squared_norm(run.stage)
-        dist.all_reduce(norm, group=run.pipeline_group)
-        run.watch.mark("comm")
-        nn.utils.clip_grads_with_norm_(run.stage.parameters(), args.max_grad_norm, norm.sqrt())
-    run.optimizer.step()
-    run.gradients.zero_()
-    run.watch.mark("optimizer")
-
-
-def set_seeds(device, *numbers):
+def set_seeds(*numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
     seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+    if ON_GPU and not torch.utils.data.get_worker_info():
+        torch.get_device_module().manual_seed(seed)
 
 
-def compute_loss(run, model, batch, sums, args):
-    """Returns the loss of a batch, and adds the batch's sums to `sums`."""
-    dtype = DTYPES[args.precision]
-    with torch.autocast(run.device.type, dtype, enabled=dtype is not None):
-        loss, batch_sums = batch_loss(model, batch, args)
-    if not {"loss", "count"} <= batch_sums.keys():
-        sys.exit("batch_loss must return sums, among them loss and count")
-    if sums and sums.keys() != batch_sums.keys():
-        sys.exit("batch_loss must return the same sums each time")
-    for name, value in batch_sums.items():
-        total = sums.get(name, torch.zeros(()))  # float32 is exact enough
-        sums[name] = total + torch.as_tensor(value).detach()
-    return loss
-
-
-def all_reduce_sums(sums):
-    """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    names = sorted(sums)
-    totals = torch.tensor([float(sums[name]) for name in names], dtype=torch.float64)
-    dist.all_reduce(totals)
-    totals = dict(zip(names, totals.tolist()))
-    return {name: totals[name] for name in sums}
-
-
-def all_stops(group=None):
-    """Returns the stop requests of a group, so that all of it stops after the same batch."""
-    stops = torch.tensor(len(STOP_REQUESTS))
-    dist.all_reduce(stops, group=group)
-    return stops.item()
-
-
-def train_again(model, resting):
+def set_training(model, resting):
     """Calls model.train(), but leaves in eval() the parts that rest, such as frozen ones."""
     model.train()
     for part in resting:
         part.training = False
 
 
-@torch.no_grad()
-def evaluate(run, data, args):
-    """Returns the sums of batch_loss over the data, of which each pipeline takes a share."""
-    share = range(run.pipeline, len(data), run.num_pipelines)
-    size = args.batch_size // run.num_pipelines  # as in training
-    batches_of_indices = BatchSampler(share, size, drop_last=False)
-    requests = (((args.seed,), indices) for indices in batches_of_indices)
-    resting = [part for part in run.stage.modules() if not part.training]
-    run.stage.eval()
-    run.pass_sums = {} if run.stage.is_last else dict.fromkeys(SUMS, 0.0)
-    for number, batch in enumerate(start_loader(data, requests, run, args)):
-        expect_progress(args.timeout)
-        set_seeds(run.device, args.seed, run.rank, number)  # the same in each validation
-        tokens, targets = to_device(batch, run.device)
-        missing = size - len(tokens)  # a pipeline takes batches of one size only
-        tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
-        targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
-        pass_batch(run, run.schedule.eval, tokens, targets)
-        if all_stops(run.pipeline_group) > 0:  # pipelines can differ in the number of batches
-            break
-    train_again(run.stage, resting)
-    return all_reduce_sums(run.pass_sums | {"/stops": len(STOP_REQUESTS)})
+def fingerprint_of(data, args):
+    """Returns the length of the data, and a checksum of three samples, drawn under equal seeds."""
+    samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
+    samples = tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, samples)
+    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # the addresses of objects differ
+    return [len(data), zlib.crc32(text.encode())]
 
 
-def training_requests(data, run, args):
-    """Yields a request for each batch of this pipeline: seeds, and the indices of samples."""
-    draw_order = globals().get("training_order", lambda *_: np.random.permutation(len(data)))
-    order = None
-    for step in range(run.step, run.num_steps):
-        epoch, step_of_epoch = divmod(step, run.steps_per_epoch)
-        if order is None or step_of_epoch == 0:
-            set_seeds(run.device, args.seed, epoch)  # all processes draw the same order
-            order = np.asarray(draw_order(data, args, epoch))
-            if not run.steps_per_epoch * args.batch_size <= len(order) <= len(data):
-                sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
-            order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
-        indices = order[step_of_epoch, run.pipeline :: run.num_pipelines].tolist()
-        yield (args.seed, step), indices  # all stages of a pipeline load the same samples
+def differ(numbers):
+    """Returns where whole numbers (K,) are not the same in all processes."""
+    of_all = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, numbers)
+    return (torch.stack(of_all) != numbers).any(0)
 
 
-class Batches(Dataset):
+def check_weights(model, stage, step, device):
+    """Ends the run if weights are not finite, or not the same in all their copies, bit for bit."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    numbers = torch.full((3, len(names)), -(2**62), device=device)  # of the other stages' weights
+    weights = {name: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
+    for name, p in weights.items():
+        checksum = p.flatten().view(torch.uint8).sum()
+        is_bad = ~p.isfinite().all()
+        numbers[:, names.index(name)] = torch.stack([checksum, -checksum, is_bad])
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    different = list(itertools.compress(names, numbers[0] + numbers[1]))  # largest - smallest
+    if different:
+        causes = "Does forward() change it, or was it frozen at the start?"
+        sys.exit(f"step {step}: {different[0]} is not the same in all processes. {causes}")
+    if (numbers[2] > 0).any():
+        sys.exit(f"the weights are not finite at step {step}")
+
+
+def load_weights(model, args):
+    """Loads the weights of --init_from, but for those of another shape, such as a new head."""
+    weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
+    left_out = sorted(shapes.keys() - fitting.keys())
+    if dist.get_rank() == 0 and left_out:
+        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
+    model.load_state_dict(fitting, strict=False)
+
+
+def save(parts, progress, data, args):
+    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
+    if dist.get_rank() == 0:
+        snapshot = {name: part.state_dict() for name, part in parts.items()}
+        snapshot |= {"progress": progress, "settings": args.settings}
+        snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
+        path = os.path.realpath(args.snapshot)  # it may be a link
+        with open(f"{path}.tmp", "wb") as file:
+            torch.save(snapshot, file)
+            os.fsync(file.fileno())
+        os.replace(f"{path}.tmp", path)
+    dist.barrier()  # the others wait
+
+
+def training_requests(data, step, group, args):
+    """Yields seeds, and indices of samples, for each batch of this pipeline from `step` on."""
+    steps_per_epoch = len(data) // args.batch_size
+    for epoch in itertools.count(step // steps_per_epoch):
+        set_seeds(args.seed, epoch)  # all draw the same order, and each pipeline takes its share
+        order = np.asarray(training_order(data, args, epoch))
+        while step < (epoch + 1) * steps_per_epoch:
+            start = step % steps_per_epoch * args.batch_size
+            share = order[start : start + args.batch_size]
+            share = share[dist.get_rank(group) :: dist.get_world_size(group)]
+            yield (args.seed, step), share.tolist()  # all stages load the same samples
+            step += 1
+
+
+class Batches:
     """The batches of a data set. A request holds seeds, for augmentation, and indices."""
 
     def __init__(self, data):
@@ -835,387 +688,274 @@ class Batches(Dataset):
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # for augmentation
+        set_seeds(*seeds, *indices)
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
         return default_collate(samples) if isinstance(samples, list) else samples
 
 
-def start_loader(data, requests, run, args):
-    """Returns an iterator over batches, one for each request."""
-    parent = os.getpid()
+def load_batches(data, requests, device, args):
+    """Yields a batch on the device for each request."""
     loader = DataLoader(
         Batches(data),
-        batch_size=None,  # what the data set returns is a batch
+        batch_size=None,  # a request is a batch already
         sampler=requests,
-        num_workers=args.num_workers,
-        multiprocessing_context="fork" if args.num_workers > 0 else None,  # shares the data
-        worker_init_fn=lambda _: init_worker(parent),
-        pin_memory=run.device.type not in ("cpu", "mps"),
+        num_workers=args.num_workers or 0,
+        multiprocessing_context="fork" if args.num_workers else None,  # shares the data
+        pin_memory=ON_GPU,
     )
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # workers inherit this
+    # Workers inherit this: a signal to the whole job must not end them, the run needs batches.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    return batches
+    for batch in batches:
+        yield tree_map(lambda part: to_device(part, device), batch)
 
 
-def init_worker(parent):
-    """Lets a worker outlive a signal to the whole job. It ends with its parent."""
-
-    def wait_for_parent():
-        while os.getppid() == parent:  # while it is alive
-            received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == parent:  # from the loader, to end it
-                break
-        os._exit(0)
-
-    threading.Thread(target=wait_for_parent, daemon=True).start()
+def to_device(part, device):
+    """Returns a part of a batch on the device. What has no .to stays as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    return part.to(device) if hasattr(part, "to") else part
 
 
-def to_device(batch, device):
-    """Returns the batch with its tensors on the device. What has no .to stays as it is."""
-    return tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
+def add_up(sums, device):
+    """Returns the sums over all processes, as numbers. Waits for the GPU."""
+    names = [[*sums]]
+    dist.broadcast_object_list(names, dist.get_world_size() - 1)  # a last stage: it has a loss
+    totals = torch.tensor([float(sums.get(name, 0.0)) for name in names[0]], device=device)
+    dist.all_reduce(totals)
+    return dict(zip(names[0], totals.tolist()))
 
 
-def settings_of(args):
-    """Returns the flags that shape the weights, as numbers and strings."""
-    settings = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    # Without the slash at the end of a folder: it means nothing.
-    return {
-        name: v if isinstance(v, (int, float)) else str(v).rstrip("/")
-        for name, v in settings.items()
-    }
+@torch.no_grad()
+def evaluate(schedule, stage, sums, data, group, device, args):
+    """Returns the sums of batch_loss over the data, of which each pipeline takes a share."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    share = range(rank, len(data), world_size)
+    size = args.batch_size // world_size  # as in training
+    starts = range(0, len(share), size)
+    requests = (((args.seed,), [*share[start : start + size]]) for start in starts)
+    resting = [part for part in stage.modules() if not part.training]
+    stage.eval()
+    sums.clear()
+    for number, (tokens, targets) in enumerate(load_batches(data, requests, device, args)):
+        set_seeds(args.seed, dist.get_rank(), number)  # the same in each validation
+        missing = size - len(tokens)  # a pipeline takes batches of one size only
+        tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
+        targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
+        pass_batch(schedule.eval, stage, tokens, targets)
+    set_training(stage, resting)
+    return add_up(sums, device)
 
 
-def load(path):
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def read_snapshot(run, args):
-    """Returns the snapshot, or None if there is none yet. One with other settings ends the run."""
-    if not args.snapshot or not os.path.exists(args.snapshot):
-        return None
-    try:
-        snapshot = load(args.snapshot)
-        if "writer" not in snapshot["progress"]:
-            raise ValueError("an older version of this script has written it")
-        for name, value in run.settings.items():
-            saved = snapshot["settings"].get(name, value)
-            names = {os.path.basename(str(each)) for each in (saved, value)}  # folders may differ
-            if saved != value and len(names) > 1:
-                raise ValueError(f"it was made with --{name} {saved}, not {value}")
-        return snapshot
-    except Exception as error:  # a damaged or foreign file can fail anywhere
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
-
-
-def restore(run, snapshot, args):
-    """Loads the snapshot into the run."""
-    try:
-        for name in STATES:
-            getattr(run, name).load_state_dict(snapshot[name])
-        vars(run).update(snapshot["progress"])
-        snapshot.clear()  # else, beside a GPU, the file takes disk space after it is replaced
-    except Exception as error:
-        sys.exit(f"cannot resume from {args.snapshot}: {error}")
-
-
-def save_snapshot(run, args):
-    """Saves in rank 0, while the other processes wait: ten times as long as --timeout says."""
-    if not args.snapshot:
-        return
-    expect_progress(10 * args.timeout)
-    parts = [parameter for parameter in run.stage.parameters() if parameter.requires_grad]
-    num_bad = sum(int(not part.isfinite().all()) for part in parts)
-    if all_reduce_sums({"bad": num_bad})["bad"] > 0:
-        sys.exit(f"weights are not finite at step {run.step}; {args.snapshot} stays as it was")
-    key = f"snapshot {run.step} {run.row_step}"  # a barrier would end after --timeout
-    gather_stages(run, args)
-    if run.rank == 0:
-        write_snapshot(run, args)
-        run.store.set(key, "is saved")
-    wait_for(run, [key], 10 * args.timeout)
-    run.watch.mark("save")
-    expect_progress(args.timeout)
-
-
-def write_snapshot(run, args):
-    """Writes a temporary file and renames it, so that no snapshot is half written."""
-    snapshot = {name: getattr(run, name).state_dict() for name in STATES}
-    snapshot["settings"] = run.settings
-    progress = ("id", "step", "row_step", "totals", "num_samples")
-    snapshot["progress"] = {name: getattr(run, name) for name in progress} | {"writer": run.start}
-    temporary = Path(f"{args.snapshot}.{run.id}.{run.start}.tmp")
-    try:
-        for old in temporary.parent.glob(f"*.{run.id}.*.tmp"):  # of starts that were killed
-            old.unlink(missing_ok=True)
-        with open(temporary, "wb") as file:
-            torch.save(snapshot, file)
-            os.fsync(file.fileno())
-        if os.path.exists(args.snapshot):
-            writer = load(args.snapshot)["progress"]["writer"]
-            if writer not in (run.start, run.writer) or not temporary.exists():
-                raise OSError("another run writes it")
-        load(temporary)  # a type that weights_only refuses, such as NumPy's, fails here
-        os.replace(temporary, args.snapshot)
-    except Exception as error:
-        temporary.unlink(missing_ok=True)
-        cause = error.__context__ or error  # PyTorch's own error does not name a full disk
-        sys.exit(f"cannot save {args.snapshot}, which stays as it was: {cause}")
-
-
-def log_row(run, val_totals, args):
-    """Prints the means since the last row, and appends a row for each process to --log."""
-    device_module = torch.get_device_module(run.device)
-    plain = (int, float, str, type(None))
-    row = {name: v if isinstance(v, plain) else str(v) for name, v in vars(args).items()} | {
+def log_row(row, totals, val_totals, model, device, args):
+    """Appends the rows of all processes to --log, prints the means, and returns these rows."""
+    if "/norm" in totals:
+        row["grad_norm"] = totals.pop("/norm") / totals.pop("/steps")
+    means = {}
+    for split, sums in ("train", totals), ("val", val_totals):
+        count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
+        means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
+    device_module = torch.get_device_module(device)
+    row = vars(args) | row | means | take_marks(args)
+    row |= {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "settings": run.settings,
-        "processes": run.world_size,
-        "nodes": int(os.environ["GROUP_WORLD_SIZE"]),
-        "rank": run.rank,
+        "processes": dist.get_world_size(),
+        "rank": dist.get_rank(),
         "host": os.uname().nodename,
-        "device": getattr(device_module, "get_device_name", run.device.type.upper)(),
+        "device": getattr(device_module, "get_device_name", device.type.upper)(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "parameters": run.num_parameters,
-        "step": run.step,
-        "steps_per_epoch": run.steps_per_epoch,
+        "parameters": sum(p.numel() for p in model.parameters()),
     }
-    means = {}
-    for split, totals in (("train", run.totals), ("val", val_totals)):
-        count = totals.pop("count", 0)  # 0: not validated, or no sample had a label
-        means |= {f"{split}_{name}": total / count for name, total in totals.items() if count}
-    row |= means
-    row |= run.watch.take_times(args.batch_size)
-    rows = [None] * run.world_size if run.rank == 0 else None
+    rows = [None] * row["processes"] if row["rank"] == 0 else None
     dist.gather_object(row, rows)
-    if run.rank > 0:
-        return
-    run.watch.add_rows(rows)
-    words = [f"step {run.step}", *(f"{name} {mean:.4g}" for name, mean in means.items())]
-    words += [f"{name} {row[name]:.5g}" for name in ("seconds", "samples/s") if name in row]
-    tqdm.write(textwrap.fill("  ".join(words), 100))
+    if row["rank"] > 0:
+        return []
+    same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
     if args.log:
         with open(args.log, "a") as file:
-            for process_row in rows:
-                process_row["run"] = run.id  # that of rank 0
-                file.write(json.dumps(process_row, default=str) + "\n")
+            file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
+    shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
+    words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
+    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
+    return [each | {"last_step": None} for each in rows]
 
 
-# == Where the time goes. To remove it, delete up to the main guard, and each line with watch. =====
+def check_args(args, world_size):
+    """Ends the run if flags do not fit together, files cannot be written, or settings differ."""
+    stages = args.num_stages
+    if stages < 1 or world_size % stages or args.num_layers % stages:
+        sys.exit(f"--num_stages must divide {world_size} processes, and --num_layers")
+    if args.num_microbatches < (stages if args.schedule == "1f1b" else 1):
+        sys.exit("--num_microbatches must be at least --num_stages, or 1 with --schedule gpipe")
+    divisor = world_size // stages * args.num_microbatches
+    if args.batch_size < 1 or args.batch_size % divisor:
+        sys.exit(f"--batch_size must be a multiple of {world_size // stages} x --num_microbatches")
+    if args.seed < 0:
+        sys.exit("--seed must not be negative")
+    for path in filter(None, (args.snapshot, args.log)):
+        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
+    # All flags that shape the weights, as numbers and strings.
+    shaping = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
+    args.settings = {n: v if isinstance(v, (int, float)) else str(v) for n, v in shaping.items()}
+    if args.snapshot and os.path.exists(args.snapshot):
+        saved = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)["settings"]
+        for name, value in args.settings.items():
+            if saved.get(name, value) != value:
+                sys.exit(f"{args.snapshot} was made with --{name} {saved[name]}, not {value}")
+
+
+# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ====
 
 # bubble: waiting for other stages, and for what they send
 STEP_PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
-COMPUTE = ("forward", "backward", "bubble", "optimizer")
-PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
 TIMES = (*PHASES, "comm_total", "steps")
-WARMUP_STEPS = 3  # these first steps allocate memory, search for kernels, compile
+moments = []  # at which the last phase ended
+events = []  # (name, start, end, bytes) since the last look: phases, all-reduces of gradients
+last_step = []  # the events of the last step, in seconds
+times = Counter()  # seconds by phase since the last row
 
 
-class Stopwatch:
-    """Times the phases of training, and the all-reduces, also those during the backward pass.
+def now():
+    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
+    if ON_GPU:
+        moment.record()
+    return moment
 
-    A moment is a time in seconds or, on a GPU, an event. Only flush() waits for the GPU.
-    """
 
-    def __init__(self, device):
-        self.device = device
-        self.has_events = device.type not in ("cpu", "mps")
-        self.num_steps = 0  # since the start
-        self.times = dict.fromkeys(TIMES, 0.0)  # seconds, and the number of steps after warmup
-        self.marks = [("start", self.now())]  # (phase, the moment at which it ended)
-        self.rows = []  # the last row of each process, in rank 0 alone
-        self.totals = []  # the summed times of each process, in rank 0 alone
-        self.spans = []  # (name, start, end, bytes) of all-reduces since the last flush
-        self.last_step = []  # (name, start, end, bytes) of phases and all-reduces
+def mark(phase):
+    """Notes that this phase ends here. It began where the one before it ended."""
+    moments.append(now())
+    if len(moments) > 1:
+        events.append((phase, moments.pop(0), moments[0], 0))
 
-    def now(self):
-        if not self.has_events:
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        return torch.accelerator.current_stream().record_event(event)
 
-    def between(self, start, end):
-        return start.elapsed_time(end) / 1000 if self.has_events else end - start
+def with_pass_marks(function, phase):
+    """Returns this pass of a micro-batch with marks. What comes before it is bubble."""
 
-    def mark(self, phase):
-        """Counts the time since the last mark as this phase or, in the first steps, as warmup."""
-        is_warmup = phase in STEP_PHASES and self.num_steps < WARMUP_STEPS
-        self.num_steps += phase == "optimizer"
-        self.marks.append(("warmup" if is_warmup else phase, self.now()))
+    def marked(*args, **kwargs):
+        if not torch.is_grad_enabled():  # a validation is timed as a whole
+            return function(*args, **kwargs)
+        mark("bubble")
+        output = function(*args, **kwargs)
+        mark(phase)
+        return output
 
-    def flush(self):
-        """Adds up the times since the last flush. Waits for the GPU."""
-        if self.has_events:
-            torch.accelerator.synchronize()
-        _, now = self.marks[-1]  # time 0: all processes have just left the same all-reduce
-        marks = [(phase, -self.between(moment, now)) for phase, moment in self.marks]
-        phases = [(phase, start, end, 0) for (_, start), (phase, end) in itertools.pairwise(marks)]
-        all_reduces = []  # as phases: (name, start, end, bytes), in seconds after now: negative
-        for name, start, end, size in self.spans:
-            all_reduces.append((name, -self.between(start, now), -self.between(end, now), size))
-        for phase, start, end, _ in phases:
-            self.times[phase] += end - start
-        sending = all_reduces + [phase for phase in phases if phase[0] == "comm"]
-        counted_until = -math.inf  # where all-reduces overlap, the time counts once
-        for _, start, end, _ in sorted(sending, key=lambda event: event[1]):
-            self.times["comm_total"] += max(0.0, end - max(start, counted_until))
+    return marked
+
+
+def mark_all_reduce(work, size):
+    """Notes the time from now until this all-reduce has ended. A side stream waits for that."""
+    start = now()
+    with torch.Stream(priority=-1) if ON_GPU else contextlib.nullcontext():
+        work.get_future().then(lambda _: events.append(("all-reduce", start, now(), size)))
+
+
+def mark_bubble(pipeline_group, device):
+    """Waits for the other stages, which counts as bubble, not as comm. Python does not wait."""
+    dist.all_reduce(torch.zeros(1, device=device), group=pipeline_group)
+    mark("bubble")
+
+
+def count_marks(is_warmup=False):
+    """Adds up the times since the last look. Waits for the GPU."""
+    if ON_GPU:
+        torch.accelerator.synchronize()
+
+    def seconds(moment):  # 0 is the end: all processes have just left the same all-reduce
+        return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
+
+    step = []
+    counted_until = -math.inf  # where all-reduces overlap, the time counts once
+    timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
+    events.clear()
+    for name, start, end, size in sorted(timed, key=lambda event: event[1]):
+        if is_warmup and name not in ("eval", "save"):
+            times["warmup"] += (end - start) * (name in PHASES)
+            continue
+        if name in PHASES:
+            times[name] += end - start
+        if name in ("comm", "all-reduce"):
+            times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-        step_ends = [end for phase, _, end, _ in phases if phase == "optimizer"]
-        self.times["steps"] += len(step_ends)
-        if step_ends:
-            first, last = [-math.inf, *step_ends][-2:]  # the ends of the last two steps
-            self.last_step = [event for event in phases + all_reduces if first <= event[1] < last]
-        del self.marks[:-1]
-        self.spans.clear()
-
-    def take_times(self, batch_size):
-        """Returns the columns of time and memory. The times start again from 0."""
-        self.mark("eval")  # a validation has just ended
-        self.flush()
-        row = with_speed(self.times, batch_size)
-        self.times = dict.fromkeys(TIMES, 0.0)
-        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
-        if self.has_events:
-            row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
-        row["last_step"] = self.last_step
-        return row
-
-    def add_rows(self, rows):
-        """Keeps what the summary needs: a row of each process, and the sums of their times."""
-        self.rows = rows
-        self.totals = self.totals or [Counter() for _ in rows]
-        for row, total in zip(rows, self.totals):
-            total.update({name: row[name] for name in TIMES})
+        step.append((name, start, end, size))
+        if name == "optimizer":
+            times["steps"] += 1
+            last_step[:] = step
+            step = []
 
 
-class PipelineWatch(Stopwatch):
-    """Also times the passes of micro-batches, and the bubble between them."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.zero = torch.zeros(1, device=device)  # what mark_bubble() sends
-        self.stream = contextlib.nullcontext()
-        if self.has_events:
-            self.stream = torch.Stream(device, priority=-1)
-
-    def timed_pass(self, function, phase):
-        """Returns the function with marks. Its time counts as the phase, that before as bubble."""
-
-        def timed_function(*args, **kwargs):
-            if not torch.is_grad_enabled():  # a validation is timed as a whole
-                return function(*args, **kwargs)
-            self.mark("bubble")
-            output = function(*args, **kwargs)
-            self.mark(phase)
-            return output
-
-        return timed_function
-
-    def time_passes(self, pipeline_stage):
-        """Times the two methods that the schedule calls for each micro-batch."""
-        for phase in ("forward", "backward"):
-            name = f"{phase}_one_chunk"
-            setattr(pipeline_stage, name, self.timed_pass(getattr(pipeline_stage, name), phase))
-
-    def mark_bubble(self, pipeline_group):
-        """Waits for the other stages, so that this wait counts as bubble, not as comm.
-
-        Unlike dist.barrier(), this all-reduce does not make the CPU wait for its GPU.
-        """
-        dist.all_reduce(self.zero, group=pipeline_group)
-        self.mark("bubble")
-
-    def note_all_reduce(self, work, size):
-        """Notes the time from now to the end of an all-reduce of `size` bytes that has just begun.
-
-        On a GPU a side stream waits for the end, so that the model's stream goes on.
-        """
-        start = self.now()
-
-        def note_end(future):  # called when the all-reduce has ended
-            if self.num_steps >= WARMUP_STEPS:
-                self.spans.append(("all-reduce", start, self.now(), size))
-
-        with self.stream:
-            work.get_future().then(note_end)
+def take_marks(args):
+    """Returns the columns of time and memory. The times start again from 0."""
+    count_marks()
+    row = {name: times[name] for name in TIMES}
+    times.clear()
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    if ON_GPU:
+        row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
+    return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}
 
 
-def with_speed(times, batch_size):
-    """Returns the times, with their sum, and with the speed of training after the warmup."""
-    training = sum(times[phase] for phase in STEP_PHASES)
-    speed = batch_size * times["steps"] / training if training else 0.0
-    return times | {"seconds": sum(times[phase] for phase in PHASES), "samples/s": speed}
+def speed_of(row, batch_size):
+    """Returns all seconds of these times, and the speed of training after the warmup."""
+    training = sum(row[phase] for phase in STEP_PHASES)
+    speed = batch_size * row["steps"] / training if training else 0.0
+    return {"seconds": sum(row[phase] for phase in PHASES), "samples/s": speed}
 
 
-def print_summary(watch):
-    """Prints where the time since the start has gone, and a row for results.md.
-
-    R is the time of computing divided by that of sending. If nothing is hidden, N pipelines with
-    this R are N R / (1 + R) times as fast as one: 0.75 N at R = 3. If different pipelines are late
-    in turn, part of the waiting counts as sending.
-    """
-    if not watch.rows:
+def print_marks(rows):
+    """Prints where the time since the start has gone, and a row for results.md."""
+    if not rows:
         return
-    last = watch.rows[0]
-    mean = {name: sum(total[name] for total in watch.totals) / len(watch.rows) for name in TIMES}
-    mean = with_speed(mean, last["batch_size"])
+    num_ranks = rows[0]["processes"]
+    mean = {name: sum(row[name] for row in rows) / num_ranks for name in TIMES}
+    mean |= speed_of(mean, rows[0]["batch_size"])
     print(f"\ntime by phase, {mean['seconds']:.2f} s in all (mean over processes)")
     for phase in PHASES:
         share = mean[phase] / mean["seconds"]
         print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    print_bubbles(watch)
-    stages = last["num_stages"]
-    totals = []  # the mean comm_total of each pipeline
-    for first in range(0, len(watch.totals), stages):
-        times_of = watch.totals[first : first + stages]
-        totals.append(sum(times["comm_total"] for times in times_of) / stages)
+    stages, parts = rows[0]["num_stages"], rows[0]["num_microbatches"]
+    for number in range(stages):
+        total = {name: sum(row[name] for row in rows[number::stages]) for name in TIMES}
+        passes = total["forward"] + total["backward"]
+        share = total["bubble"] / max(1e-9, total["bubble"] + passes)
+        to_ms = 1000 / max(1, total["steps"])
+        print(
+            f"stage {number}: bubble {to_ms * total['bubble']:.1f} ms a step, {share:.0%}", end="; "
+        )
+        print(f"(S - 1)(f + b) = {to_ms * (stages - 1) * passes / parts:.1f} ms", end=", ")
+        print(f"{(stages - 1) / (parts + stages - 1):.0%}")
+    totals = [sum(row["comm_total"] for row in rows[rank::num_ranks]) for rank in range(num_ranks)]
+    totals = [sum(totals[first : first + stages]) / stages for first in range(0, num_ranks, stages)]
     sending = min(totals)  # the pipeline that comes last never waits in an all-reduce
     if len(totals) > 1 and sending > 0:
+        # Its slowest stage, for which the others wait, has the smallest bubble.
+        bubbles = [sum(row["bubble"] for row in rows[rank::num_ranks]) for rank in range(num_ranks)]
         first = totals.index(sending) * stages
-        # The slowest stage, for which the others wait, has the smallest bubble.
-        late = min(range(first, first + stages), key=lambda rank: watch.totals[rank]["bubble"])
+        late = min(range(first, first + stages), key=lambda rank: bubbles[rank])
         hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
-        ratio = sum(mean[phase] for phase in COMPUTE) / sending
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
-        verdict = "above 3: more pipelines can pay off"
-        if ratio <= 3:
-            verdict = "below 3: more pipelines hardly pay off"
         print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
-        print(f"sending {sending:.3f} s, {waiting} on {watch.rows[late]['host']}")
+        print(f"sending {sending:.3f} s, {waiting} on {rows[late]['host']}")
+        # With nothing hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
+        ratio = (mean["forward"] + mean["backward"] + mean["bubble"] + mean["optimizer"]) / sending
+        verdict = "above 3: more processes can pay off, each on its own GPU or cores"
+        verdict = verdict if ratio > 3 else "below 3: more processes hardly pay off"
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(last.get(name, "-")) for name in names}
-    results = {name for name in last if name.startswith("val_")} - last["settings"].keys()
-    cells |= {name: f"{last[name]:.4g}" for name in last if name in results}
-    mean["peak_MB"] = max(row["peak_MB"] for row in watch.rows)  # of the process with the most
-    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    cells = {name: str(rows[0].get(name, "-")) for name in names}
+    results = {name: value for name, value in rows[-1].items() if name.startswith("val_")}
+    results |= mean | {"peak_MB": max(row["peak_MB"] for row in rows)}
+    cells |= {name: f"{value:.4g}" for name, value in results.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
-def print_bubbles(watch):
-    """Prints the mean bubble of each stage in a step, beside (S - 1)(f + b)."""
-    num_stages = watch.rows[0]["num_stages"]
-    num_microbatches = watch.rows[0]["num_microbatches"]
-    theory = (num_stages - 1) / (num_microbatches + num_stages - 1)
-    for number in range(num_stages):
-        total = Counter()
-        for times in watch.totals[number::num_stages]:
-            total.update(times)
-        steps = max(1, total["steps"])
-        passes = total["forward"] + total["backward"]
-        share = total["bubble"] / max(1e-9, total["bubble"] + passes)
-        ideal = (num_stages - 1) * passes / num_microbatches / steps  # (S - 1)(f + b)
-        measured = (
-            f"stage {number}: bubble {1000 * total['bubble'] / steps:.1f} ms a step, {share:.0%}"
-        )
-        print(f"{measured}; (S - 1)(f + b) = {1000 * ideal:.1f} ms, {theory:.0%}")
-
-
 if __name__ == "__main__":
-    args = parse_args()
-    join_launcher()
-    start(int(os.environ["LOCAL_RANK"]), args, "env://")
+    main(parse_args())
