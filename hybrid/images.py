@@ -1,13 +1,14 @@
-r"""Train an image classifier whose layers are split over the GPUs of a process, and with DDP.
+"""Train an image classifier whose layers are split over the GPUs of a process, and with DDP.
 
     torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or CPUs
     sbatch --nodes=4 --gpus-per-node=4 slurm/hybrid_images.slurm --model vgg11
 
-For a model that does not fit on one GPU: while one stage works, the GPUs of the others wait. The
-whole model is built in memory of the CPU. The snapshots are those of multinode/images.py.
+For a model that does not fit on one GPU: while one stage works, the GPUs of the others wait. Each
+process builds the whole model in CPU memory, and then moves each stage to its GPU.
 Read mnist.py first: `diff multinode/images.py hybrid/images.py` shows what stages add.
 For your own data and model, replace the first section. The model must be an nn.Sequential, which
-is split between its layers, or a VGG or ResNet of torchvision.
+is split between its layers, or end in a VGG or ResNet of torchvision. Snapshots are multinode's.
+Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
-# == Yours: flags, data, model, loss. Replace it. Shapes: N images, B of a batch, K classes. =======
+# == Yours: flags, data, model, loss. Replace it. ==================================================
 
 
 def parse_args():
@@ -497,7 +498,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         bar.update()
 
     bar.close()
-    del ddp_model  # before torch 2.14, a process can hang at its end if DDP outlives its group
+    del ddp_model, stage  # before torch 2.14, a process can hang if DDP outlives its group
     dist.barrier()  # a process that leaves early can make the others fail
     dist.destroy_process_group()
     if rank > 0:

@@ -28,7 +28,7 @@ OF_SINGLEGPU = """check_args look train_step evaluate training_requests read_sna
     log_row restore STEP_PHASES TIMES Stopwatch print_summary""".split()  # differ only there
 OF_HYBRID = """check_args connect start_loader evaluate join_launcher load_snapshot log_row look
     print_summary save_snapshot set_seeds train_step training_requests write_snapshot
-    STEP_PHASES DTYPES""".split()  # differ in hybrid and from multinode
+    check_weights now with_marks take_marks STEP_PHASES DTYPES""".split()  # differ in hybrid
 OF_ROOT = ["runs_of"]  # report.py sums up an epoch, predict.py a step
 OF_QUANTIZE = "COLUMNS create_empty load_trained test measure".split()
 # The five mnist.py are copies of each other alone. These are the names that differ between them.
