@@ -162,9 +162,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     assert_same_weights(cut, whole)
 
 
-def test_stages_and_shards_that_do_not_fit_are_named(
-    run, refused, words, images, changed, tmp_path
-):
+def test_stages_and_shards_that_do_not_fit_are_named(run, refused, words, tmp_path):
     """What does not fit the processes is said; a foreign snapshot stays as it is."""
     foreign = tmp_path / "foreign.pt"
     run_one = (*words, "--max_steps", 1, "--snapshot", foreign)
@@ -181,18 +179,23 @@ def test_stages_and_shards_that_do_not_fit_are_named(
     with ThreadPoolExecutor() as pool:  # a refusal waits five seconds
         list(pool.map(lambda words: refused(words[-2][2:], *words, processes=2), mistakes))
     assert saved_at(foreign) == before
-    create = "    run.model = create_model(args, train_data)"
-    copy = changed(IMAGES, {create: f"{create}[1]"})  # a layer alone
+
+
+CREATE = "    model = create_model(args, train_data)\n"
+
+
+def test_models_that_cannot_be_split_are_named(refused, images, changed):
+    """A layer alone, a forward() of its own, a layer in two places."""
     mlp = (*images, "--model", "mlp")
-    refused("must return an nn.Sequential", copy, *mlp, processes=1)
-    own = "\n    run.model.__class__ = type('Own', (nn.Sequential,), {'forward': lambda *_: 0})"
-    refused("must return an nn.Sequential", changed(IMAGES, {create: create + own}), *mlp)
-    twice = "\n    run.model[2] = run.model[3]  # its second linear layer, in place of a ReLU, too"
-    refused("in two stages", changed(IMAGES, {create: create + twice}), *mlp, "--num_stages", 3)
+    own = "    model.__class__ = type('Own', (nn.Sequential,), {'forward': lambda *_: 0})\n"
+    for more in "    model = model[1]\n", own:
+        refused("must return an nn.Sequential", changed(IMAGES, {CREATE: CREATE + more}), *mlp)
+    twice = "    model[2] = model[3]  # its second linear layer, in place of a ReLU, too\n"
+    refused("in two stages", changed(IMAGES, {CREATE: CREATE + twice}), *mlp, "--num_stages", 3)
 
 
-def test_frozen_layers(run, words, images, changed, tmp_path):
-    """They stay as they are, in a pipeline, too; a stage may have no others."""
+def test_frozen_layers(run, words, changed, tmp_path):
+    """They stay as they are, in a pipeline, too."""
     frozen = "\n    for part in (run.model.blocks[0], run.model.blocks[-1], run.model.positions):\n"
     create = "    run.model = create_model(args, train_data)"
     script = changed(PIPELINE, {create: f"{create}{frozen}        part.requires_grad_(False)"})
@@ -206,17 +209,45 @@ def test_frozen_layers(run, words, images, changed, tmp_path):
     blocks = sorted({name.split(".")[1] for name in models[0] if name.startswith("blocks.")})
     ends = (f"blocks.{blocks[0]}.", f"blocks.{blocks[-1]}.", "positions")
     assert kept == {name for name in models[0] if name.startswith(ends)}
-    freeze = "\n    run.model[:3].requires_grad_(False)"
-    for script, name in ("singlegpu/images.py", "one"), (IMAGES, "two"):
-        text = create + (".to(run.device)" if name == "one" else "")
-        script = changed(script, {text: text + freeze})
-        more = ("--model", "mlp", "--max_steps", 4, "--log", tmp_path / name)
-        run(script, *images, *more, processes=1 if name == "one" else 2)
-    np.testing.assert_allclose(curve(tmp_path / "two"), curve(tmp_path / "one"), rtol=1e-5)
+
+
+def test_a_frozen_stage(run, images, changed, tmp_path):
+    """The first of two, in eval(): the losses of one process, and the weights stay."""
+    frozen = "    model[:3].requires_grad_(False).eval()\n"
+    for script, processes in ("singlegpu/images.py", 1), (IMAGES, 2):
+        path = tmp_path / f"{processes}.pt"
+        create = CREATE if script == IMAGES else CREATE.replace("data)", "data).to(device)")
+        copy = changed(script, {create: create + frozen})
+        words = (*images, "--model", "mlp", "--max_steps", 4, "--snapshot", path)
+        run(copy, *words, "--log", tmp_path / str(processes), processes=processes)
+    np.testing.assert_allclose(curve(tmp_path / "2"), curve(tmp_path / "1"), rtol=1e-5)
+    one, two = (load(tmp_path / f"{processes}.pt")["model"] for processes in (1, 2))
+    assert torch.equal(one["1.weight"], two["1.weight"])
+
+
+def test_copies_of_a_stage_that_differ_are_named(attempt, images, changed):
+    """A step that one process alone does, in the last stage."""
+    step = "        scaler.step(optimizer)\n"
+    drift = "        model[-1].bias.data.add_(rank * 1e-7)\n"
+    copy = changed(IMAGES, {step: step + drift})
+    status, _, err = attempt(copy, *images, "--model", "mlp", "--max_steps", 2, processes=2)
+    assert status and "step 2: 6.bias is not the same in all processes" in err, err
+
+
+def test_batch_norm_in_stages(run, images, tmp_path):
+    """The losses of multinode, and the snapshot: statistics are those of rank 0."""
+    words = (*images, "--model", "resnet18", "--max_steps", 2)
+    for script, more in ("multinode/images.py", ()), (IMAGES, ("--num_stages", 4)):
+        name = tmp_path / str(len(more))
+        more = (*more, "--log", f"{name}.jsonl", "--snapshot", f"{name}.pt")
+        run(script, *words, *more, processes=2)
+    curves = [curve(tmp_path / f"{count}.jsonl") for count in (0, 2)]
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-4)
+    assert_same_weights(tmp_path / "0.pt", tmp_path / "2.pt", rounding=1e-4)
 
 
 def test_batch_loss_knows_whether_it_validates(run, images, changed):
-    loss = "    logits = model(images.float() / 255)  # (B, K)\n"
+    loss = "    images, labels = batch\n    images = images.float() / 255\n"
     check = "    assert model.training == torch.is_grad_enabled()\n"
     run(changed(IMAGES, {loss: check + loss}), *images, "--model", "mlp", "--max_steps", 4)
 
