@@ -81,7 +81,7 @@ def parse_args():
 
 
 class Tokens(Dataset):
-    """Token ids (N,) of an unsigned type, cut into sequences of --seq_len."""
+    """Token ids (N,), cut into sequences of --seq_len."""
 
     def __init__(self, tokens, args):
         self.tokens = tokens
@@ -94,41 +94,24 @@ class Tokens(Dataset):
         """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
         starts = np.array(indices)[:, None] * self.args.seq_len
         ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
+        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))  # refuses floats
         if ids.max() >= self.args.vocab_size:
             raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
-        ids = torch.from_numpy(ids.astype(np.int64))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
 
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    try:
-        if os.path.isdir(args.dataset):  # mapped, not read: they may be larger than memory
-            splits = []
-            for name in ("train", "val"):
-                path = os.path.join(args.dataset, name)
-                if os.path.exists(f"{path}.bin"):
-                    tokens = np.memmap(f"{path}.bin", np.uint16, "r")
-                    # Every second one is half of an id of 32 bits: 0, or much smaller.
-                    limit = tokens[:2000:2].max() / 16 if len(tokens) > 1000 else 1
-                    if len(tokens) > 1 and tokens[1:2000:2].max() < limit:
-                        raise ValueError(f"{name}.bin has ids of more than 16 bits: save an .npy")
-                else:
-                    tokens = np.load(f"{path}.npy", mmap_mode="r")
-                if tokens.ndim != 1 or tokens.dtype.kind != "u":
-                    shape = f"{tokens.dtype} {tokens.shape}"
-                    raise ValueError(f"{name} is {shape}, not unsigned ids (N,), such as uint16")
-                splits.append(Tokens(tokens, args))
-            splits[1].tokens = splits[1].tokens[:MAX_VAL]
-            return splits
-        stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-        paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-        text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-        if not text.all():
-            raise ValueError("it has bytes of 0, and so it is no text in UTF-8")
-    except (EOFError, OSError, ValueError) as error:
-        sys.exit(f"cannot read {args.dataset}: {error}")
-    num_val = min(len(text) // 10, MAX_VAL)  # the last tenth
+    max_val = 2**18  # tokens to validate on, at most: to validate often must not take long
+    if os.path.isdir(args.dataset):
+        train, val = (read_ids(os.path.join(args.dataset, split)) for split in ("train", "val"))
+        return Tokens(train, args), Tokens(val[:max_val], args)
+    stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
+    paths = stdlib if args.dataset == "stdlib" else [args.dataset]
+    text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+    if not text.all():
+        sys.exit(f"{args.dataset} has bytes of 0, and so it is no text in UTF-8")
+    num_val = min(len(text) // 10, max_val)  # the last tenth
     return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
 
 
@@ -163,8 +146,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
         self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as GPT-2 (Radford et al. 2019)
-            if parameter.dim() == 2:
+        for name, parameter in self.named_parameters():  # as in nanoGPT
+            if parameter.dim() == 2:  # GPT-2 (Radford et al. 2019) divides by the root of depth
                 depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
                 nn.init.normal_(parameter, std=0.02 / depth**0.5)
 
@@ -176,7 +159,6 @@ class GPT(nn.Module):
 
 
 def create_model(args, data):
-    """Returns the network for the training data."""
     return GPT(args)
 
 
@@ -190,9 +172,7 @@ def create_optimizer(model, args):
 
 def learning_rate_factor(args, done):
     """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    if done < 0.05:
-        return 20 * done  # it rises to 1
-    return 1.05 - done  # and falls to a twentieth
+    return min(20 * done, 1.05 - done)  # it rises to 1, and falls to a twentieth
 
 
 def batch_loss(model, batch, args):
@@ -209,12 +189,12 @@ def finish(model, data, args, device):
         return
     is_text = not os.path.isdir(args.dataset)
     num_ids = 256 if is_text else args.vocab_size  # an id of a text is a byte
-    tokens, _ = data.__getitems__([0])
-    tokens = tokens.to(device)  # (1, T): the first sequence of the validation data
+    tokens = data.__getitems__([0])[0].to(device)  # (1, T): the first sequence to validate on
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
         tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
     ids = tokens[0, args.seq_len :].tolist()
+    sys.__stdout__.reconfigure(errors="replace")  # the locale may not be UTF-8
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 
@@ -308,7 +288,7 @@ def gather_shards(run):
 # ask each other whether to stop. A row: what was measured since the row before, and a validation.
 # A request: what the loader makes a batch of: random seeds, and the indices of samples.
 
-DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16}
+DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
 STOP_REQUESTS = []  # the signals that this process has received
 STATES = ("model", "optimizer", "scaler")  # the parts of a run that a snapshot saves
@@ -626,14 +606,14 @@ def train_step(run, batches, args):
     run.watch.mark("optimizer")
 
 
-def set_seeds(device, *numbers):
+def set_seeds(*numbers):
     """Seeds the random numbers of Python, NumPy and PyTorch."""
     seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+    if ON_GPU and not torch.utils.data.get_worker_info():
+        torch.get_device_module().manual_seed(seed)
 
 
 def compute_loss(run, model, batch, sums, args):
@@ -698,32 +678,29 @@ def evaluate(run, data, args):
     return all_reduce_sums(sums)
 
 
-def training_requests(data, run, args):
-    """Yields a request for each micro-batch of this process: seeds, and the indices of samples."""
-    draw_order = globals().get("training_order", lambda *_: np.random.permutation(len(data)))
-    order = None
-    for step in range(run.step, run.num_steps):
-        epoch, step_of_epoch = divmod(step, run.steps_per_epoch)
-        if order is None or step_of_epoch == 0:
-            set_seeds(run.device, args.seed, epoch)  # all processes draw the same order
-            order = np.asarray(draw_order(data, args, epoch))
-            if not run.steps_per_epoch * args.batch_size <= len(order) <= len(data):
-                sys.exit(f"training_order must return {len(data)} indices, not {len(order)}")
-            order = order[: run.steps_per_epoch * args.batch_size].reshape(-1, args.batch_size)
-        share = order[step_of_epoch, run.rank :: run.world_size]
-        for indices in share.reshape(args.grad_accum_steps, -1).tolist():
-            yield (args.seed, step), indices
+def training_requests(data, step, args):
+    """Yields seeds, and indices of samples, for each micro-batch of this process from `step` on."""
+    steps_per_epoch = len(data) // args.batch_size
+    for epoch in itertools.count(step // steps_per_epoch):
+        set_seeds(args.seed, epoch)  # all processes draw the same order, and each takes its share
+        order = np.asarray(training_order(data, args, epoch))
+        while step < (epoch + 1) * steps_per_epoch:
+            start = step % steps_per_epoch * args.batch_size
+            share = order[start : start + args.batch_size][dist.get_rank() :: dist.get_world_size()]
+            for indices in share.reshape(args.grad_accum_steps, -1).tolist():
+                yield (args.seed, step), indices
+            step += 1
 
 
-class Batches(Dataset):
-    """The batches of a data set. A request holds seeds, for augmentation, and indices."""
+class Batches:
+    """The batches of a data set. A request is (seeds, indices). The seeds are for augmentation."""
 
     def __init__(self, data):
         self.data = data
 
     def __getitem__(self, request):
         seeds, indices = request
-        set_seeds(torch.device("cpu"), *seeds, *indices)  # for augmentation
+        set_seeds(*seeds, *indices)
         if not hasattr(self.data, "__getitems__"):
             return default_collate([self.data[index] for index in indices])
         samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
@@ -761,9 +738,11 @@ def init_worker(parent):
     threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
-def to_device(batch, device):
-    """Returns the batch with its tensors on the device. What has no .to stays as it is."""
-    return tree_map(lambda x: x.to(device, non_blocking=True) if hasattr(x, "to") else x, batch)
+def to_device(part, device):
+    """Returns a part of a batch on the device. What has no .to stays as it is."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    return part.to(device) if hasattr(part, "to") else part
 
 
 def settings_of(args):
@@ -883,7 +862,7 @@ def log_row(run, val_totals, args):
 # == Where the time goes. To remove it, delete up to the main guard, and each line with watch. =====
 
 STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
-PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
 TIMES = (*PHASES, "comm_total", "steps")
 WARMUP_STEPS = 3  # these first steps allocate memory, search for kernels, compile
 

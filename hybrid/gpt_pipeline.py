@@ -17,6 +17,7 @@ Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V 
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -348,7 +349,7 @@ def gather_stages(model, stage, optimizer, args):
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # the flags that a resumed run may change. The others shape the weights.
+MAY_CHANGE = (  # the flags that may differ in a resumed run. All others must stay the same.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
     "data_dir snapshot init_from log sample reconstructions num_stages num_microbatches schedule"
 ).split()
@@ -356,14 +357,14 @@ MAY_CHANGE = (  # the flags that a resumed run may change. The others shape the 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
-    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's is as inexact as bf16
+    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is as inexact as bf16
     add = parser.add_argument_group("the run").add_argument
     add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
-    add("--max_steps", type=int, default=0, help="optimizer steps in all; 0: --epochs decides")
+    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
-    add("--learning_rate", type=float, default=1e-3, help="learning rate, highest of a schedule")
-    add("--max_grad_norm", type=float, default=0.0, help="clip longer gradients; 0: do not clip")
+    add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
+    add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
     add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
@@ -371,7 +372,7 @@ def parse_run_args(parser, **defaults):
     add("--num_microbatches", type=int, default=4, help="micro-batches of a batch in a pipeline")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume if it exists")
+    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
     parser.set_defaults(**defaults)
@@ -408,7 +409,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
     if rank > 0:
         check_args(args, world_size)
-    with contextlib.redirect_stdout(None):  # rank 0 has printed what there is to say
+    with contextlib.redirect_stdout(io.StringIO()):  # rank 0 has printed this already
         if local_rank == 0 and rank > 0:
             read_data(args)  # downloads where machines do not share a disk
         dist.barrier()  # waits for that
@@ -422,7 +423,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
-    torch.backends.cudnn.benchmark = torch.version.hip is None  # AMD's search takes too long
+    # Time the algorithms of a convolution, and take the fastest. AMD's search takes too long.
+    torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)  # whole, and on the CPU
     resting = [part for part in model.modules() if not part.training]  # these stay in eval()
@@ -435,23 +437,24 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # a no-op
     optimizer = create_optimizer(model, args)
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"] + 0.0  # a copy, also of a tensor
+        group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    progress |= {"step": 0, "row_step": 0, "totals": {}}  # row_step: the step of the last row
+    # The step of the last row, and the sums since then.
+    progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
-        for name, part in parts.items():
-            part.load_state_dict(snapshot.pop(name))
         progress |= snapshot["progress"]
         if progress["fingerprint"] != fingerprint:
             way_out = f"--init_from {args.snapshot} starts anew with its weights"
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        for name, part in parts.items():
+            part.load_state_dict(snapshot[name])
     elif args.init_from:
         load_weights(model, args)
-    step = first_step = progress["step"]  # steps that are done
+    step = first_step = progress["step"]  # the steps done before this start
     if differ(torch.tensor([*fingerprint, step], device=device)).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
         sys.exit(f"the processes have different data or snapshots. {causes}")
@@ -478,20 +481,20 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         print(f"processes {world_size}, device {device}, steps {step} to {num_steps}", flush=True)
     requests = training_requests(train_data, step, copies, args)
     batches = load_batches(train_data, requests, device, args)
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=step, total=num_steps, disable=rank > 0, mininterval=pause)
-    # What batch_loss has counted since the last row: in this process, on its device.
-    sums = Counter({name: total * (rank == 0) for name, total in progress["totals"].items()})
+    # The sums of batch_loss since the last row: of this process, on its device. Names with a slash
+    # are the run's own. A resumed run gives the saved sums to rank 0.
+    sums = Counter(progress["totals"] if rank == 0 else dict.fromkeys(progress["totals"], 0.0))
     schedule = create_schedule(stage, pipeline, sums, scaler, device, autocast, args)
     rows = []  # of all processes since the start, in rank 0 alone
     look_step, look_time, next_look = step, time.perf_counter(), step + 1
     is_stopped = False
     mark("start")
     while True:
-        is_row = step % eval_every == 0 or step >= num_steps
-        is_row = is_row and step > progress["row_step"]
-        # A look: about once a second, after the same step, all processes add up what they counted,
-        # and ask each other whether to stop. Nothing else waits for the GPU.
+        is_row = step > progress["row_step"] and (step % eval_every == 0 or step >= num_steps)
+        # A look: about once a second, after the same step, all processes add up their sums, and ask
+        # each other whether to stop. Python waits for the GPU only here.
         if is_row or step == next_look:
             seconds = time.perf_counter() - look_time
             totals = add_up({**sums, "/stops": len(stop_requests), "/seconds": seconds}, device)
@@ -510,20 +513,21 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # a resumed run begins with it
+                if is_row and not is_stopped:  # else the resumed run begins with it
                     val_totals = evaluate(schedule, stage, sums, val_data, copies, device, args)
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # the same command then does nothing
+                    if args.snapshot and step >= num_steps:  # then the same command does nothing
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
-                row |= {"epoch": step / steps_per_epoch}
-                row |= {"lr": float(optimizer.param_groups[0]["lr"])}
+                rate = float(optimizer.param_groups[0]["lr"])
+                row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows += log_row(row, totals, val_totals, model, device, args)
-            farthest = 2 * (step - look_step) if step >= first_step + 3 else 1
-            next_look = step + max(1, min(int(speed), farthest))
+            # At first after each step, then after at most twice as many steps as before.
+            longest = 2 * (step - look_step) if step >= first_step + 3 else 1
+            next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
         if is_stopped or step >= num_steps:
             break
@@ -548,8 +552,9 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             norm = norm_of_gradients(stage, args)
             mark("comm")
             nn.utils.clip_grads_with_norm_(stage.parameters(), args.max_grad_norm, norm)
-            sums.update({"/norm": norm, "/steps": 1})
-        set_seeds(args.seed, step)  # without the rank: an optimizer may draw numbers, too
+            # fp16 leaves out steps in which the norm is infinite.
+            sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
+        set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=False)  # they stay views
@@ -566,7 +571,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         return
     print_marks(rows)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else running it again would not help
+        has_saved = args.snapshot and step > first_step  # else another start would not help, either
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends all when one fails: let the others end first
@@ -575,7 +580,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
 
 
 def without_errors(write):
-    """Returns this method of an output stream, such that a closed terminal ends no training."""
+    """Returns this method of a stream without its errors: a closed pipe must not end a training."""
 
     def try_to_write(*text):
         with contextlib.suppress(OSError):
@@ -585,7 +590,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Python would ask the workers to end by SIGTERM, and wait. They are deaf to it."""
+    """Kills the workers. They block SIGTERM, so at its exit Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -602,22 +607,22 @@ def set_seeds(*numbers):
 
 
 def set_training(model, resting):
-    """Calls model.train(), but leaves in eval() the parts that rest, such as frozen ones."""
+    """Calls model.train(), but keeps these parts in eval()."""
     model.train()
     for part in resting:
         part.training = False
 
 
 def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples, drawn under equal seeds."""
+    """Returns the length of the data, and a checksum of three samples, read under the same seed."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
     samples = tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, samples)
-    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # the addresses of objects differ
+    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # addresses in memory differ
     return [len(data), zlib.crc32(text.encode())]
 
 
 def differ(numbers):
-    """Returns where whole numbers (K,) are not the same in all processes."""
+    """Returns, for each of K whole numbers, whether the processes disagree."""
     of_all = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
     dist.all_gather(of_all, numbers)
     return (torch.stack(of_all) != numbers).any(0)
@@ -642,11 +647,13 @@ def check_weights(model, stage, step, device):
 
 
 def load_weights(model, args):
-    """Loads the weights of --init_from, but for those of another shape, such as a new head."""
+    """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
     weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
     left_out = sorted(shapes.keys() - fitting.keys())
+    if not fitting:
+        sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and left_out:
         print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
     model.load_state_dict(fitting, strict=False)
@@ -681,7 +688,7 @@ def training_requests(data, step, group, args):
 
 
 class Batches:
-    """The batches of a data set. A request holds seeds, for augmentation, and indices."""
+    """The batches of a data set. A request is (seeds, indices). The seeds are for augmentation."""
 
     def __init__(self, data):
         self.data = data
@@ -699,13 +706,13 @@ def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
     loader = DataLoader(
         Batches(data),
-        batch_size=None,  # a request is a batch already
+        batch_size=None,  # each request is a whole batch
         sampler=requests,
         num_workers=args.num_workers or 0,
-        multiprocessing_context="fork" if args.num_workers else None,  # shares the data
+        multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
         pin_memory=ON_GPU,
     )
-    # Workers inherit this: a signal to the whole job must not end them, the run needs batches.
+    # Workers inherit the block: a signal to the whole job must not end them before the run.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -735,8 +742,8 @@ def evaluate(schedule, stage, sums, data, group, device, args):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     share = range(rank, len(data), world_size)
     size = args.batch_size // world_size  # as in training
-    starts = range(0, len(share), size)
-    requests = (((args.seed,), [*share[start : start + size]]) for start in starts)
+    pieces = (share[start : start + size] for start in range(0, len(share), size))
+    requests = (((args.seed,), list(piece)) for piece in pieces)
     resting = [part for part in stage.modules() if not part.training]
     stage.eval()
     sums.clear()
@@ -753,13 +760,14 @@ def evaluate(schedule, stage, sums, data, group, device, args):
 def log_row(row, totals, val_totals, model, device, args):
     """Appends the rows of all processes to --log, prints the means, and returns these rows."""
     if "/norm" in totals:
-        row["grad_norm"] = totals.pop("/norm") / totals.pop("/steps")
+        row["grad_norm"] = totals.pop("/norm") / max(1, totals.pop("/steps"))
     means = {}
     for split, sums in ("train", totals), ("val", val_totals):
         count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
         means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
     device_module = torch.get_device_module(device)
-    row = vars(args) | row | means | take_marks(args)
+    row = vars(args) | row | means
+    row |= take_marks(args)
     row |= {
         "script": "/".join(Path(__file__).resolve().parts[-2:]),
         "processes": dist.get_world_size(),
@@ -799,9 +807,10 @@ def check_args(args, world_size):
     for path in filter(None, (args.snapshot, args.log)):
         if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
             sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    # All flags that shape the weights, as numbers and strings.
-    shaping = {name: value for name, value in vars(args).items() if name not in MAY_CHANGE}
-    args.settings = {n: v if isinstance(v, (int, float)) else str(v) for n, v in shaping.items()}
+    args.settings = {}  # the flags that must stay the same, as numbers and strings
+    for name, value in vars(args).items():
+        if name not in (*MAY_CHANGE, "settings"):
+            args.settings[name] = value if isinstance(value, (int, float)) else str(value)
     if args.snapshot and os.path.exists(args.snapshot):
         saved = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)["settings"]
         for name, value in args.settings.items():
@@ -809,13 +818,13 @@ def check_args(args, world_size):
                 sys.exit(f"{args.snapshot} was made with --{name} {saved[name]}, not {value}")
 
 
-# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ====
+# == Where the time goes. To remove it: delete this section, and lines with "mark(" or "marks(". ===
 
 # bubble: waiting for other stages, and for what they send
 STEP_PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
 TIMES = (*PHASES, "comm_total", "steps")
-moments = []  # at which the last phase ended
+moments = []  # the one at which the last phase ended
 events = []  # (name, start, end, bytes) since the last look: phases, all-reduces of gradients
 last_step = []  # the events of the last step, in seconds
 times = Counter()  # seconds by phase since the last row
@@ -868,7 +877,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # 0 is the end: all processes have just left the same all-reduce
+    def seconds(moment):  # since the last mark, when all processes had left the same all-reduce
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []
@@ -877,7 +886,7 @@ def count_marks(is_warmup=False):
     events.clear()
     for name, start, end, size in sorted(timed, key=lambda event: event[1]):
         if is_warmup and name not in ("eval", "save"):
-            times["warmup"] += (end - start) * (name in PHASES)
+            times["warmup"] += end - start if name in PHASES else 0.0
             continue
         if name in PHASES:
             times[name] += end - start
