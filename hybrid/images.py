@@ -340,10 +340,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
     shows_all = num_gpus != args.num_stages or dist.is_torchelastic_launched()
-    if local_rank == num_gpus // args.num_stages and ON_GPU and shows_all:  # the first without GPUs
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    if local_rank == num_gpus // args.num_stages and ON_GPU and shows_all and not may_share:
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    first = local_rank * args.num_stages % max(1, num_gpus)
-    numbers = range(first, first + args.num_stages)
+    first = local_rank * args.num_stages
+    numbers = [number % max(1, num_gpus) for number in range(first, first + args.num_stages)]
     devices = [torch.device(number if ON_GPU else "cpu") for number in numbers]
     device = devices[0]  # of the batches and the losses
     if ON_GPU:  # Slurm may show a process its own GPUs alone, the first of which then has number 0

@@ -41,7 +41,8 @@ def parse_args():
     args = parser.parse_args()
     if args.num_gpus < 2:
         parser.error("--num_gpus must be 2 or more: one process has nobody to send to")
-    if ON_GPU and args.num_gpus > gpus:
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    if ON_GPU and args.num_gpus > gpus and not may_share:
         parser.error(f"--num_gpus must be at most {gpus}, the GPUs of this machine")
     if not 4 <= args.min_bytes <= args.max_bytes // 2:
         parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
@@ -155,9 +156,9 @@ def print_link(sizes, seconds, rate, device, nodes):
 def main(rank, args, init_method):  # runs in each process: spawn() passes rank 0, 1, ...
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     nodes, world_size = 1, args.num_gpus
-    device = torch.device(rank if ON_GPU else "cpu")
+    device = torch.device(rank % torch.accelerator.device_count() if ON_GPU else "cpu")
     if ON_GPU:
-        torch.accelerator.set_device_index(rank)
+        torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     device_id = device if backend == "nccl" else None
     timeout = timedelta(seconds=args.timeout)

@@ -31,9 +31,9 @@ def read_data(args, train):
 
 def main(rank, args, init_method):  # runs in each process: spawn() passes rank 0, 1, ...
     world_size = args.num_gpus  # the number of processes
-    device = torch.device(rank if ON_GPU else "cpu")
+    device = torch.device(rank % torch.accelerator.device_count() if ON_GPU else "cpu")
     if ON_GPU:
-        torch.accelerator.set_device_index(rank)
+        torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)  # meets all
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
@@ -124,7 +124,8 @@ if __name__ == "__main__":
         parser.error("each task would train alone: use slurm/multinode_mnist.slurm")
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2
-    if ON_GPU and args.num_gpus > num_gpus:
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    if ON_GPU and args.num_gpus > num_gpus and not may_share:
         parser.error(f"this machine has {num_gpus} GPU(s), not {args.num_gpus}")
     size = len(read_data(args, train=True))  # downloads what is missing, once for all processes
     if args.epochs < 1 or args.batch_size not in range(args.num_gpus, size + 1, args.num_gpus):

@@ -282,9 +282,9 @@ def parse_run_args(parser, **defaults):
 
 def main(rank, args, init_method):  # runs in each process: spawn() passes rank 0, 1, ...
     world_size = args.num_gpus  # the number of processes
-    device = torch.device(rank if ON_GPU else "cpu")
+    device = torch.device(rank % torch.accelerator.device_count() if ON_GPU else "cpu")
     if ON_GPU:
-        torch.accelerator.set_device_index(rank)
+        torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     gpu = device if ON_GPU else None
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size, device_id=gpu)
@@ -808,7 +808,8 @@ if __name__ == "__main__":
         sys.exit(f"each task would train alone: use slurm/multinode_{Path(__file__).stem}.slurm")
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2
-    if ON_GPU and args.num_gpus > num_gpus:
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    if ON_GPU and args.num_gpus > num_gpus and not may_share:
         sys.exit(f"this machine has {num_gpus} GPU(s), not {args.num_gpus}")
     check_args(args, args.num_gpus)
     # Downloads what is missing, once. It gets a copy of args, to which it may add.

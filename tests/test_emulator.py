@@ -232,6 +232,15 @@ def test_too_few_devices(attempt, words, script, processes, devices, flags, told
     assert status != 0 and err.count(f"{told}\n") == 1 and "Traceback" not in err, err
 
 
+@pytest.mark.parametrize("script", ["multigpu/images.py", "multinode/images.py"])
+def test_processes_may_share_a_device(run, words, on_cpu, tmp_path, script):
+    """With NCCL's variable, to rehearse several GPUs on one: the losses are those of the CPU."""
+    log = tmp_path / "log.jsonl"
+    env = {"EMU_DEVICES": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    run(script, *words("mlp")[1:], "--log", log, processes=2, **env)
+    np.testing.assert_allclose(curve(log), on_cpu("mlp"), rtol=1e-5)
+
+
 @pytest.mark.parametrize(("script", "each"), [("multinode/images.py", 1), ("hybrid/images.py", 2)])
 def test_srun_may_show_each_task_its_own_devices(words, tmp_path, script, each):
     """Each of two tasks of a node sees what it needs, as number 0, and takes it."""
@@ -384,8 +393,8 @@ MORE = {  # flags that some of them need
 ERRORS = {  # name: (script, text, other, error)
     "CPU tensor sent": (
         "multigpu/images.py",
-        "for name in sorted(sums)], device=device)",
-        "for name in sorted(sums)])",
+        "for value in sums.values()], device=device)",
+        "for value in sums.values()])",
         "No backend type associated with device type",
     ),
     "NumPy on the device": (
