@@ -179,11 +179,6 @@ MOVES = {  # script, processes, devices (none: a machine without), more flags; f
         ("multigpu/images.py", 3, "3", ""),
     ),
     "gpt": (
-        ("hybrid/gpt_pipeline.py", 2, None, ""),
-        ("hybrid/gpt_pipeline.py", 4, "4", ""),
-        ("multigpu/gpt.py", 3, "3", ""),
-    ),
-    "gpt in shards": (
         ("hybrid/gpt_fsdp.py", 4, "4", "--shard_size 2"),
         ("hybrid/gpt_fsdp.py", 2, None, ""),
         ("hybrid/gpt_fsdp.py", 3, "4", ""),
@@ -194,7 +189,7 @@ MOVES = {  # script, processes, devices (none: a machine without), more flags; f
 @pytest.mark.parametrize("name", MOVES)
 def test_snapshots_move(run, words, tmp_path, name):
     """From devices to others, to a machine without and back: the losses of one that stayed."""
-    script, *flags = words(name.split()[0])
+    script, *flags = words(name)
     moved, stayed = [], []
     for number, (mover, processes, devices, more) in enumerate(MOVES[name], start=1):
         log = tmp_path / f"{number}.jsonl"
