@@ -15,9 +15,6 @@ A part takes at most 8 minutes on a fast GPU, by estimate. On one H200, mnist, d
     ddp        one process and all; DDP's own timer; the hook (80)
     hybrid     shards, a pipeline and stages: the losses and the memory of one process (55)
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model (70)
-    cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs (40)
-    precision  vgg11, resnet18 at 224 pixels: fp32, TF32, bf16, channels_last (170)
-    loading    images of 224 pixels by 0, 2 and 4 workers (30)
     quantize   what gpt.py has trained: all rows eager, and one compiled (75)
 
 It needs torch 2.11 or newer. A line says what is left out: what the GPUs send each other where
@@ -40,7 +37,6 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 from benchmark import module
 
@@ -62,7 +58,7 @@ SCRIPT = "singlegpu/images.py"
 GPT2 = "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024"
 PUBLISHED = (
     "Published for GPT-2 (124 M), tokens/s of a GPU: nanoGPT 273,000 (8 x H200), llm.c 468,000",
-    "(8 x H100); MFU of nanochat: 41 to 46% (H100). Small CNNs from memory: 111,000 images/s.",
+    "(8 x H100); MFU of nanochat: 41 to 46% (H100).",
 )
 # bf16 TFLOP/s without sparsity, by the data sheets; the first words that the device's name contains
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989}
@@ -145,20 +141,6 @@ def copy_of(script, *replacements):
         yield str(copy)
 
 
-@contextlib.contextmanager
-def few_images(num_images=160, shape=(1, 28, 28)):
-    """The flag of a small data set. On a GPU, small images are those of the default one."""
-    with tempfile.TemporaryDirectory() as folder:
-        num_images = 20 if options.dry_run else num_images
-        for split, count in (("train", num_images), ("test", 20)):
-            labels = np.arange(count) % 10
-            images = np.broadcast_to(labels.reshape(-1, 1, 1, 1), (count, *shape))
-            np.save(f"{folder}/{split}_images.npy", images.astype(np.uint8))
-            np.save(f"{folder}/{split}_labels.npy", labels)
-        is_default = options.device == "cuda" and shape == (1, 28, 28)
-        yield "" if is_default else f"--dataset {folder}"
-
-
 class DryRun(Exception):
     """Ends a check of which nothing was run."""
 
@@ -182,19 +164,13 @@ def near(values, others, tolerance):
     return all(abs(a / b - 1) < tolerance for a, b in zip(values, others, strict=True))
 
 
-def in_turn(sides, rounds=3):
-    """Runs {name: (script, words, environment)} in turn. Returns {name: median samples/s}."""
+def in_turn(sides):
+    """Runs {name: (script, words)} three times in turn. Returns {name: median samples/s}."""
     rates = {name: [] for name in sides}
-    for _ in range(1 if options.device == "cpu" else rounds):
-        for name, (script, words, environment) in sides.items():
-            rates[name].append(rate(run(script, words, **environment)[0]))
+    for _ in range(1 if options.device == "cpu" else 3):
+        for name, (script, words) in sides.items():
+            rates[name].append(rate(run(script, words)[0]))
     return {name: statistics.median(values) for name, values in rates.items()}
-
-
-def tell_rates(what, sides, rounds=3):
-    """Reports the samples/s of the sides, which run in turn."""
-    rates = in_turn(sides, rounds)
-    tell(f"- {what}: {', '.join(f'{name} {value:,.0f}' for name, value in rates.items())}")
 
 
 def check_mnist():
@@ -285,7 +261,7 @@ def check_marks():
     """What the marks cost: samples/s beside a copy that records no events, in turn."""
     words = f"{options.sizes['images.py']} {in_rows(3, 200)}"
     with copy_of(SCRIPT, ("if HAS_EVENTS", "if False")) as bare:
-        rates = in_turn({"timed": (SCRIPT, words, {}), "bare": (bare, words, {})})
+        rates = in_turn({"timed": (SCRIPT, words), "bare": (bare, words)})
     tell(f"- the marks leave {rates['timed'] / rates['bare']:.1%} of images.py's samples/s")
 
 
@@ -483,49 +459,6 @@ def now():
     return time.perf_counter()
 
 
-def check_cnn(batch):
-    """The cnn, whose steps are launches of kernels: eager, compiled, and with CUDA graphs."""
-    words = f"--model cnn --batch_size {batch} {in_rows(3, 400)}"
-    graphs = ("torch.compile(model)", 'torch.compile(model, mode="reduce-overhead")')
-    with few_images() as data, copy_of(SCRIPT, graphs) as graphs:
-        if options.device == "cpu":
-            words = f"{words} {data}".replace(f"--batch_size {batch}", f"--batch_size {batch // 4}")
-        sides = {"eager": (SCRIPT, words, {}), "compiled": (SCRIPT, f"{words} --compile", {})}
-        sides["CUDA graphs"] = (graphs, f"{words} --compile", {})
-        tell_rates(f"cnn, batch {batch}, images/s", sides)
-
-
-def check_precision(model, pixels):
-    """A network of many convolutions: fp32, TF32, bf16, channels_last."""
-    words = f"--model {model} --learning_rate 1e-4 --batch_size 256 {in_rows(2, 60)}"
-    shape, count = (1, 28, 28), 160
-    if pixels > 28:  # two workers read the file
-        shape, count = (3, pixels, pixels), 16 if options.device == "cpu" else 8192
-        words = f"{words} {in_rows(2, 30)} --num_workers 2"
-    to_device = "create_model(args, train_data).to(device"
-    channels_last = f"{to_device}, memory_format=torch.channels_last"
-    with few_images(count, shape) as data, copy_of(SCRIPT, (to_device, channels_last)) as last:
-        words = f"{words} {data}"
-        if options.device == "cpu":
-            words = words.replace("--batch_size 256", "--batch_size 4")
-        sides = {"fp32": (SCRIPT, f"{words} --precision fp32", {})}
-        for precision in ("tf32", "bf16"):
-            more = f"{words} --precision {precision}"
-            sides[precision] = (SCRIPT, more, {})
-            sides[f"{precision}, channels_last"] = (last, more, {})
-        tell_rates(f"{model} at {pixels} pixels, images/s", sides, rounds=2)
-
-
-def check_loading():
-    """Images of 224 pixels from a file, for resnet18 in bf16: without workers, with 2 and 4."""
-    count, batch = (2048, 128) if options.device == "cuda" else (16, 4)
-    words = f"--model resnet18 --precision bf16 --learning_rate 1e-4 --batch_size {batch}"
-    with few_images(count, (3, 224, 224)) as data:
-        words = f"{words} {data} {in_rows(3, 16)} --num_workers"
-        sides = {str(workers): (SCRIPT, f"{words} {workers}", {}) for workers in (0, 2, 4)}
-        tell_rates("resnet18 at 224 pixels, images/s by the number of workers", sides)
-
-
 def check_quantize():
     """quantize/gpt.py runs on what gpt.py has trained: all rows eager, and one compiled."""
     if options.device == "cuda" and not importlib.util.find_spec("torchao"):
@@ -570,9 +503,6 @@ def parts_of(scripts):
     parts["ddp"] = [(check_one_process,), (check_all_processes,)]
     parts["hybrid"] = [(check_hybrid,)]
     parts["gpt"] = [(check_gpt, batch) for batch in (8, 32, 64)]
-    parts["cnn"] = [(check_cnn, batch) for batch in (64, 256)]
-    parts["precision"] = [(check_precision, "vgg11", 28), (check_precision, "resnet18", 224)]
-    parts["loading"] = [(check_loading,)]
     parts["quantize"] = [(check_quantize,)]
     return parts
 
