@@ -14,19 +14,16 @@ def parse_args():
 
 def read_data(args):
     """Returns two parts of the table, drawn at random: the same parts in all processes."""
-    try:
-        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
-            table = pd.read_csv(args.table, index_col=False)
-        if pd.to_numeric(table.columns, errors="coerce").notna().all():
-            raise ValueError("its first line has numbers, not names")
-    except (OSError, ValueError, pd.errors.ParserWarning) as error:
-        sys.exit(f"cannot read {args.table}: {error}")
+    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
+        table = pd.read_csv(args.table, index_col=False)
+    if pd.to_numeric(table.columns, errors="coerce").notna().all():
+        sys.exit(f"{args.table}: its first line has numbers, not names")
     table = table.loc[:, ~table.columns.str.startswith("Unnamed: ")]  # row numbers of to_csv()
     target = table.columns[-1]
     has_target = table[target].notna()
     if not has_target.any() or len(table.columns) < 2:
         sys.exit(f"{args.table} has no feature, or no row with a {target}")
-    if not has_target.all() and os.environ.get("RANK", "0") == "0":  # one process says it
+    if not has_target.all():
         print(f"{(~has_target).sum()} of {len(table)} rows have no {target}: they are left out")
     table = table[has_target].apply(pd.to_numeric, errors="coerce").astype(float)  # words: NaN
     unusable = table.columns[~np.isfinite(table).all()]
@@ -40,6 +37,10 @@ def read_data(args):
     table = ((table - rows.mean(0)) / deviations).float()  # errors are in standard deviations
     data = TensorDataset(table[:, :-1], table[:, -1:])
     return [Subset(data, part.indices) for part in parts]
+
+
+def training_order(data, args, epoch):
+    return np.random.permutation(len(data))
 
 
 def create_model(args, data):
@@ -61,3 +62,7 @@ def batch_loss(model, batch, args):
     loss = nn.functional.mse_loss(predictions, targets)
     errors = (predictions - targets).abs().sum()
     return loss, {"loss": loss * len(targets), "mae": errors, "count": len(targets)}
+
+
+def finish(model, data, args, device):
+    """Called by one process at the end of the training. There is nothing to do."""
