@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_weights, curve, load, replaced
+from prediction import with_band
 from test_examples import LAUNCHES
 
 ORDER = "return np.random.permutation(len(data))"
@@ -17,8 +18,6 @@ LOSS = "features, targets = batch\n"
 @pytest.fixture(scope="module")
 def plain(run, table_band, tmp_path_factory):
     """The loss curve of the table as it is."""
-    from prediction import with_band
-
     (script := tmp_path_factory.mktemp("plain") / "multigpu/mine.py").parent.mkdir()
     script.write_text(with_band(table_band, "multigpu/images.py"))
     run(script, "--log", script.with_suffix(".jsonl"), processes=2)
@@ -31,7 +30,7 @@ def test_a_sampler_of_pytorch_draws_alike(run, table_band, paste, tmp_path):
     return list(torch.utils.data.WeightedRandomSampler(weights, len(data)))"""
     curves = []
     for (folder, processes), workers in zip(LAUNCHES, (0, 1, 0)):
-        script, log = paste(replaced(table_band, {ORDER: sampler}), folder), tmp_path / folder
+        script = paste(replaced(table_band, {ORDER: sampler}), folder)
         log = tmp_path / f"{folder}.jsonl"
         run(script, "--log", log, "--num_workers", workers, processes=processes)
         curves.append(curve(log))
@@ -52,11 +51,9 @@ PACKED = """class Packed(Subset):
             return packed, torch.stack(targets)
     return [Packed(data, part.indices) for part in parts]"""
 MAPPING = """class Mapping(Subset):
-        __getitems__ = None
-        def __getitem__(self, index):
-            features, targets = super().__getitem__(index)
-            return {"features": features, "targets": targets, "name": "a row"}
-    del Mapping.__getitems__
+        def __getitems__(self, indices):
+            features, targets = zip(*super().__getitems__(indices))
+            return {"features": torch.stack(features), "targets": torch.stack(targets), "name": "x"}
     return [Mapping(data, part.indices) for part in parts]"""
 BARE = """class Bare(Subset):
         def __getitems__(self, indices):
@@ -115,7 +112,7 @@ SEVERAL = """class Several(torch.optim.Optimizer):
                 part.load_state_dict(saved)
             self.param_groups = [group for part in self.parts for group in part.param_groups]
     adam = torch.optim.Adam(model[0].parameters(), args.learning_rate)
-    return Several(adam, torch.optim.SGD(model[2].parameters(), args.learning_rate, 0.9))"""
+    return Several(adam, torch.optim.SGD(model[2].parameters(), args.learning_rate))"""
 
 
 def test_several_optimizers_survive_a_resume(run, table_band, paste, tmp_path):
