@@ -152,6 +152,7 @@ def test_folders_of_splits(run, refuse, tmp_path):
     assert len(arrays(out, "train")[1]) == 60
     (photos / "valid/class2").rename(photos / "valid/kiwi")
     refuse("valid has classes that train has not: ['kiwi']", photos)
+    (photos / "test").rmdir()
     (photos / "train").rename(photos / "Train")
     (photos / "valid").rename(photos / "Val")
     refuse("in small letters", photos)
