@@ -129,13 +129,9 @@ def test_pictures_of_16_bits_are_scaled(run, tmp_path, suffix, dtype):
 
 def test_pictures_that_have_no_range_are_refused(refuse, run, tmp_path):
     """32 bits, floats, and whatever becomes (nearly) one level of 256."""
-    cases = {
-        "float": ("f4", (0.1, 0.9)),
-        "12 bits": ("<u2", (900, 4000)),
-    }
-    for name, (dtype, levels) in cases.items():
-        source = write_folders(tmp_path / name, levels, dtype=dtype, suffix="tif")
-        refuse("between 3 and 15" if name == "12 bits" else "none of the first 4 images", source)
+    source = write_folders(tmp_path / "float", (0.1, 0.9), dtype="f4", suffix="tif")
+    refuse("none of the first 4 images", source)
+    refuse("between 3 and 15", write_folders(tmp_path / "12 bits", (900, 4000), dtype="<u2"))
     source = write_folders(tmp_path / "some")
     Image.fromarray(np.full((8, 8), 0.5, "f4")).save(source / "class1/0.tif")
     assert "1 broken ones left out" in make(run, source, tmp_path / "out")
@@ -156,6 +152,7 @@ def test_folders_of_splits(run, refuse, tmp_path):
     assert len(arrays(out, "train")[1]) == 60
     (photos / "valid/class2").rename(photos / "valid/kiwi")
     refuse("valid has classes that train has not: ['kiwi']", photos)
+    (photos / "test").rmdir()
     (photos / "train").rename(photos / "Train")
     (photos / "valid").rename(photos / "Val")
     refuse("in small letters", photos)
@@ -172,9 +169,12 @@ def test_photographs(run, attempt, tmp_path):
     Image.new("RGB", (8, 16)).save(turned, exif=exif)
     images = module("singlegpu/images.py")
     assert images.read_photo(turned).size == (16, 8)
-    for mode, dark in ("RGBA", (9, 9, 9, 0)), ("LA", (9, 0)), ("P", 0):
-        palette = {"transparency": 0} if mode == "P" else {}
-        Image.new(mode, (8, 8), dark).save(clear, **palette)
+    for mode, dark, more in (
+        ("RGBA", (9, 9, 9, 0), {}),
+        ("LA", (9, 0), {}),
+        ("P", 0, {"transparency": 0}),
+    ):
+        Image.new(mode, (8, 8), dark).save(clear, **more)
         assert images.read_photo(clear).getextrema() == ((255, 255),) * 3
         rows = [{"image": {"path": str(clear), "bytes": None}}]
         made = module(SCRIPT).decode(rows, 0, namespace(size=8, grey=False))
@@ -187,7 +187,7 @@ def test_photographs(run, attempt, tmp_path):
     words = ("--dataset", photos, "--image_size", 8, "--model", "mlp", "--batch_size", 40)
     status, _, err = attempt("singlegpu/images.py", *words, "--max_steps", 1)
     told = "val/class1/1.png has more than 8 bits a channel. make_images.py scales 16 bits"
-    assert status == 1 and told in err.splitlines()[-1], err
+    assert status == 1 and told in err, err
 
 
 def test_files_that_do_not_fit_the_source(refuse, run, tmp_path):

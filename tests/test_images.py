@@ -105,7 +105,7 @@ def test_models_take_images_of_any_size(model):
 
 
 def test_pretrained_weights(monkeypatch, tmp_path):
-    """They are torchvision's but for the last layer, and read a grey image as three channels."""
+    """--pretrained: torchvision's but for the last layer; a grey image becomes three channels."""
     weights = models.ResNet18_Weights.DEFAULT.url.split("/")[-1]
     pretrained = models.resnet18().state_dict()
     pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
