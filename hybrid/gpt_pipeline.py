@@ -44,7 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
@@ -617,7 +617,7 @@ def set_training(model, resting):
 def fingerprint_of(data, args):
     """Returns the length of the data, and a checksum of three samples, read under the same seed."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
-    samples = tree_map(lambda x: x.tolist() if isinstance(x, torch.Tensor) else x, samples)
+    samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
     text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # addresses in memory differ
     return [len(data), zlib.crc32(text.encode())]
 
@@ -718,7 +718,9 @@ def load_batches(data, requests, device, args):
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for batch in batches:
-        yield tree_map(lambda part: to_device(part, device), batch)
+        yield tree_map(
+            lambda part: to_device(part, device), batch, is_leaf=lambda part: hasattr(part, "to")
+        )
 
 
 def to_device(part, device):
