@@ -78,19 +78,16 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
 
 def test_a_late_process_is_named(run, base, tmp_path):
     """It is named with its host, and the link is not blamed."""
-    log, verdicts = tmp_path / "log.jsonl", []
-    for seconds in (0, 0.1):
-        before = (ROOT / "tests/helpers/slow.py", "backward", 2, seconds)
-        words = ("multinode/images.py", *base, "--max_steps", 20, "--log", log)
-        out = run(*words, processes=3, before=before)
-        verdicts.append(float(re.search(r"^R = compute / sending = ([\d.]+)", out, re.M)[1]))
-    last = rows(log)[-3:]
-    totals = [row["comm_total"] for row in last]
+    before = (ROOT / "tests/helpers/slow.py", "backward", 2, 0.1)
+    words = ("multinode/images.py", *base, "--max_steps", 20, "--log", tmp_path / "log")
+    out = run(*words, processes=3, before=before)
+    totals = [row["comm_total"] for row in rows(tmp_path / "log")]
     waiting = f"waiting {sum(totals) / 3 - min(totals):.3f} s for rank 2 on {os.uname().nodename}\n"
     assert f"\nsending {min(totals):.3f} s, {waiting}" in out, (totals, out)
-    compute = [row[name] for row in last for name in ("forward", "backward", "optimizer")]
-    assert verdicts[1] == pytest.approx(sum(compute) / 3 / min(totals), abs=0.051)
-    assert verdicts[1] > verdicts[0]
+    phases = ("forward", "backward", "optimizer")
+    compute = sum(row[name] for row in rows(tmp_path / "log") for name in phases)
+    ratio = float(re.search(r"^R = compute / sending = ([\d.]+)", out, re.M)[1])
+    assert ratio == pytest.approx(compute / 3 / min(totals), abs=0.051)
 
 
 class Bomb:
@@ -126,24 +123,6 @@ def test_snapshots_that_do_not_fit(attempt, refused, run, base, tmp_path):
     told = "the processes have different data or snapshots"
     assert any(status == 1 and told in err for status, _, err in answers), answers
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.pt")}
-
-
-@pytest.mark.parametrize("changed_size", (True, False), ids=("size", "content"))
-def test_other_data_is_no_resume(refused, run, tmp_path, changed_size):
-    """The order of the data, and a random split, would be others than before."""
-    words = ("--dataset", tmp_path, "--model", "mlp", "--batch_size", 24, "--epochs")
-
-    def write(size, value):
-        for split in ("train", "test"):
-            np.save(tmp_path / f"{split}_images.npy", np.full((size, 8, 8), value, np.uint8))
-            np.save(tmp_path / f"{split}_labels.npy", np.arange(size) % 2)
-
-    write(96, 9)
-    run("singlegpu/images.py", *words, 1, "--snapshot", tmp_path / "s.pt")
-    write(95 if changed_size else 96, 9 if changed_size else 8)
-    more = (2, "--snapshot", tmp_path / "s.pt")
-    refused("the training data is not that of", "multigpu/images.py", *words, *more, processes=3)
-    run("multigpu/images.py", *words, 2, "--init_from", tmp_path / "s.pt", processes=3)
 
 
 def test_data_cannot_run_code(attempt, tmp_path):

@@ -55,7 +55,8 @@ def test_other_numbers_of_processes_carry_on(attempt, run, base, at_step, tmp_pa
     status, out, err = attempt("multinode/images.py", *words, begun, processes=3, before=before)
     step = load(begun)["step"]
     assert status == 75 and 28 <= step <= 37 and f"stopped at step {step} of 75" in out, (out, err)
-    for folder, processes in ("singlegpu", 1), ("multigpu", 3), ("multinode", (2, 2)):
+    moves = ("singlegpu", 1), ("multigpu", 3), ("multinode", (2, 2)), ("hybrid", 2)
+    for folder, processes in moves:
         snapshot, log = tmp_path / f"{folder}.pt", tmp_path / f"{folder}.jsonl"
         shutil.copy(begun, snapshot)
         run(f"{folder}/images.py", *words, snapshot, "--log", log, processes=processes)
