@@ -46,7 +46,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
         more = ("--epochs", 10_000, "--num_workers", 2, "--snapshot", link)
         is_real = folder != "singlegpu" and who == "parent"  # the users' launch
         job = (start if is_real else fork)(script, *base, *more, processes=processes)
-        wait_for_saves(job, cut, 1 + cut.exists())  # a resumed run may begin with one
+        wait_for_saves(job, link, 1 + cut.exists())  # a resumed run may begin with one
         time.sleep(chance.uniform(0, 1))
         if folder == "multinode":  # as `scontrol suspend` does
             for suspend in (signal.SIGSTOP, signal.SIGCONT):
