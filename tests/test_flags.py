@@ -32,7 +32,6 @@ FLAGS = f"""
 --snapshot | hybrid/* | test_hybrid.test_resumed_weights_are_those_of_an_undisturbed_run
 --init_from | {RUNS} | test_images.test_other_data_and_weights_to_start_from
 --log | {RUNS} | test_training.test_one_loss_curve
---timeout | hybrid/* | soak_faults.test_a_hung_process_ends_the_job
 --num_gpus | multigpu/TASK | test_training.test_one_loss_curve
 --comm_hook | {PARALLEL} | test_flags.test_comm_hook
 --num_stages | hybrid/images | test_hybrid.test_images_one_loss_curve
