@@ -337,7 +337,7 @@ def check_all_processes():
                     f"- {count} processes, {model}: {name} {ours:.2f} ms a step with "
                     f"an all-reduce a second; DDP's logger {ddps:.2f} without"
                 )
-    no_hook = ("    ddp_model.register_comm_hook(None, comm_hook)\n", "")
+    no_hook = ("    ddp_model.register_comm_hook(None, hook)\n", "")
     words = f"{words} {in_rows(3, 40)}"
     with copy_of("multigpu/images.py", no_hook) as bare:
         ratios = []

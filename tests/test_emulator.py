@@ -294,7 +294,7 @@ GPTBlock.forward = lambda self, x: Slow.apply(fast_forward(self, x))
 """
 VIEW = "gradient_as_bucket_view=True"
 # Between two rows there is no look after the warmup. That of a row takes so many collectives:
-LOOKS = {"min(int(speed), farthest)": "0 if step < 3 else 100"}
+LOOKS = {"min(int(speed), longest)": "0 if step < 3 else 100"}
 IN_A_LOOK = {"hybrid/images.py": 0, "hybrid/gpt_pipeline.py": 3}  # by gloo; of all stages. Else: 1
 DDP = LOOKS | {VIEW: f"{VIEW}, bucket_cap_mb=1e-4"}
 DDP = ("multigpu/images.py", 2, DDP | {GUARD: SLOW + LAYERS.replace("NUMBER", "3") + GUARD})
