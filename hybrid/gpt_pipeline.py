@@ -452,7 +452,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             way_out = f"--init_from {args.snapshot} starts anew with its weights"
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
         for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
+            part.load_state_dict(snapshot.pop(name))  # else the file stays mapped
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start

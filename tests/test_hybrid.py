@@ -112,11 +112,13 @@ def test_gpt_snapshots_move(run, words, tmp_path):
     assert curve(log)[0, 1] == pytest.approx(curves[len(MOVES) - 1][1], rel=1e-6)
 
 
-def test_all_stages_draw_a_text(run, words):
-    """Rank 0 has the weights of all stages at the end, also without a snapshot."""
-    more = ("--learning_rate", 0.01, "--max_steps", 30, "--sample", 60)
-    sample = run(PIPELINE, *words, *more, processes=2).splitlines()[-1]
-    assert sum(letter in "abcdefghij " for letter in sample) > 50, sample
+def test_all_stages_draw_a_text(run, words, tmp_path):
+    """Rank 0 has the weights of all stages at the end: without a snapshot, the same as with one."""
+    more = (*words, "--learning_rate", 0.01, "--max_steps", 30, "--sample", 60)
+    flags = ((), ("--snapshot", tmp_path / "s.pt"))
+    samples = [run(PIPELINE, *more, *each, processes=2).splitlines()[-1] for each in flags]
+    assert samples[0] == samples[1]
+    assert sum(letter in "abcdefghij " for letter in samples[0]) > 50, samples
 
 
 @pytest.mark.parametrize("script", (PIPELINE, IMAGES))
