@@ -29,6 +29,7 @@ OF_SINGLEGPU = """check_args look train_step evaluate training_requests read_sna
 OF_HYBRID = """check_args connect start_loader evaluate join_launcher load_snapshot log_row look
     print_summary save_snapshot set_seeds train_step training_requests write_snapshot
     STEP_PHASES DTYPES""".split()  # differ in hybrid and from multinode
+OF_FSDP = "COMM_HOOKS differ check_weights events count_marks print_marks".split()  # of shards
 OF_ROOT = ["runs_of"]  # report.py sums up an epoch, predict.py a step
 OF_QUANTIZE = "COLUMNS create_empty load_trained test measure".split()
 # The five mnist.py are copies of each other alone. These are the names that differ between them.
@@ -60,7 +61,8 @@ def drifted():
             section = pieces(Path("multinode", f"{task}.py").read_text())[YOURS]
             common |= dict.fromkeys((YOURS, *pieces(section)), task)
         own = {
-            "hybrid": [*OF_HYBRID, *TITLE.findall(source)[1:]],
+            "hybrid": [*OF_HYBRID, *TITLE.findall(source)[1:]]
+            + OF_FSDP * (path.stem == "gpt_fsdp"),
             "quantize": OF_QUANTIZE,
             "": OF_ROOT,
         }.get(folder, [])
