@@ -1,7 +1,11 @@
 """Stages of a model, on devices or in pipelines, and shards, times data parallelism."""
 
+import math
 import os
+import re
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -334,4 +338,185 @@ def test_srun_gives_each_process_a_shard(words, tmp_path):
         assert status == 0, err
     for row in rows(tmp_path / "log"):
         assert row["shard_size"] == 2
-        assert row["state_MB"] == pytest.approx(8e-6 * row["parameters"], rel=0.05)
+        assert row["shard_parameters"] == pytest.approx(row["parameters"] / 2, rel=0.01)
+
+
+# The bytes of all tensors of a process: weights and two moments of 4 bytes; gradients are gone.
+HELD = """    bar.close()
+    import gc
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    print("held", sum(storages.values()), "of", sum(p.numel() for p in model.parameters()))
+"""
+SHARDS = (  # processes, those that share a copy, and more arguments
+    (1, 1, ""),
+    (4, 4, "--checkpoint_activations --grad_accum_steps 3"),
+    ((2, 2), 2, "--num_workers 1"),
+    (2, 1, "--grad_accum_steps 2"),
+    (3, 3, ""),
+)
+
+
+def test_shards_one_loss_curve(run, words, changed, tmp_path):
+    """The losses of one process. A process holds its share of memory, and no more."""
+    base, one = [*words, "--max_steps", 8, "--eval_every", 4], tmp_path / "one.jsonl"
+    run("singlegpu/gpt.py", *base, "--log", one)
+    script = changed(FSDP, {"    bar.close()\n": HELD})
+    for number, (processes, size, more) in enumerate(SHARDS):
+        log = tmp_path / f"{number}.jsonl"
+        more = (*more.split(), "--shard_size", size, "--log", log)
+        out = run(script, *base, *more, processes=processes)
+        np.testing.assert_allclose(curve(log), curve(one), rtol=1e-6)
+        held = re.findall(r"held (\d+) of (\d+)", out)
+        assert len(held) == np.prod(processes)
+        for size_held, whole in held:
+            assert int(size_held) == pytest.approx(12 * int(whole) / size, rel=0.1)
+        for row in rows(log):
+            assert row["shard_parameters"] == pytest.approx(row["parameters"] / size, rel=0.05)
+            assert all(row[name] > 0 for name in ("forward", "backward", "optimizer"))
+            assert 0 < row["comm_total"] <= row["comm"] * 1.001, "on CPUs, nothing is hidden"
+
+
+def test_shards_send_gradients_as_comm_hook_says(run, words, tmp_path):
+    """Half the bytes, and the loss changes a little. Weights are sent as --precision says."""
+    sent, losses = {}, []
+    for more in ("", "--comm_hook bf16", "--comm_hook fp16", "--precision fp16"):
+        log = tmp_path / "log.jsonl"
+        log.unlink(missing_ok=True)
+        run(FSDP, *words, "--max_steps", 5, *more.split(), "--log", log, processes=2)
+        for name in ("all-gather", "reduce-scatter"):
+            step = rows(log)[-1]["last_step"]
+            sent[name, more] = sum(size for event, *_, size in step if event == name)
+        losses.append(curve(log)[0, 0])
+    whole = sent["reduce-scatter", ""]
+    assert sent["reduce-scatter", "--comm_hook bf16"] == whole / 2 > 50_000
+    assert sent["reduce-scatter", "--comm_hook fp16"] == whole / 2
+    assert sent["reduce-scatter", "--precision fp16"] == whole
+    assert sent["all-gather", "--precision fp16"] == sent["all-gather", ""] / 2
+    assert len({*losses}) == 4 and losses == pytest.approx([losses[0]] * 4, rel=0.02)
+
+
+@pytest.fixture
+def as_file(tmp_path):
+    """as_file(folder) is the path of a file that PyTorch's own command makes of its snapshot."""
+
+    def as_file(folder):
+        (newest,) = folder.glob("step-*")
+        path = tmp_path / f"{folder.name}.pt"
+        convert = "-m torch.distributed.checkpoint.format_utils dcp_to_torch".split()
+        subprocess.run([sys.executable, *convert, newest, path], check=True, timeout=TIMEOUT)
+        return path
+
+    return as_file
+
+
+def test_shards_resume_as_if_undisturbed(fork, run, words, as_file, tmp_path, chance):
+    """All processes are told to stop: the weights of an undisturbed run, bit for bit."""
+    whole, cut, log = tmp_path / "whole", tmp_path / "cut", tmp_path / "cut.jsonl"
+    base = [*words, "--dropout", 0.1, "--max_steps", 24, "--eval_every", 4]
+    job = fork(FSDP, *base, "--snapshot", cut, processes=2)
+    wait_for_saves(job, cut, chance.randint(2, 4))
+    for each in job.forks:  # a launcher's signal reaches each process
+        each.send_signal(signal.SIGTERM)
+    status, out, err = job.wait()
+    assert status == os.EX_TEMPFAIL, err
+    step = int(re.search(r"stopped at step (\d+) of 24, saved", out)[1])
+    assert (cut / f"step-{step:09}/.metadata").exists()
+    run(FSDP, *base, "--snapshot", cut, "--log", log, processes=2)
+    assert min(row["step"] for row in rows(log)) == (step if step % 4 == 0 else step + 4 - step % 4)
+    before = log.read_text()
+    again = run(FSDP, *base, "--snapshot", cut, "--log", log, processes=2)
+    assert "steps 24 to 24" in again and log.read_text() == before
+    run(FSDP, *base, "--snapshot", whole, processes=2)
+    assert_same_weights(as_file(cut), as_file(whole))
+
+
+def test_shards_move(run, words, as_file, tmp_path):
+    """Each row on other numbers of processes and shards, the last in another script: one curve."""
+    base, folder, file = [*words, "--eval_every", 3], tmp_path / "moved", tmp_path / "moved.pt"
+    moves = ((FSDP, 4, 2), (FSDP, 3, 3), (FSDP, 2, 1), ("multinode/gpt.py", 2, None))
+    for steps, (script, processes, size) in zip((3, 6, 9, 12), moves):
+        more = (*base, "--max_steps", steps)
+        run("singlegpu/gpt.py", *more, "--snapshot", tmp_path / "one.pt", "--log", tmp_path / "one")
+        more += ("--shard_size", size, "--snapshot", folder) if size else ("--snapshot", file)
+        run(script, *more, "--log", tmp_path / "log", processes=processes)
+        if steps == 9:
+            as_file(folder)
+    np.testing.assert_allclose(curve(tmp_path / "log"), curve(tmp_path / "one"), rtol=1e-5)
+
+
+def test_shards_as_a_file(run, words, as_file, tmp_path):
+    """Other scripts start from it, and this one, too. quantize/gpt.py measures it."""
+    log, folder = tmp_path / "log", tmp_path / "trained"
+    run(FSDP, *words, "--max_steps", 4, "--snapshot", folder, "--log", log, processes=3)
+    file, (_, loss) = as_file(folder), curve(log)[0]
+    for number, script in enumerate(("singlegpu/gpt.py", FSDP), start=1):
+        log = tmp_path / f"log{number}"
+        more = ("--init_from", file, "--learning_rate", 0, "--max_steps", 1, "--log", log)
+        run(script, *words, *more, processes=number)
+        assert curve(log)[0, 1] == pytest.approx(loss, rel=1e-6)
+    out = run("quantize/gpt.py", "--snapshot", file, "--eager", "--row", "fp32", "--rounds", 1)
+    row = r"\| fp32 \| eager \| [\d.]+ \|(?: [\d.]+ \|)? ([\d.]+) "
+    perplexity = float(re.search(row, out)[1])
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+
+
+def test_a_half_written_snapshot_is_not_resumed(run, attempt, words, changed, tmp_path):
+    """A process is killed while all write: the run goes on from the snapshot before."""
+    folder, base = tmp_path / "half", [*words, "--max_steps", 12, "--eval_every", 4]
+    start = "    return dcp.async_save("
+    kill = (
+        "    if dist.get_rank() == 1 and progress['step'] == 8:\n        os.kill(os.getpid(), 9)\n"
+    )
+    copy = changed(FSDP, {start: kill + start})
+    status, _, _ = attempt(copy, *base, "--snapshot", folder, processes=2)
+    assert status
+    complete, half = sorted(folder.iterdir())
+    assert (complete / ".metadata").exists() and half.name == "step-000000008"
+    assert not (half / ".metadata").exists() and (half / "run.pt").exists()
+    out = run(FSDP, *base, "--snapshot", folder, "--log", tmp_path / "log", processes=3)
+    assert "steps 4 to 12" in out
+    assert {row["step"] for row in rows(tmp_path / "log")} == {4, 8, 12}  # 4 is validated again
+    assert [path.name for path in folder.iterdir()] == ["step-000000012"]
+
+
+def test_a_snapshot_is_data(run, attempt, words, tmp_path):
+    """A pickle that would call something is refused, before it does."""
+    folder, base = tmp_path / "foreign", [*words, "--max_steps", 4]
+    run(FSDP, *base, "--snapshot", folder, processes=1)
+    call = b"cos\nmkdir\n(V" + str(tmp_path / "called").encode() + b"\ntR."
+    (folder / "step-000000004/.metadata").write_bytes(call)
+    status, _, err = attempt(FSDP, *base, "--snapshot", folder, processes=1)
+    assert status and "os.mkdir is not of a snapshot" in err, err
+    assert not (tmp_path / "called").exists()
+
+
+def test_copies_of_a_shard_that_differ_are_named(attempt, words, changed):
+    """Ranks 2 and 3 hold the second copy, in which a weight drifts."""
+    step = "        scaler.step(optimizer)\n"
+    drift = "        model.norm.bias.to_local().data.add_(rank // 2 * 1e-7)\n"
+    copy = changed(FSDP, {step: step + drift})
+    status, _, err = attempt(copy, *words, "--max_steps", 2, "--shard_size", 2, processes=4)
+    assert status and "step 2: norm.bias is not the same in all copies" in err, err
+
+
+def test_buffers_of_shards(run, words, changed, tmp_path):
+    """A buffer that no state dict holds is that of the model, in each process."""
+    norms = "        self.norm1, self.norm2 ="
+    mask = 'self.register_buffer("mask", torch.ones(32, 32).tril().bool(), persistent=False)'
+    changes = {"is_causal=True": "attn_mask=self.mask", norms: f"        {mask}\n{norms}"}
+    for processes, path in enumerate(("singlegpu/gpt.py", FSDP), start=1):
+        more = ("--max_steps", 4, "--log", tmp_path / f"{processes}")
+        run(changed(path, changes), *words, *more, processes=processes)
+    np.testing.assert_allclose(curve(tmp_path / "2"), curve(tmp_path / "1"), rtol=1e-5)
+
+
+def test_shards_that_do_not_fit_are_named(run, refused, words, tmp_path):
+    """--shard_size, other settings, and a file where a folder must be."""
+    refused("--shard_size must divide", FSDP, *words, "--shard_size", 3, processes=2)
+    base = (*words, "--max_steps", 1, "--snapshot")
+    run(FSDP, *base, tmp_path / "folder", processes=2)
+    other = ("--num_layers", 2)
+    refused("was made with --num_layers 4, not 2", FSDP, *base, tmp_path / "folder", *other)
+    (tmp_path / "file").write_text("")
+    refused("cannot write", FSDP, *base, tmp_path / "file")
