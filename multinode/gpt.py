@@ -780,7 +780,8 @@ def print_marks(rows):
         print(f"R = compute / sending = {ratio:.1f}, {verdict}")
     names = ("script", "model", "dataset", "precision", "processes", "batch_size")
     cells = {name: str(rows[0].get(name, "-")) for name in names}
-    results = {name: value for name, value in rows[-1].items() if name.startswith("val_")}
+    floats = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
+    results = {name: value for name, value in floats.items() if name.startswith("val_")}
     results |= mean | {"peak_MB": max(row["peak_MB"] for row in rows)}
     cells |= {name: f"{value:.4g}" for name, value in results.items()}
     for line in (cells.keys(), ["---"] * len(cells), cells.values()):
