@@ -415,10 +415,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         if any(p.requires_grad for p in stage.parameters()):  # else DDP does not take it
             options = {"process_group": group, "gradient_as_bucket_view": True}
             stage = nn.parallel.DistributedDataParallel(stage, **options)
-            stage.broadcast_buffers = False  # evaluate() sends BatchNorm's statistics instead
-            comm_hook = getattr(default_hooks, COMM_HOOKS[args.comm_hook])
-            comm_hook = with_marks(comm_hook, stage_device)
-            stage.register_comm_hook(group, comm_hook)
+            # Set here, since DDP must send the buffers once, when it is made. evaluate() does, too.
+            stage.broadcast_buffers = False
+            hook = getattr(default_hooks, COMM_HOOKS[args.comm_hook])
+            hook = with_marks(hook, stage_device)
+            stage.register_comm_hook(group, hook)
         ddp_model.append(stage)
 
     stop_requests = []
@@ -687,9 +688,7 @@ def evaluate(model, groups, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for stage, group in zip(model, groups):
         for buffer in stage.buffers():  # BatchNorm's statistics: those of rank 0
-            if (
-                buffer.is_contiguous()
-            ):  # in expanded ones, broadcast() would overwrite shared memory
+            if buffer.is_contiguous():  # else broadcast() would overwrite memory that others share
                 dist.broadcast(buffer, src=0, group=group)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = range(rank, len(data), world_size)

@@ -164,25 +164,25 @@ def test_stages_and_shards_that_do_not_fit_are_named(run, refused, words, tmp_pa
     assert saved_at(foreign) == before
 
 
-CREATE = "    model = create_model(args, train_data)\n"
+CREATE = "    model = create_model(args, train_data)"
 
 
 def test_models_that_cannot_be_split_are_named(refused, images, changed):
     """A layer alone, a forward() of its own, a layer in two places."""
     mlp = (*images, "--model", "mlp")
-    own = "    model.__class__ = type('Own', (nn.Sequential,), {'forward': lambda *_: 0})\n"
-    for more in "    model = model[1]\n", own:
+    own = "\n    model.__class__ = type('Own', (nn.Sequential,), {'forward': lambda *_: 0})"
+    for more in "\n    model = model[1]", own:
         refused("must return an nn.Sequential", changed(IMAGES, {CREATE: CREATE + more}), *mlp)
-    twice = "    model[2] = model[3]  # its second linear layer, in place of a ReLU, too\n"
+    twice = "\n    model[2] = model[3]  # its second linear layer, in place of a ReLU, too"
     refused("in two stages", changed(IMAGES, {CREATE: CREATE + twice}), *mlp, "--num_stages", 3)
 
 
 def test_a_frozen_stage(run, images, changed, tmp_path):
     """The first of two, in eval(): the losses of one process, and the weights stay."""
-    frozen = "    model[:3].requires_grad_(False).eval()\n"
+    frozen = "\n    model[:3].requires_grad_(False).eval()"
     for script, processes in ("singlegpu/images.py", 1), (IMAGES, 2):
         path = tmp_path / f"{processes}.pt"
-        create = CREATE if script == IMAGES else CREATE.replace("data)", "data).to(device)")
+        create = CREATE if script == IMAGES else f"{CREATE}.to(device)"
         copy = changed(script, {create: create + frozen})
         words = (*images, "--model", "mlp", "--max_steps", 4, "--snapshot", path)
         run(copy, *words, "--log", tmp_path / str(processes), processes=processes)
@@ -218,7 +218,6 @@ def test_batch_loss_knows_whether_it_validates(run, images, changed):
     run(changed(IMAGES, {loss: check + loss}), *images, "--model", "mlp", "--max_steps", 4)
 
 
-CREATE = "    model = create_model(args, train_data)"
 STEP = "        scaler.step(optimizer)\n"
 
 
