@@ -382,7 +382,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
                 if args.snapshot and (is_stopped or step >= num_steps):
-                    save_run(parts, progress, saving, args)  # the same command then does nothing
+                    save_run(parts, progress, saving, args)  # then the same command does nothing
                     mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
                 rate = float(optimizer.param_groups[0]["lr"])
@@ -426,10 +426,9 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     bar.close()
     print_marks(rows)
     if not is_stopped:
-        if rank > 0:  # all take part, each with its shards, and rank 0 prints
-            sys.stdout = open(os.devnull, "w")
-        set_seeds(args.seed)  # all draw the same
-        finish(model.eval(), val_data, args, device)
+        set_seeds(args.seed)  # all take part, and draw the same. Rank 0 prints
+        with contextlib.redirect_stdout(io.StringIO() if rank > 0 else sys.stdout):
+            finish(model.eval(), val_data, args, device)
     dist.barrier(cpu_group)  # a process that leaves early can make the others fail
     dist.destroy_process_group()
     if rank == 0 and is_stopped:
@@ -497,20 +496,20 @@ def fingerprint_of(data, args):
 
 
 def differ(numbers, group=None):
-    """Returns where whole numbers (K,) are not the same in all processes of the group."""
+    """Returns, for each of K whole numbers, whether the processes of the group disagree."""
     of_all = [torch.empty_like(numbers) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_all, numbers, group)
     return (torch.stack(of_all) != numbers).any(0)
 
 
 def check_weights(model, step):
-    """Ends the run if the weights are not finite, or not the same in all copies, bit for bit."""
+    """Ends the run if weights are not finite, or if their checksums differ between copies."""
     weights = {n: p.detach().to_local() for n, p in model.named_parameters() if p.requires_grad}
     checksums = torch.stack([p.flatten().view(torch.uint8).sum() for p in weights.values()])
     copies = next(model.parameters()).device_mesh.get_group("copies")
-    different = list(itertools.compress(weights, differ(checksums, copies)))
+    different = [name for name, differs in zip(weights, differ(checksums, copies)) if differs]
     if different:
-        causes = "Does forward() change it? FSDP does not average it"
+        causes = "Does forward() change it? Then FSDP does not see it"
         sys.exit(f"step {step}: {different[0]} is not the same in all copies. {causes}")
     if not all(p.isfinite().all() for p in weights.values()):
         sys.exit(f"the weights are not finite at step {step}")
@@ -659,7 +658,8 @@ def evaluate(model, data, device, autocast, args):
     size = args.batch_size // world_size // args.grad_accum_steps  # as in training
     # All need as many batches, none of them empty: all take part in each all-gather.
     num_batches = min(math.ceil(len(data) / world_size / size), len(data) // world_size)
-    requests = (((args.seed,), part.tolist()) for part in np.array_split(share, num_batches))
+    pieces = np.array_split(share, num_batches)
+    requests = (((args.seed,), piece.tolist()) for piece in pieces)
     resting = [part for part in model.modules() if not part.training]
     model.eval()
     sums = Counter()
