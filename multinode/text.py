@@ -392,8 +392,9 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         # A look: about once a second, after the same step, all processes add up their sums, and ask
         # each other whether to stop. Python waits for the GPU only here.
         if is_row or step == next_look:
+            own = {name: float(value) for name, value in sums.items()}  # waits for the GPU
             seconds = time.perf_counter() - look_time
-            totals = add_up({**sums, "/stops": len(stop_requests), "/seconds": seconds}, device)
+            totals = add_up({**own, "/stops": len(stop_requests), "/seconds": seconds}, device)
             mark("comm")
             count_marks(is_warmup=step <= first_step + 3)
             is_stopped = totals.pop("/stops") > 0

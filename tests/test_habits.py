@@ -38,6 +38,12 @@ def test_a_sampler_of_pytorch_draws_alike(run, table_band, paste, tmp_path):
         np.testing.assert_allclose(each, curves[0], rtol=1e-5)
 
 
+SAMPLE = """Sample = __import__("collections").namedtuple("Sample", "features targets")
+
+
+class Moved(Sample):
+    def to(self, device):
+        return self._replace(features=-self.features)"""
 NAMED = """class Named(torch.utils.data.Dataset):
         def __len__(self):
             return len(data)
@@ -65,6 +71,10 @@ BATCHES = {
     "bare tensor": (BARE, "features, targets = batch[:, :-1], batch[:, -1:]\n"),
     "mapping": (MAPPING, 'features, targets = batch["features"], batch["targets"]\n'),
     "named tuple": (NAMED, "features, targets = batch.features, batch.targets\n"),
+    "named tuple with a .to": (
+        NAMED.replace("Sample(", "Moved("),
+        "features, targets = -batch.features, batch.targets\n",
+    ),
     "packed sequence": (PACKED, f"features, targets = {UNPACK}, batch[1]\n"),
 }
 
@@ -72,8 +82,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_stays_what_the_data_makes_of_it(run, table_band, paste, plain, tmp_path, name):
     data, loss = BATCHES[name]
-    sample = "Sample = __import__('collections').namedtuple('Sample', 'features targets')\n\n\n"
-    changes = {DATA: data, LOSS: loss, "def parse_args": f"{sample}def parse_args"}
+    changes = {DATA: data, LOSS: loss, "def parse_args": f"{SAMPLE}\n\n\ndef parse_args"}
     script, log = paste(replaced(table_band, changes), "multigpu"), tmp_path / "log.jsonl"
     run(script, "--log", log, processes=2)
     np.testing.assert_allclose(curve(log), plain, rtol=1e-6)
