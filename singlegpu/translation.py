@@ -450,6 +450,7 @@ def main(args):
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             # fp16 leaves out steps in which the norm is infinite.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
+        set_seeds(args.seed, step)  # the same in all folders: an optimizer may draw numbers
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

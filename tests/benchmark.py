@@ -110,7 +110,7 @@ def classic(options):
     data = datasets.MNIST(options.data_dir, train=True, transform=transforms.Compose(steps))
     loader = torch.utils.data.DataLoader(data, batch_size=options.batch_size, shuffle=True)
     images = module("singlegpu/images.py")
-    args = argparse.Namespace(**vars(options), dataset="mnist", dropout=0.0)
+    args = argparse.Namespace(**vars(options), dataset="mnist", dropout=0.0, pretrained=False)
     model = images.create_model(args, images.read_data(args)[0])
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for _ in range(2):  # the second epoch counts

@@ -31,7 +31,7 @@ OWN = {
     "hybrid/images": "set_seeds check_weights evaluate now with_marks take_marks",
     "hybrid/gpt_pipeline": """check_weights training_requests add_up evaluate check_args STEP_PHASES
         print_marks""",
-    "hybrid/gpt_fsdp": """differ check_weights save evaluate log_row check_args COMM_HOOKS events
+    "hybrid/gpt_fsdp": """differ check_weights evaluate log_row check_args COMM_HOOKS events
         count_marks print_marks""",
     "hybrid/mnist": "print_marks",
     "quantize": "create_empty load_trained test measure COLUMNS",

@@ -379,7 +379,7 @@ SIDE = """            side = globals().setdefault("side", torch.Stream())
                 batch = next(batches)
 """
 SIDE_WAITED = f"{SIDE}            torch.accelerator.current_stream().wait_stream(side)\n"
-MOVED = "tree_map(lambda part: to_device(part, device), batch)"
+MOVED = "part.to(device, non_blocking=True)"
 MORE = {  # flags that some of them need
     "device in a worker": "--num_workers 1",
     "memory not pinned": "--batch_size 240",
@@ -398,7 +398,7 @@ ERRORS = {  # name: (script, text, other, error)
         "(logits.argmax(1) == labels).numpy().sum()",
         "can't convert emu",
     ),
-    "batch not moved": ("multinode/images.py", MOVED, "batch", "to be on the same device"),
+    "batch not moved": ("multinode/images.py", MOVED, "part", "to be on the same device"),
     "one device for all": (
         "multinode/images.py",
         "torch.device(local_rank % num_gpus if",
@@ -461,7 +461,7 @@ WAITING = {  # name: (script, text, other): the host waits in each step
     "loss read": ("multigpu/images.py", FORWARD, f"{FORWARD}            loss.item()\n"),
     "memory not pinned": ("multigpu/images.py", "pin_memory=ON_GPU", "pin_memory=False"),
     "pinned in vain": ("singlegpu/gpt.py", "ids[:, :-1].contiguous()", "ids[:, :-1]"),
-    "blocking copy": ("singlegpu/gpt.py", "part.to(device, non_blocking=True)", "part.to(device)"),
+    "blocking copy": ("singlegpu/gpt.py", MOVED, "part.to(device)"),
 }
 
 

@@ -121,12 +121,12 @@ def test_rows_of_a_log_in_tensorboard(run, data, tmp_path):
     """README's lines write what rank 0 has measured, at its step."""
     log = tmp_path / "run.jsonl"
     words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--batch_size", 24)
-    words = (*words, "--max_steps", 6, "--eval_every", 3, "--log", log)
+    words = (*words, "--max_steps", 8, "--eval_every", 4, "--log", log)
     run("multigpu/images.py", *words, processes=2)
     run_block(run, "SummaryWriter", tmp_path)
     events = EventAccumulator(str(tmp_path / "runs/my_run")).Reload()
     first = [row for row in rows(log) if row["rank"] == 0]
-    assert [row["step"] for row in first] == [3, 6]
+    assert [row["step"] for row in first] == [4, 8]
     for name in ("train_loss", "val_acc", "lr", "comm", "samples/s"):
         written = {event.step: event.value for event in events.Scalars(name)}
         assert written == pytest.approx({row["step"]: row[name] for row in first})

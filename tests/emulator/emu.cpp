@@ -724,13 +724,14 @@ struct EmuCCL final : c10d::Backend {
         gloo->allreduce(time, latest)->wait();
         kernel.begin = time[0].item<double>();
       }
-      call()->wait();
+      if (auto work = call()) work->wait();
       free_at = kernel.begin + kernel.cost;
     }
     message->complete(writes);
     return message;
   }
-  // A collective that reduces. Gloo has no average: a sum is divided.
+  // A collective that reduces. Gloo has no average: a sum is divided. To wait for gloo's
+  // reduce-scatter a second time would copy the undivided sum again.
   template <typename Options, typename F>
   WorkPtr reduction(OpType type, Options options, Tensors reads, Tensors writes, F call) {
     const bool is_average = options.reduceOp == c10d::ReduceOp::AVG;
@@ -740,7 +741,7 @@ struct EmuCCL final : c10d::Backend {
       work->wait();
       for (auto& t : on_cpu(writes))
         if (is_average) t.div_(getSize());
-      return work;
+      return WorkPtr();
     });
   }
   WorkPtr allreduce(Tensors& ts, const c10d::AllreduceOptions& options) override {
