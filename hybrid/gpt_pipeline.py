@@ -630,15 +630,20 @@ def differ(numbers):
     return (torch.stack(of_all) != numbers).any(0)
 
 
+def checksum(weights):
+    """Returns the sum of all bytes. It takes 1 MiB at a time, since a sum makes a copy in int64."""
+    return sum(part.sum() for part in weights.flatten().view(torch.uint8).split(2**20))
+
+
 def check_weights(model, stage, step, device):
     """Ends the run if weights are not finite, or not the same in all their copies, bit for bit."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     numbers = torch.full((3, len(names)), -(2**62), device=device)  # of the other stages' weights
     weights = {name: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
     for name, p in weights.items():
-        checksum = p.flatten().view(torch.uint8).sum()
+        total = checksum(p)
         is_bad = ~p.isfinite().all()
-        numbers[:, names.index(name)] = torch.stack([checksum, -checksum, is_bad])
+        numbers[:, names.index(name)] = torch.stack([total, -total, is_bad])
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     different = list(itertools.compress(names, numbers[0] + numbers[1]))  # largest - smallest
     if different:

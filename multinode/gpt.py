@@ -302,7 +302,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             way_out = f"--init_from {args.snapshot} starts anew with its weights"
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
         for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
+            part.load_state_dict(snapshot.pop(name))  # which frees its memory
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start
@@ -475,10 +475,15 @@ def differ(numbers):
     return (torch.stack(of_all) != numbers).any(0)
 
 
+def checksum(weights):
+    """Returns the sum of all bytes. It takes 1 MiB at a time, since a sum makes a copy in int64."""
+    return sum(part.sum() for part in weights.flatten().view(torch.uint8).split(2**20))
+
+
 def check_weights(model, step):
     """Ends the run if weights are not finite, or if their checksums differ between processes."""
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    checksums = torch.stack([p.flatten().view(torch.uint8).sum() for p in weights.values()])
+    checksums = torch.stack([checksum(p) for p in weights.values()])
     different = [name for name, differs in zip(weights, differ(checksums)) if differs]
     if different:
         causes = "Does forward() change it, or was it frozen at the start? Then DDP does not see it"

@@ -300,7 +300,7 @@ def main(args):
             way_out = f"--init_from {args.snapshot} starts anew with its weights"
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
         for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
+            part.load_state_dict(snapshot.pop(name))  # which frees its memory
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start
