@@ -636,7 +636,7 @@ def checksum(weights):
 
 
 def check_weights(model, stage, step, device):
-    """Ends the run if weights are not finite, or not the same in all their copies, bit for bit."""
+    """Ends the run if weights are not finite, or if checksums differ between copies of a weight."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     numbers = torch.full((3, len(names)), -(2**62), device=device)  # of the other stages' weights
     weights = {name: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
