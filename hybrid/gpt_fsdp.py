@@ -29,7 +29,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -41,7 +40,7 @@ from collections import Counter
 from functools import partial
 from glob import glob
 from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import numpy as np
@@ -406,13 +405,14 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             model.set_requires_gradient_sync(is_last)  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(model, batch, args)
-            sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+            for name, x in batch_sums.items():
+                sums[name] += torch.as_tensor(x).detach().float()  # a sum in bf16 stops growing
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
             norm = norm.full_tensor()  # that of the gradients of all shards
             # fp16 leaves out steps in which the norm is infinite.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
@@ -621,6 +621,8 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
+    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+        sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # each request is a whole batch
@@ -673,7 +675,8 @@ def evaluate(model, data, device, autocast, args):
         set_seeds(args.seed, rank, number)  # the same in each validation
         with autocast:
             _, batch_sums = batch_loss(model, batch, args)
-        sums.update(batch_sums)
+        for name, x in batch_sums.items():
+            sums[name] += torch.as_tensor(x).float()
     model.reshard()  # else what is in no block stays whole until a backward pass
     set_training(model, resting)
     return add_up(sums, device)
@@ -708,7 +711,8 @@ def log_row(row, totals, val_totals, model, device, args):
     same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
     if args.log:
         with open(args.log, "a") as file:
-            file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
+            # All at once, since other runs may append to the same file.
+            file.write("".join(json.dumps(each | same, default=str) + "\n" for each in rows))
     shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
     words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
     tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
@@ -842,7 +846,9 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    # getrusage() would count the memory of the process that has started this one, too.
+    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
+    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

@@ -24,7 +24,6 @@ import math
 import os
 import random
 import re
-import resource
 import signal
 import sys
 import sysconfig
@@ -35,7 +34,7 @@ import zlib
 from collections import Counter
 from glob import glob
 from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import numpy as np
@@ -285,7 +284,8 @@ def create_schedule(stage, group, sums, scaler, device, autocast, args):
                 return logits.sum()  # 0, and unused
         with autocast:
             loss, batch_sums = batch_loss(compiled_loss, (logits, targets), args)
-        sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+        for name, x in batch_sums.items():
+            sums[name] += torch.as_tensor(x).detach().float()  # a sum in bf16 stops growing
         return scaler.scale(loss / args.num_microbatches / num_pipelines)
 
     size = args.batch_size // num_pipelines // args.num_microbatches  # B
@@ -711,6 +711,8 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
+    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+        sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # each request is a whole batch
@@ -794,7 +796,8 @@ def log_row(row, totals, val_totals, model, device, args):
     same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
     if args.log:
         with open(args.log, "a") as file:
-            file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
+            # All at once, since other runs may append to the same file.
+            file.write("".join(json.dumps(each | same, default=str) + "\n" for each in rows))
     shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
     words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
     tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
@@ -914,7 +917,9 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    # getrusage() would count the memory of the process that has started this one, too.
+    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
+    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

@@ -22,7 +22,6 @@ import math
 import os
 import random
 import re
-import resource
 import signal
 import sys
 import textwrap
@@ -30,7 +29,7 @@ import time
 import zlib
 from collections import Counter
 from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import datasets
@@ -332,8 +331,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     resting = [part for part in model.modules() if not part.training]  # these stay in eval()
     set_training(model, resting if model.training else [])
     optimizer = create_optimizer(model, args)
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
+        # A snapshot keeps states by these places, and if they came from a set, they have no order.
+        group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
@@ -438,13 +440,14 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             ddp_model.require_backward_grad_sync = is_last  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
-            sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+            for name, x in batch_sums.items():
+                sums[name] += torch.as_tensor(x).detach().float()  # a sum in bf16 stops growing
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("comm" if is_last else "backward")  # in the last one, the hook has marked backward
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
             # fp16 leaves out steps in which the norm is infinite.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
         set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
@@ -595,6 +598,8 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
+    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+        sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # each request is a whole batch
@@ -645,7 +650,8 @@ def evaluate(model, compiled_model, data, device, autocast, args):
         set_seeds(args.seed, rank, number)  # the same in each validation
         with autocast:
             _, batch_sums = batch_loss(compiled_model, batch, args)
-        sums.update(batch_sums)
+        for name, x in batch_sums.items():
+            sums[name] += torch.as_tensor(x).float()
     set_training(model, resting)
     return add_up(sums, device)
 
@@ -678,7 +684,8 @@ def log_row(row, totals, val_totals, model, device, args):
     same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
     if args.log:
         with open(args.log, "a") as file:
-            file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
+            # All at once, since other runs may append to the same file.
+            file.write("".join(json.dumps(each | same, default=str) + "\n" for each in rows))
     shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
     words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
     tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
@@ -792,7 +799,9 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    # getrusage() would count the memory of the process that has started this one, too.
+    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
+    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

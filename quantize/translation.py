@@ -31,6 +31,7 @@ import os
 import sys
 import time
 import warnings
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +43,7 @@ import torch.nn.functional as F
 import torchao.quantization as ao
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset
 from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 from torchao.quantization.pt2e.inductor_passes import x86
@@ -290,7 +291,11 @@ def load_trained(args):
     """Returns the trained model and data to test it on. Adds the training's settings to args."""
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
-    (data,) = read_data(args, ["test"])
+    train_data, data = read_data(args, ["train", "test"])
+    samples = train_data.__getitems__([0, len(train_data) // 2, len(train_data) - 1])
+    text = str([x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)])
+    if snapshot["progress"]["fingerprint"] != [len(train_data), zlib.crc32(text.encode())]:
+        sys.exit(f"{args.dataset} is not what it was in training: its words have other numbers now")
     args.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in data.tokenizers.values()]
     model = create_empty(args)
     weights = snapshot["model"]
