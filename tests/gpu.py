@@ -49,10 +49,10 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = {  # a small case of each script
+SHORT = {  # a small case of each script, whose batch divides by up to 6 processes, and by 8
     # At the default rate, Adam's first steps turn a rounding into 3% of the cnn's loss.
-    "images.py": "--model cnn --batch_size 128 --learning_rate 3e-4",
-    "gpt.py": "--d_model 128 --num_layers 2 --seq_len 64 --batch_size 32",
+    "images.py": "--model cnn --batch_size 120 --learning_rate 3e-4",
+    "gpt.py": "--d_model 128 --num_layers 2 --seq_len 64 --batch_size 48",
     "text.py": "--model transformer --seq_len 64",
     "translation.py": "--seq_len 16",
     "mnist.py": "--synthetic",
@@ -64,13 +64,14 @@ TINY = {  # of a rehearsal. `data` is a folder.
     "--batch_size 24",
     "text.py": "--dataset tables --data_dir {data} --model transformer --seq_len 8 --batch_size 24",
     "translation.py": "--dataset tables --data_dir {data} --source number --target name "
-    "--model lstm --seq_len 8 --batch_size 24",
+    "--seq_len 8 --batch_size 24",
     "mnist.py": "--data_dir {data}",
     "allreduce.py": "--max_bytes 65536 --seconds 0.01",
 }
 SCRIPT = "singlegpu/images.py"
 AUTOLOAD = "tests/helpers/autoload"
-SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}  # few blocks for each process
+# Each process takes few blocks of the GPU that they share, the only one.
+SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "EMU_DEVICES": "1"}
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "EMU_DEVICES": "0"}
 GPT2 = "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024"
 TINY_GPT2 = "--vocab_size 64 --d_model 16 --n_heads 2 --num_layers 1 --seq_len 16"
@@ -140,6 +141,8 @@ def run(script, words="", count=1, log=True, status=0, **environment):
     """
     *before, script = script.split()
     environment = options.variables | environment
+    if not options.rehearse:
+        environment.pop("EMU_DEVICES", None)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "log.jsonl")
@@ -194,7 +197,7 @@ def write_images(folder, num_images, shape):
 
 def write_tokens(folder, count):
     """Makes the folder a --dataset of random tokens, 0 to 15."""
-    for name, number in (("train", count), ("val", count // 256)):
+    for name, number in (("train", count), ("val", 1 << 14)):
         np.random.randint(16, size=number).astype(np.uint16).tofile(f"{folder}/{name}.bin")
 
 
@@ -231,14 +234,16 @@ def tell_rates(what, sides, rounds=3):
     tell(f"- {what}: {', '.join(f'{name} {value:,.0f}' for name, value in rates.items())}")
 
 
-def check_mnist(count):
+def check_mnist(*counts):
     """The five mnist.py, and their rows."""
     data = options.sizes["mnist.py"]
     words = f"{data} --epochs 1 --batch_size {120 if options.rehearse else 1200}"
-    counts = {"singlegpu": 1, "multigpu": count, "multinode": count}
-    if count > 1 and not options.over_gloo:
-        counts["hybrid"] = count - count % 2
-    outs = [run(f"{each}/mnist.py", words, counts[each], log=False)[1] for each in counts]
+    cases = [("singlegpu", 1)]
+    for count in counts:
+        cases += [("multigpu", count), ("multinode", count)]
+        if count > 1 and not options.over_gloo:
+            cases.append(("hybrid", count - count % 2))
+    outs = [run(f"{folder}/mnist.py", words, count, log=False)[1] for folder, count in cases]
     outs.append(run("quantize/mnist.py", data, log=False)[1])  # what they have saved to mnist.pt
     tell(*[f"- {line}" for out in outs for line in out.splitlines() if line.startswith("|")])
 
@@ -277,7 +282,7 @@ def check_resume(model):
     with copy_of(SCRIPT, fixed) as script, tempfile.TemporaryDirectory() as folder:
         more = f"{words} --snapshot {folder}/run.pt"
         run(script, more, status=os.EX_TEMPFAIL, SIGNAL_AT=f"{int(signal.SIGTERM)} 0 {stop}")
-        step = torch.load(f"{folder}/run.pt", weights_only=True)["progress"]["step"]
+        step = torch.load(f"{folder}/run.pt", "cpu", weights_only=True)["progress"]["step"]
         resumed = run(script, more)[0]
         whole = run(script, words)[0]
     tell(
@@ -425,19 +430,22 @@ def check_hook(count):
 
 def check_allreduce(count):
     """allreduce.py, which also proves the sums."""
-    for folder in ("multigpu", "multinode"):
-        words = options.sizes["allreduce.py"]
-        out = run(f"{folder}/allreduce.py", words, count, log=False)[1]
+    for script in ("multigpu/allreduce.py", "multinode/allreduce.py"):
+        with copy_of(script, ("size = 4096", "size = 256")) as small:
+            script = small if options.rehearse else script
+            out = run(script, options.sizes["allreduce.py"], count, log=False)[1]
         tell(*[f"- {line}" for line in out.splitlines() if line.startswith(("fit:", "beside"))])
 
 
 def check_lost(count, signum, **variables):
-    words = f"{options.sizes['images.py']} {in_rows(1, 24)}"
+    variables["SIGNAL_AT"] = f"{int(signum)} 1 4"
+    words = f"{options.sizes['images.py']} {in_rows(2, 24)}"
     for folder in ("multigpu", "multinode") if signum == signal.SIGKILL else ("multigpu",):
         begin = time.monotonic()
-        signal_at = f"{int(signum)} 1 4"
-        run(f"{folder}/images.py", words, count, status=None, SIGNAL_AT=signal_at, **variables)
+        err = run(f"{folder}/images.py", words, count, status=None, **variables)[2]
         assert time.monotonic() - begin < 90, "the run did not end by itself"
+        told = re.findall("Error.*|.* signal SIG.*", err)
+        tell(f"- it said: {told[-1] if told else 'nothing'}")
 
 
 def check_killed(count):
@@ -506,7 +514,7 @@ def check_gpt(batch):
         f"| {batch} | {speed:,.0f} | {tflops:.3g} | {mfu} | {tflops / plain[0]['matmul']:.1%} | "
         f"{of_loop:,.0f} | {speed / of_loop:.2f} |",
         "",
-        *([PUBLISHED, ""] if batch == 64 else []),
+        *([PUBLISHED, ""] if batch == 8 else []),
     )
 
 
@@ -554,19 +562,17 @@ def photos(count):
     with tempfile.TemporaryDirectory() as folder:
         pixels = 28 if options.rehearse else 224
         write_images(folder, 32 if options.rehearse else count, (3, pixels, pixels))
-        words = f"{options.sizes['images.py']} --learning_rate 1e-4"
-        words += "" if options.rehearse else " --model resnet18 --batch_size 256"
-        yield f"{words} --dataset {folder}"
+        words = f"{options.sizes['images.py']} --dataset {folder} --num_workers 2"
+        yield words if options.rehearse else f"{words} --model resnet18 --batch_size 256"
 
 
 def check_precision(model):
     """A network of many convolutions: fp32, TF32, bf16, channels_last."""
     to_device = "create_model(args, train_data).to(device"
     channels_last = f"{to_device}, memory_format=torch.channels_last"
-    with photos(8192) as words, copy_of(SCRIPT, (to_device, channels_last)) as last:
-        if model == "vgg11":
-            words = large_model(10)
-        words = f"{words} {in_rows(2, 30)} --num_workers 2"
+    flags = photos(8192) if model == "resnet18" else contextlib.nullcontext(large_model(8))
+    with flags as words, copy_of(SCRIPT, (to_device, channels_last)) as last:
+        words = f"{words} {in_rows(2, 30)}"
         sides = {"fp32": (SCRIPT, f"{words} --precision fp32")}
         for precision in ("tf32", "bf16"):
             sides[precision] = (SCRIPT, f"{words} --precision {precision}")
@@ -592,12 +598,16 @@ def check_quantize():
         run("singlegpu/gpt.py", f"{options.sizes['gpt.py']} {in_rows(1, 24)} {words}")
         words = f"{words} --batch_size 32 --rounds 2"
         for more in ("--eager", "--row int8-weights"):  # to compile all rows takes too long
-            out = run("quantize/gpt.py", f"{words} {more}", log=False)[1]
+            variables = {}
+            if options.rehearse:  # emulated, there are no kernels for int8
+                more, variables = f"{more} --eager", ON_CPU
+            out = run("quantize/gpt.py", f"{words} {more}", log=False, **variables)[1]
             tell("", *[line for line in out.splitlines() if line.startswith("|")], "")
 
 
 def attempt(part, check, arguments):
-    name = " ".join([part, check.__name__.removeprefix("check_"), *map(str, arguments)])
+    words = (part, check.__name__.removeprefix("check_"), *map(str, arguments))
+    name = " ".join(dict.fromkeys(words))  # a part's only check has its name
     tell("", f"**{name}**: {check.__doc__.splitlines()[0]}", "")
     try:
         check(*arguments)
@@ -608,9 +618,9 @@ def attempt(part, check, arguments):
         tell(f"- **{name} failed**: {error}")
 
 
-def parts_of(scripts, count):
+def parts_of(scripts, count, batches):
     """Returns {part: its checks, each with its arguments}, for so many GPUs."""
-    by_ranks = (check_curve, check_logger, check_trace, check_hybrid, check_mnist, check_allreduce)
+    by_ranks = (check_curve, check_logger, check_trace, check_hybrid, check_allreduce)
     parts = {"mnist": [(check_mnist, count)]}
     parts["losses"] = [(check_losses, script) for script in scripts]
     parts["time"] = [(check_resume, model) for model in ("mlp", "cnn")]
@@ -622,11 +632,11 @@ def parts_of(scripts, count):
         parts["ddp"] += [(check, count) for check in (*checks, check_killed, check_hung)]
     parts["hybrid"] = [(check_hybrid, count)]
     parts["ranks"] = [(check, ranks) for ranks in (2, 4) for check in by_ranks]
-    parts["ranks"] += [(check_killed, 2), (check_hung, 2)]
-    parts["gpt"] = [(check_gpt, batch) for batch in (8, 32, 64)]
+    parts["ranks"] += [(check_mnist, 2, 4), (check_killed, 2), (check_hung, 2)]
+    parts["gpt"] = [(check_gpt, batch) for batch in batches["gpt"]]
     parts["attention"] = [(check_attention,)]
     parts["attention"] += [(check_shapes, each) for each in scripts if each[0] == "t"]
-    parts["cnn"] = [(check_cnn, batch) for batch in (64, 256)]
+    parts["cnn"] = [(check_cnn, batch) for batch in batches["cnn"]]
     parts["precision"] = [(check_precision, model) for model in ("vgg11", "resnet18")]
     parts["loading"] = [(check_loading,)]
     parts["quantize"] = [(check_quantize,)]
@@ -668,11 +678,15 @@ def main(words=None):
     parser.add_argument("--rehearse", action="store_true", help="at tiny sizes, on emulated GPUs")
     parser.add_argument("--out", default="gpu.md", help="file to append to")
     options = parser.parse_args(words)
+    failures.clear()
     gpu = torch.accelerator.current_accelerator(check_available=True)
     count = 2 if options.rehearse else torch.accelerator.device_count()
     scripts = ["images.py", "gpt.py", "text.py", "translation.py"]
     has_datasets = importlib.util.find_spec("datasets")
-    parts = parts_of(scripts if has_datasets else scripts[:2], count)
+    batches = {"gpt": (8, 32, 64), "cnn": (64, 256)}
+    if options.rehearse:  # each command once
+        batches = {"gpt": (8,), "cnn": (64,)}
+    parts = parts_of(scripts if has_datasets else scripts[:2], count, batches)
     names = options.only.split(",") if options.only else [*parts]
     if unknown := [name for name in names if not checks_of(parts, name)]:
         parser.error(f"--only: {', '.join(unknown)} is no part; they are {', '.join(parts)}")
@@ -683,7 +697,6 @@ def main(words=None):
     options.out = os.path.abspath(options.out)
     options.name = torch.get_device_module(gpu).get_device_name() if gpu else "emulated GPU"
     options.execute, options.variables, options.sizes = execute, {}, SHORT
-    options.timeout, options.over_gloo = 600, False
     nccl = gpu and gpu.type == "cuda" and torch.cuda.nccl.version()
     versions = f"torch {torch.__version__}" + (f", NCCL {'.'.join(map(str, nccl))}" if nccl else "")
     tell("", f"## {count} x {options.name}, {versions}, {date.today()}", "")
@@ -697,18 +710,20 @@ def main(words=None):
         options.folder = folder
         if options.rehearse:
             set_up_rehearsal(Path(folder, "data"))
+        own_variables = options.variables
         for name in names:
             begin = time.monotonic()
-            if name.startswith("ranks"):
-                if count > 1 and not options.rehearse:
-                    tell("", "- left out: ranks, which is for a machine with one GPU")
-                    continue
-                options.variables |= SHARING | ({"EMU_DEVICES": "1"} if options.rehearse else {})
-                options.timeout = 150
-                if nccl and (nccl < (2, 30) or torch.version.hip):
-                    tell("", "- ranks runs over gloo: only NCCL 2.30 lets processes share a GPU")
-                    tell("- left out: pipelines and hybrid/mnist.py, as gloo cannot send from GPUs")
-                    options.variables["OVER_GLOO"], options.over_gloo = "1", True
+            is_shared = name.startswith("ranks")
+            if is_shared and count > 1 and not options.rehearse:
+                tell("", "- left out: ranks, which is for a machine with one GPU")
+                continue
+            options.variables = own_variables | (SHARING if is_shared else {})
+            options.timeout = 150 if is_shared else 600  # seconds
+            options.over_gloo = bool(is_shared and nccl and (nccl < (2, 30) or torch.version.hip))
+            if options.over_gloo:
+                options.variables["OVER_GLOO"] = "1"
+                tell("", "- ranks runs over gloo: only NCCL 2.30 lets processes share a GPU")
+                tell("- left out: pipelines and hybrid/mnist.py, as gloo cannot send from a GPU")
             for check, arguments in checks_of(parts, name):
                 attempt(name.partition(":")[0], check, arguments)
             tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
