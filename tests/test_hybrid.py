@@ -4,14 +4,13 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import CONSTANT, ROOT, TIMEOUT, assert_same_weights, curve, load, rows, saved_at
+from conftest import CONSTANT, ROOT, assert_same_weights, curve, load, rows, saved_at
 from conftest import wait_for, wait_for_saves
+from fork_server import run_all
 
 IMAGES, PIPELINE, FSDP = "hybrid/images.py", "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
 MNIST = "--dataset mnist --batch_size 24 --learning_rate 3e-4"
@@ -45,7 +44,7 @@ def logged(run, tmp_path):
 
 def test_images_one_loss_curve(logged, images):
     """Split by layers, on two and on 2 x 2 processes: the losses of singlegpu."""
-    base = [*images, "--model", "cnn", "--max_steps", 8, "--eval_every", 4]
+    base = [*images, "--model", "cnn", "--max_steps", 6, "--eval_every", 3]
     one = logged("singlegpu/images.py", *base)
     for processes, parts in ((2, 3), ((2, 2), 1)):
         more = ("--num_stages", 4, "--grad_accum_steps", parts)
@@ -159,7 +158,8 @@ def as_file(tmp_path):
         (newest,) = snapshot.glob("step-*")
         path = tmp_path / f"{snapshot.name}.file"
         convert = "-m torch.distributed.checkpoint.format_utils dcp_to_torch".split()
-        subprocess.run([sys.executable, *convert, newest, path], check=True, timeout=TIMEOUT)
+        [(status, _, err)] = run_all([[*convert, newest, path]], [{}], tmp_path)
+        assert status == 0, err
         return path
 
     return as_file
@@ -171,8 +171,8 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
 ):
     """All processes are told to stop: the weights of an undisturbed run, and the scale of fp16."""
     whole, cut, log = (tmp_path / name for name in ("whole.pt", "cut.pt", "cut.jsonl"))
-    task = [*images, "--model", "mlp"] if script == IMAGES else words
-    base = [*task, "--dropout", 0.1, "--precision", "fp16", "--max_steps", 24, "--eval_every", 4]
+    task = [*images, "--model", "mlp"] if script == IMAGES else [*words, "--num_layers", 2]
+    base = [*task, "--dropout", 0.1, "--precision", "fp16", "--max_steps", 12, "--eval_every", 2]
     job = fork(script, *base, "--snapshot", cut, processes=2)
     wait_for_saves(job, cut, chance.randint(1, 3) + (script == FSDP))  # whose folder comes first
     for each in job.forks:  # a launcher's signal reaches each process
@@ -180,16 +180,15 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     status, out, err = job.wait()
     assert status == os.EX_TEMPFAIL, err
     wait_for(lambda: not job.processes())
-    step = int(re.search(r"stopped at step (\d+) of 24, saved", out)[1])
-    for words in (base, [*base, "--log", log], [*base, "--log", log])[1:]:
-        out = run(script, *words, "--snapshot", cut, processes=2)
-    assert "steps 24 to 24" in out, "the third time, nothing is left to do"
-    first = step if step % 4 == 0 else step + 4 - step % 4
-    assert [row["step"] for row in rows(log)[::2]] == [*range(first, 25, 4)]
+    step = int(re.search(r"stopped at step (\d+) of 12, saved", out)[1])
+    for _ in range(2):
+        out = run(script, *base, "--snapshot", cut, "--log", log, processes=2)
+    assert "steps 12 to 12" in out, "the second time, nothing is left to do"
+    assert [row["step"] for row in rows(log)[::2]] == [*range(step + step % 2, 13, 2)]
     run(script, *base, "--snapshot", whole, processes=2)
     assert_same_weights(as_file(cut), as_file(whole))
     files = [next(path.glob("step-*/run.pt")) if path.is_dir() else path for path in (cut, whole)]
-    assert load(files[0])["scaler"] == load(files[1])["scaler"] and load(files[0])["step"] == 24
+    assert load(files[0])["scaler"] == load(files[1])["scaler"] and load(files[0])["step"] == 12
 
 
 def test_models_that_cannot_be_split_are_named(refused, images, changed):
