@@ -38,12 +38,12 @@ lint: .venv/installed
 	.venv/bin/ruff format --check .
 	$(RUN) tests/check_copies.py
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --requirement requirements.txt
+	.venv/bin/pip install --quiet '.[dev]'
 	touch $@
 
-.venv-$(TORCH)/installed: requirements.txt
+.venv-$(TORCH)/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$(TORCH)
-	.venv-$(TORCH)/bin/pip install --quiet torch==$(TORCH) --requirement requirements.txt
+	.venv-$(TORCH)/bin/pip install --quiet torch==$(TORCH) '.[dev]'
 	touch $@
