@@ -1,6 +1,8 @@
 """Tell the class of photographs by a network that images.py has trained on photographs.
 
     python examples/predict_photo.py photos.pt cat.jpg dog.jpg
+
+The snapshot has the flags of the training and the names of the classes.
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""Show a --log in TensorBoard. Weights & Biases and Trackio: see the last line.
+"""Show a --log, of rank 0, in TensorBoard.
 
     python examples/show_log.py run.jsonl runs/my_run
     tensorboard --logdir runs
+
+The last line has what Weights & Biases and Trackio want in its place.
 """
 
 import json

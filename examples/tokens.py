@@ -2,6 +2,8 @@
 
     python examples/tokens.py my.txt --vocab_size 8192
     python multigpu/gpt.py --dataset my_tokens --vocab_size 8192
+
+The tokenizer is there, too: it makes text of the ids that --sample prints.
 """
 
 import argparse
@@ -18,7 +20,7 @@ args = parser.parse_args()
 (out := Path(args.out)).mkdir(parents=True, exist_ok=True)
 tokenizer = ByteLevelBPETokenizer()
 tokenizer.train([args.text], vocab_size=args.vocab_size)
-tokenizer.save(str(out / "tokenizer.json"))  # to make text of the ids that --sample prints
+tokenizer.save(str(out / "tokenizer.json"))
 ids = np.array(tokenizer.encode(Path(args.text).read_text(encoding="utf-8")).ids, np.uint32)
 num_val = len(ids) // 10
 np.save(out / "train.npy", ids[:-num_val])
