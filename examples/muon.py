@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024) for the matrices of the blocks of gpt.py, AdamW for all else.
 
-Paste it over create_optimizer of gpt.py, but not of hybrid. With two optimizers of your own, such
-as those of a generator and a discriminator, take Several.
+Paste it over create_optimizer of gpt.py (not in hybrid, where weights are divided). Several takes
+any optimizers, such as those of a generator and a discriminator.
 """
 
 
@@ -23,8 +23,10 @@ class Several(torch.optim.Optimizer):
 
 def create_optimizer(model, args):
     """Returns both. Scaled like AdamW's, the steps of Muon want AdamW's learning rate."""
-    is_hidden = {p: "blocks." in name and p.dim() == 2 for name, p in model.named_parameters()}
-    hidden = [p for p in is_hidden if is_hidden[p]]
-    others = [p for p in is_hidden if not is_hidden[p]]
+    hidden, others = [], []
+    for name, parameter in model.named_parameters():
+        is_hidden = name.startswith("blocks.") and parameter.dim() == 2
+        (hidden if is_hidden else others).append(parameter)
     muon = torch.optim.Muon(hidden, args.learning_rate, adjust_lr_fn="match_rms_adamw")
-    return Several(muon, torch.optim.AdamW(others, args.learning_rate, (0.9, 0.99), fused=True))
+    adamw = torch.optim.AdamW(others, args.learning_rate, (0.9, 0.99), weight_decay=0.0, fused=True)
+    return Several(muon, adamw)
