@@ -76,7 +76,7 @@ def main(args):
     model = nn.Sequential(nn.Flatten(), *layers)
     model = (model[:3] if stage == 0 else model[3:]).to(device)  # the layers of this stage
     model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
-    for weights in model.parameters():  # backward ends when the last has its gradient
+    for weights in model.parameters():  # the last of these marks ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 

@@ -45,7 +45,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    for weights in model.parameters():  # backward ends when the last has its gradient
+    for weights in model.parameters():  # the last of these marks ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
