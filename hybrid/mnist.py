@@ -75,8 +75,7 @@ def main(args):
     # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
-    model = nn.Sequential(nn.Flatten(), *layers)
-    model = (model[:3] if stage == 0 else model[3:]).to(device)  # the layers of this stage
+    model = nn.Sequential(nn.Flatten(), *layers)[3 * stage : 3 * stage + 3].to(device)  # its layers
     model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
     for weights in model.parameters():  # the last of these marks ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
@@ -94,8 +93,7 @@ def main(args):
                 activations = model(images)  # (B, 512)
                 mark("forward")
                 dist.send(activations.detach(), rank + 1)  # only values: no graph
-                gradients = torch.empty_like(activations)
-                dist.recv(gradients, rank + 1)
+                dist.recv(gradients := torch.empty_like(activations), rank + 1)
                 mark("bubble")  # sending, and waiting for the other stage
                 activations.backward(gradients)  # continues stage 1's backward pass
                 mark("comm")  # how much longer the averaging took than the gradients
