@@ -307,8 +307,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     shard(model, device, args)
     add_marks(model)
     # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
-    resting = [part for part in model.modules() if not part.training]
-    set_training(model, resting if model.training else [])
+    resting = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in resting:
+        part.training = False
     optimizer = create_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
@@ -486,13 +488,6 @@ def set_seeds(*numbers):
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
     if ON_GPU and not torch.utils.data.get_worker_info():
         torch.get_device_module().manual_seed(seed)
-
-
-def set_training(model, resting):
-    """Calls model.train(), but keeps these parts in eval()."""
-    model.train()
-    for part in resting:
-        part.training = False
 
 
 def fingerprint_of(data, args):
@@ -685,7 +680,7 @@ def evaluate(model, data, device, autocast, args):
     num_batches = min(math.ceil(len(data) / world_size / size), len(data) // world_size)
     pieces = np.array_split(share, num_batches)
     requests = (((args.seed,), piece.tolist()) for piece in pieces)
-    resting = [part for part in model.modules() if not part.training]
+    in_training = [part for part in model.modules() if part.training]
     model.eval()
     sums = Counter()
     for number, batch in enumerate(load_batches(data, requests, device, args)):
@@ -694,7 +689,8 @@ def evaluate(model, data, device, autocast, args):
             _, batch_sums = batch_loss(model, batch, args)
         sums.update(as_tensors(batch_sums))
     model.reshard()  # else what is in no block stays whole until a backward pass
-    set_training(model, resting)
+    for part in in_training:
+        part.training = True
     return add_up(sums, device)
 
 

@@ -429,8 +429,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)  # whole, and on the CPU
     # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
-    resting = [part for part in model.modules() if not part.training]
-    set_training(model, resting if model.training else [])
+    resting = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in resting:
+        part.training = False
     stage = Stage(model, rank % args.num_stages, args).to(device)  # its parameters are the model's
     own = {*stage.parameters()}
     for part in model.modules() if rank > 0 else ():  # rank 0 keeps the other stages, to save them
@@ -609,13 +611,6 @@ def set_seeds(*numbers):
         torch.get_device_module().manual_seed(seed)
 
 
-def set_training(model, resting):
-    """Calls model.train(), but keeps these parts in eval()."""
-    model.train()
-    for part in resting:
-        part.training = False
-
-
 def fingerprint_of(data, args):
     """Returns the length of the data, and a checksum of three samples and the first order."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
@@ -763,7 +758,7 @@ def evaluate(schedule, stage, sums, data, group, device, args):
     size = args.batch_size // world_size  # as in training
     pieces = (share[start : start + size] for start in range(0, len(share), size))
     requests = (((args.seed,), list(piece)) for piece in pieces)
-    resting = [part for part in stage.modules() if not part.training]
+    in_training = [part for part in stage.modules() if part.training]
     stage.eval()
     sums.clear()
     for number, (tokens, targets) in enumerate(load_batches(data, requests, device, args)):
@@ -772,7 +767,8 @@ def evaluate(schedule, stage, sums, data, group, device, args):
         tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
         targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
         pass_batch(schedule.eval, stage, tokens, targets)
-    set_training(stage, resting)
+    for part in in_training:
+        part.training = True
     return add_up(sums, device)
 
 

@@ -283,8 +283,10 @@ def main(args):
     set_seeds(args.seed)  # the same weights in each run
     model = create_model(args, train_data).to(device)
     # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
-    resting = [part for part in model.modules() if not part.training]
-    set_training(model, resting if model.training else [])
+    resting = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in resting:
+        part.training = False
     optimizer = create_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
@@ -429,13 +431,6 @@ def set_seeds(*numbers):
         torch.get_device_module().manual_seed(seed)
 
 
-def set_training(model, resting):
-    """Calls model.train(), but keeps these parts in eval()."""
-    model.train()
-    for part in resting:
-        part.training = False
-
-
 def fingerprint_of(data, args):
     """Returns the length of the data, and a checksum of three samples and the first order."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
@@ -547,7 +542,7 @@ def evaluate(model, compiled_model, data, device, autocast, args):
     share = range(len(data))
     pieces = (share[start : start + size] for start in range(0, len(share), size))
     requests = (((args.seed,), list(piece)) for piece in pieces)
-    resting = [part for part in model.modules() if not part.training]
+    in_training = [part for part in model.modules() if part.training]
     model.eval()
     sums = Counter()
     for number, batch in enumerate(load_batches(data, requests, device, args)):
@@ -555,7 +550,8 @@ def evaluate(model, compiled_model, data, device, autocast, args):
         with autocast:
             _, batch_sums = batch_loss(compiled_model, batch, args)
         sums.update(as_tensors(batch_sums))
-    set_training(model, resting)
+    for part in in_training:
+        part.training = True
     return {name: float(value) for name, value in sums.items()}
 
 
