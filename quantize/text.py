@@ -225,7 +225,7 @@ def load_trained(args):
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     train_data, data = read_data(args)
-    if len(train_data) != snapshot["progress"]["fingerprint"][0]:
+    if len(train_data) != snapshot["progress"].get("fingerprint", [len(train_data)])[0]:
         sys.exit(f"{args.dataset} is not what it was in training: its words have other numbers now")
     args.classes = data.classes
     model = create_empty(args)

@@ -21,6 +21,7 @@ import math
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import sysconfig
@@ -632,9 +633,7 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    # getrusage() would count the memory of the process that has started this one, too.
-    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
-    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
     if HAS_EVENTS:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

@@ -19,6 +19,7 @@ import math
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import textwrap
@@ -110,10 +111,7 @@ def read_images(args, split):
 
 def read_photo(path):
     """Returns a photo as people see it: upright, and on white where it is transparent."""
-    try:
-        photo = ImageOps.exif_transpose(Image.open(path))
-    except OSError as error:  # whose text does not name the file
-        raise OSError(f"{path}: {error}") from error
+    photo = ImageOps.exif_transpose(Image.open(path))
     if photo.mode.startswith(("I", "F")):  # convert() would clip these
         raise ValueError(f"{path} has more than 8 bits a channel. make_images.py scales 16 bits")
     if photo.has_transparency_data:
@@ -169,8 +167,9 @@ def create_model(args, data):
         sys.exit(f"there are no pretrained weights of {args.model}: name a network of torchvision")
     if args.model == "mlp":
         layers = [nn.Flatten(), nn.Linear(channels * height * width, 512), nn.ReLU()]
-        layers += [nn.Linear(512, 512), nn.ReLU(), nn.Dropout(args.dropout)]
-        return nn.Sequential(*layers, nn.Linear(512, num_classes))
+        layers += [nn.Linear(512, 512), nn.ReLU()]
+        layers += [nn.Dropout(args.dropout), nn.Linear(512, num_classes)]
+        return nn.Sequential(*layers)
     if args.model == "cnn":  # the network of pytorch/examples/mnist, with one dropout
         layers = [nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()]
         layers += [nn.MaxPool2d(2), nn.Flatten()]
@@ -669,9 +668,7 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    # getrusage() would count the memory of the process that has started this one, too.
-    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
-    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
     if HAS_EVENTS:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

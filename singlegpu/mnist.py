@@ -6,6 +6,7 @@ Compare it with the others by `diff`. images.py adds snapshots, mixed precision,
 """
 
 import argparse
+import os
 import time  # for mark()
 
 import torch
@@ -96,4 +97,6 @@ if __name__ == "__main__":
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=240, help="images per step")
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        parser.error("each task would train alone: use slurm/multinode_mnist.slurm")
     main(parser.parse_args())

@@ -12,7 +12,6 @@ import torch
 from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, curve, free_port, rows
 from fork_server import run_all
 from PIL import Image
-from test_models import module
 from torchvision.models import ResNet18_Weights, resnet18
 
 TINY = {  # how a command begins: flags that make it small. The first that fits counts.
@@ -176,22 +175,6 @@ def test_deprecations_do_not_fail(run, tmp_path):
     script.write_text("import warnings\nwarnings.warn('wrong value', RuntimeWarning)")
     with pytest.raises(AssertionError, match="RuntimeWarning: wrong value"):
         run(script)
-
-
-def test_gpu_dry_run(run, tmp_path):
-    """What a GPU would run can be printed; the texts that it replaces in copies are there."""
-    out = run("tests/gpu.py", "--dry_run", "--out", tmp_path / "gpu.md")
-    assert out.count("\npython ") > 60, out
-    assert not (tmp_path / "gpu.md").exists()
-
-
-def test_peaks_are_of_this_card():
-    """A name that contains that of another card has no peak of its own."""
-    peak_of = module("tests/gpu.py").peak_of
-    assert peak_of("NVIDIA H100 80GB HBM3") == 989 and peak_of("NVIDIA H100 PCIe") == 756
-    assert peak_of("NVIDIA L40S") == 362 and peak_of("NVIDIA A100-SXM4-80GB") == 312
-    for name in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA RTX 4090 Laptop GPU"):
-        assert peak_of(name) is None, name
 
 
 def block_with(word):

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 from conftest import ROOT, assert_same_weights, replaced, rows
 from PIL import Image
-from test_data import TEXT, fails, write_folders, write_texts
+from test_data import TEXT, fails, write_texts
 
 OPTIMIZER = "return torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)"
 TURNED = """parameters = [*model.parameters()][:: -1 if os.path.exists(args.snapshot) else 1]
@@ -35,15 +35,10 @@ def test_memory_is_that_of_the_process(start, table_band, paste, tmp_path):
     assert all(row["peak_MB"] < 1500 for row in rows(log))
 
 
-def test_photos(attempt, run, tmp_path):
-    """A broken photo is named, and so is what was made of photos and is read in their place."""
-    for split in ("train", "val"):
-        write_folders(tmp_path / "photos" / split)
-    broken = tmp_path / "photos/train/class1/7.png"
-    broken.write_bytes(broken.read_bytes()[:45])
-    words = ("singlegpu/images.py", "--model", "mlp", "--batch_size", 40, "--image_size", 8)
-    words += ("--max_steps", 1, "--data_dir", tmp_path / "data", "--dataset")
-    fails(attempt, f"{broken}: ", *words, tmp_path / "photos")
+def test_files_made_of_photos_are_named(run, tmp_path):
+    """They are read in place of a folder of photos of the same name, and may be older."""
+    words = ("singlegpu/images.py", "--model", "mlp", "--batch_size", 40, "--max_steps", 1)
+    words += ("--data_dir", tmp_path / "data", "--dataset")
     (made := tmp_path / "data/photos").mkdir(parents=True)
     for split in ("train", "test"):
         np.save(made / f"{split}_images.npy", np.zeros((40, 1, 8, 8), np.uint8))
