@@ -41,8 +41,8 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = """test_slurm test_emulator test_launchers test_hybrid test_training test_stops test_mnist
-    test_project test_habits test_quantize test_flags test_benchmark test_examples""".split()
+LONGEST = """test_slurm test_emulator test_gpu test_launchers test_hybrid test_training test_stops
+    test_mnist test_project test_habits test_quantize test_flags test_benchmark test_examples""".split()
 
 
 def pytest_configure(config):

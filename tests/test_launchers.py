@@ -180,6 +180,7 @@ def test_each_script_has_help_and_names_its_launch(tmp_path):
         assert status in (1, 2) and "torchrun" in err and "Traceback" not in err, (script, err)
     names = [f"{folder}/{task}.py" for folder in ("singlegpu", "multigpu") for task in TASKS]
     tasks = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
-    for script, (status, _, err) in all_ended([*names, "multigpu/mnist.py"], tasks):
+    names += ["singlegpu/mnist.py", "multigpu/mnist.py"]
+    for script, (status, _, err) in all_ended(names, tasks):
         told = f"use slurm/multinode_{Path(script).stem}.slurm"
         assert status in (1, 2) and told in err and "Traceback" not in err, (script, err)
