@@ -398,7 +398,7 @@ def test_validation_is_of_what_is_saved(run, tmp_path):
     """With BatchNorm, too, whose statistics differ between the processes while they train."""
     folder = write(tmp_path / "small", (16, 16), (48, 20))  # without channels
     log, snapshot = tmp_path / "log.jsonl", tmp_path / "s.pt"
-    words = ("--dataset", folder, "--model", "resnet18", "--batch_size", 24, "--epochs", 2)
+    words = ("--dataset", folder, "--model", "resnet18", "--batch_size", 24, "--epochs", 1)
     run("multigpu/images.py", *words, "--snapshot", snapshot, "--log", log, processes=3)
     args = namespace(model="resnet18", dataset=str(folder), data_dir="data", pretrained=False)
     _, val_data = images.read_data(args)

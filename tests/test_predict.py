@@ -166,19 +166,20 @@ def test_any_number_of_processes_and_nodes(tmp_path):
     """A link measured with all GPUs of each node is taken as it is, at that number."""
     log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, device="H100", epochs=3))
     whole = link(tmp_path / "w", 6, 0.01, 1e8, nodes=2, device="H100")
-    text, strong, *_, ask = predicted(log, whole, "--processes", 3, 6, 12)
-    assert [row["processes"] for row in strong] == ["3", "6", "12"]
-    assert [row["link"] for row in strong] == ["from 6", "measured", "from 6"]
-    assert [row["local batch"] for row in strong] == ["21", "11", "5"]
-    assert "64 is no multiple of 3, 6, 12" in text
+    text, strong, *_, ask = predicted(log, whole, "--processes", 3, 5, 6, 12)
+    assert [row["processes"] for row in strong] == ["3", "5", "6", "12"]
+    assert [row["link"] for row in strong] == ["from 6", "from 6", "measured", "from 6"]
+    assert [row["local batch"] for row in strong] == ["21", "13", "11", "5"]
+    assert [row["nodes"] for row in ask] == ["1", "1", "2", "2", "4"]
+    assert "64 is no multiple of 3, 5, 6, 12" in text
     assert text.index("Not to be trusted") < text.index("## predicted"), "doubts come first"
     for nodes in 1, 2, 4:
         words = f"sbatch --nodes={nodes} --gpus-per-node=3 --ntasks-per-node=3 --time="
         assert words in text and "slurm/multinode_images.slurm" in text
     # 30 steps, and the warmup of 5 s; 3 validations of 1 s are shared.
-    step = float(strong[1]["ms a step"]) / 1000
+    step = float(strong[2]["ms a step"]) / 1000
     hours = 6 * (30 * step + 5 + 3 / 6) / 3600
-    assert float(ask[2]["device-hours"]) == pytest.approx(hours, rel=0.01)
+    assert float(ask[3]["device-hours"]) == pytest.approx(hours, rel=0.01)
     between = link(tmp_path / "b", 6, 1e-5, 1e8, nodes=2, device="H100")
     _, strong, *_ = predicted(log, between)
     assert [row["processes"] for row in strong] == ["2", "3", "6", "12", "24", "48"]
