@@ -9,7 +9,8 @@ The model need not fit on one GPU. With 4 processes and --shard_size 2, ranks 0 
 and 2 and 3 another: each holds half of each weight, of its gradient and of its optimizer state. For
 its pass, a block is made whole by an all-gather. After its backward pass, a reduce-scatter leaves
 each process its half of the gradients, which an all-reduce averages over the copies. While it
-starts, a process holds the whole model in RAM; with --grad_accum_steps, whole gradients, too.
+starts, a process holds the whole model in RAM. With --grad_accum_steps, it keeps whole gradients on
+its device. With --precision bf16, all activations are in bf16, here also the sums of the blocks.
 
 In the folder of --snapshot, each process writes its shards while the training goes on. This makes a
 file of them, which the other gpt.py take. Do so with your own alone: it executes what it finds.
@@ -213,15 +214,16 @@ def finish(model, data, args, device):
     print(bytes(ids).decode(errors="replace") if is_text else ids)
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls the eight functions of the task. ====
+# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMM_HOOKS = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # the flags that may differ in a resumed run. All others must stay the same.
+MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
     "data_dir snapshot init_from log sample shard_size checkpoint_activations"
 ).split()
+STEP_FOLDER = "step-" + 9 * "[0-9]"  # the pattern of a snapshot's name
 
 
 def parse_run_args(parser, **defaults):
@@ -261,7 +263,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
     if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
@@ -277,7 +279,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend)  # meets all. With a device_id, few backends have new groups.
+    dist.init_process_group(backend)  # meets all. With a device_id, a mesh needs groups that split.
     cpu_group = dist.new_group(backend="gloo")  # for barriers, and for the thread that saves
     if rank > 0:
         check_args(args, world_size)
@@ -304,8 +306,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         load_weights(model, args)
     shard(model, device, args)
     add_marks(model)
-    resting = [part for part in model.modules() if not part.training]  # these stay in eval()
-    set_training(model, resting if model.training else [])
+    # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    resting = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in resting:
+        part.training = False
     optimizer = create_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
@@ -313,7 +318,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The step of the last row, and the sums since then.
+    # A row: the means since the row before, and validation. Here its step, and the sums since then.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if newest:
         snapshot = torch.load(newest / "run.pt", "cpu", weights_only=True)
@@ -366,6 +371,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             mark("comm")
             count_marks(is_warmup=step <= first_step + 3)
             is_stopped = totals.pop("/stops") > 0
+            if saving and saving.done():
+                saving.result()  # raises what went wrong, such as a full disk
             speed = (step - look_step) * world_size / totals.pop("/seconds")  # steps/s
             if not math.isfinite(totals["loss"]):
                 sys.exit(f"the loss is not finite at step {step}")
@@ -377,13 +384,15 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     saving = save_shards(parts, progress, saving, cpu_group, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # else the resumed run begins with it
+                if is_row and not is_stopped:  # a run that was stopped here resumes by validating
                     val_totals = evaluate(model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
                 if args.snapshot and (is_stopped or step >= num_steps):
-                    save_run(parts, progress, saving, args)  # then the same command does nothing
+                    save_run(
+                        parts, progress, saving, cpu_group, args
+                    )  # with the row; waits for the shards
                     mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
                 rate = float(optimizer.param_groups[0]["lr"])
@@ -406,7 +415,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             model.set_requires_gradient_sync(is_last)  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(model, batch, args)
-            sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+            sums.update(as_tensors(batch_sums))
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
@@ -433,7 +442,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     dist.barrier(cpu_group)  # a process that leaves early can make the others fail
     dist.destroy_process_group()
     if rank == 0 and is_stopped:
-        has_saved = args.snapshot and step > first_step  # else another start would not help, either
+        has_saved = args.snapshot and step > first_step  # after no step, a job would loop
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends all when one fails: let the others end first
@@ -448,7 +457,7 @@ def shard(model, device, args):
     for block in model.blocks:
         if args.compile:
             block.forward = torch.compile(block.forward)
-        if args.checkpoint_activations:  # block.compile() would leave out what is in it
+        if args.checkpoint_activations:  # block.compile() would not compile what is in checkpoint()
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block.to(device), mesh=mesh, mp_policy=policy)
     fully_shard(model.to(device), mesh=mesh, mp_policy=policy)
@@ -465,7 +474,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. They block SIGTERM, so at its exit Python would wait for them forever."""
+    """Kills the workers. load_batches() let them block SIGTERM, so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -481,18 +490,13 @@ def set_seeds(*numbers):
         torch.get_device_module().manual_seed(seed)
 
 
-def set_training(model, resting):
-    """Calls model.train(), but keeps these parts in eval()."""
-    model.train()
-    for part in resting:
-        part.training = False
-
-
 def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples, read under the same seed."""
+    """Returns the length of the data, and a checksum of three samples and the first order."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
     samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # addresses in memory differ
+    set_seeds(args.seed)
+    order = np.asarray(training_order(data, args, epoch=0))  # of a long one, str() takes the ends
+    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses in memory differ
     return [len(data), zlib.crc32(text.encode())]
 
 
@@ -523,20 +527,21 @@ def check_weights(model, step):
 
 def load_weights(model, args):
     """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+    weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
     left_out = sorted(shapes.keys() - fitting.keys())
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and left_out:
-        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
+        names = ", ".join(left_out)
+        print(f"{len(left_out)} are not in {args.init_from}, or in another shape: {names:.60}")
     model.load_state_dict(fitting, strict=False)
 
 
 def newest_snapshot(args):
     """Returns the folder of the newest snapshot, if there is one. DCP writes .metadata last."""
-    complete = Path(args.snapshot).glob("step-*/.metadata") if args.snapshot else ()
+    complete = Path(args.snapshot).glob(f"{STEP_FOLDER}/.metadata") if args.snapshot else ()
     return max((path.parent for path in complete), default=None)
 
 
@@ -557,7 +562,7 @@ def load_shards(model, optimizer, folder, group):
     """Loads the shards of this process, of which another number of processes may have saved."""
     with open(folder / ".metadata", "rb") as file:
         MetadataUnpickler(file).load()  # dcp.load() would execute what it finds in it
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # that it loads the rest as data
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # then it executes nothing of the rest
     weights, moments = get_state_dict(model, optimizer)
     states = {"model": weights, "optimizer": moments}
     dcp.load(states, checkpoint_id=folder, process_group=group)  # in place
@@ -566,27 +571,30 @@ def load_shards(model, optimizer, folder, group):
 
 def save_shards(parts, progress, saving, group, args):
     """Starts a thread that writes the shards of this process. Returns its future."""
-    folder, snapshot = save_run(parts, progress, saving, args)
+    folder, snapshot = save_run(parts, progress, saving, group, args)
     states = get_state_dict(parts["model"], parts["optimizer"])
     snapshot |= {"model": states[0], "optimizer": states[1]}
     return dcp.async_save(snapshot, checkpoint_id=folder, process_group=group)
 
 
-def save_run(parts, progress, saving, args):
-    """Saves what is no shard, after the last snapshot is complete. Returns its folder, and it."""
+def save_run(parts, progress, saving, group, args):
+    """Writes run.pt, once the last snapshot is complete. Returns the folder and what it wrote."""
     if saving:
-        saving.result()  # waits
+        saving.result()  # waits, and raises what went wrong
     folder = Path(args.snapshot, f"step-{progress['step']:09}")
-    scaler = parts["scaler"].state_dict() or {"enabled": False}  # DCP leaves out what is empty
+    scaler = parts["scaler"].state_dict() or {"enabled": False}  # DCP leaves out an empty dict
     run = {"scaler": scaler, "progress": progress, "settings": args.settings}
     if dist.get_rank() == 0:
-        for old in {*Path(args.snapshot).glob("step-*")} - {newest_snapshot(args)}:
-            shutil.rmtree(old)  # it is older, or half written
+        for old in {*Path(args.snapshot).glob(STEP_FOLDER)} - {newest_snapshot(args)}:
+            shutil.rmtree(old, ignore_errors=True)  # it is older, or half written
         folder.mkdir(exist_ok=True)
         with open(folder / "run.tmp", "wb") as file:
             torch.save(run, file)
             os.fsync(file.fileno())
         os.replace(folder / "run.tmp", folder / "run.pt")
+    dist.barrier(group)  # the others wait
+    if not (folder / "run.pt").exists():
+        sys.exit(f"{args.snapshot} must be on a disk that all machines share")
     return folder, run
 
 
@@ -646,6 +654,12 @@ def to_device(part, device):
     return part.to(device) if hasattr(part, "to") else part
 
 
+def as_tensors(sums):
+    """Returns these sums as tensors to which much can be added. In bfloat16, 256 + 1 is 256."""
+    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
+    return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+
+
 def add_up(sums, device):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
     totals = torch.tensor([float(value) for value in sums.values()], device=device)
@@ -657,7 +671,7 @@ def add_up(sums, device):
 def evaluate(model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
-        if buffer.is_contiguous():  # in expanded ones, broadcast() would overwrite shared memory
+        if buffer.is_contiguous():  # in an expanded one, numbers share memory
             dist.broadcast(buffer, src=0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = range(rank, len(data), world_size)
@@ -666,16 +680,17 @@ def evaluate(model, data, device, autocast, args):
     num_batches = min(math.ceil(len(data) / world_size / size), len(data) // world_size)
     pieces = np.array_split(share, num_batches)
     requests = (((args.seed,), piece.tolist()) for piece in pieces)
-    resting = [part for part in model.modules() if not part.training]
+    in_training = [part for part in model.modules() if part.training]
     model.eval()
     sums = Counter()
     for number, batch in enumerate(load_batches(data, requests, device, args)):
         set_seeds(args.seed, rank, number)  # the same in each validation
         with autocast:
             _, batch_sums = batch_loss(model, batch, args)
-        sums.update(batch_sums)
+        sums.update(as_tensors(batch_sums))
     model.reshard()  # else what is in no block stays whole until a backward pass
-    set_training(model, resting)
+    for part in in_training:
+        part.training = True
     return add_up(sums, device)
 
 
@@ -720,6 +735,10 @@ def check_args(args, world_size):
     args.shard_size = args.shard_size or world_size
     if args.shard_size < 1 or world_size % args.shard_size:
         sys.exit(f"--shard_size must divide the number of processes, {world_size}")
+    if args.comm_hook != "none" and args.grad_accum_steps > 1:
+        sys.exit(
+            "FSDP would add up micro-batches in the type of --comm_hook: leave one of them out"
+        )
     divisor = world_size * args.grad_accum_steps
     if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
         sys.exit(f"--batch_size must be a multiple of {world_size} x --grad_accum_steps")
@@ -787,12 +806,12 @@ class MarkedCollectives:
     """FSDP calls allocate() for tensors, then the object itself, after an all-reduce note_end()."""
 
     def allocate(self, size, *, dtype, device):
-        self.start = now()  # the last call is the output of a reduce-scatter, before FSDP sends
+        self.start = now()  # FSDP allocates the output of a reduce-scatter right before it sends
         self.size = math.prod(size) * dtype.itemsize
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
-        if op is not None:
+        if op is not None:  # a reduce-scatter
             reduce_scatter(output_tensor, input_tensor, op, group)
             return
         start = now()

@@ -285,7 +285,7 @@ def create_schedule(stage, group, sums, scaler, device, autocast, args):
                 return logits.sum()  # 0, and unused
         with autocast:
             loss, batch_sums = batch_loss(compiled_loss, (logits, targets), args)
-        sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+        sums.update(as_tensors(batch_sums))
         return scaler.scale(loss / args.num_microbatches / num_pipelines)
 
     size = args.batch_size // num_pipelines // args.num_microbatches  # B
@@ -345,11 +345,11 @@ def gather_stages(model, stage, optimizer, args):
             optimizer.state[parameter].update(state)
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls the eight functions of the task. ====
+# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # the flags that may differ in a resumed run. All others must stay the same.
+MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
     "data_dir snapshot init_from log sample reconstructions num_stages num_microbatches schedule"
 ).split()
@@ -391,7 +391,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
     if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
@@ -428,14 +428,17 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)  # whole, and on the CPU
-    resting = [part for part in model.modules() if not part.training]  # these stay in eval()
-    set_training(model, resting if model.training else [])
-    stage = Stage(model, rank % args.num_stages, args).to(device)  # it shares its weights
+    # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    resting = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in resting:
+        part.training = False
+    stage = Stage(model, rank % args.num_stages, args).to(device)  # its parameters are the model's
     own = {*stage.parameters()}
     for part in model.modules() if rank > 0 else ():  # rank 0 keeps the other stages, to save them
         if own.isdisjoint(part.parameters()):
             part.to_empty(device="meta")  # names and shapes alone
-    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # a no-op
+    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as meant
     optimizer = create_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
@@ -443,7 +446,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The step of the last row, and the sums since then.
+    # A row: the means since the row before, and validation. Here its step, and the sums since then.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
@@ -460,7 +463,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
         sys.exit(f"the processes have different data or snapshots. {causes}")
     gradients = join_gradients(stage, device)
-    scaler.scale(gradients[:0])  # creates its tensors, also where no loss is
+    scaler.scale(gradients[:0])  # creates its scale. Only the last stage has a loss to scale
     ranks = torch.arange(world_size).view(-1, args.num_stages)  # (pipelines, stages)
     groups = (ranks, ranks.T, ranks[:, [0, -1]].unique(dim=1))
     # This pipeline, the copies of this stage, and the two stages of this embedding, if it has one.
@@ -515,12 +518,12 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # else the resumed run begins with it
+                if is_row and not is_stopped:  # a run that was stopped here resumes by validating
                     val_totals = evaluate(schedule, stage, sums, val_data, copies, device, args)
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # then the same command does nothing
+                    if args.snapshot and step >= num_steps:  # the same command then trains no more
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
@@ -547,7 +550,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         if ends and stage.embedding.weight.requires_grad:  # each end has a part of its gradient
             dist.all_reduce(stage.embedding.weight.grad, group=ends)
         mark("comm")
-        if scaler.is_enabled():  # a stage that is not finite makes all so, which skip the step
+        if scaler.is_enabled():  # if one stage overflows, 0 * inf = nan: all skip the step
             gradients += 0 * norm_of_gradients(stage, args)
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
@@ -573,7 +576,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         return
     print_marks(rows)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else another start would not help, either
+        has_saved = args.snapshot and step > first_step  # after no step, a job would loop
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends all when one fails: let the others end first
@@ -592,7 +595,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. They block SIGTERM, so at its exit Python would wait for them forever."""
+    """Kills the workers. load_batches() let them block SIGTERM, so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -608,18 +611,13 @@ def set_seeds(*numbers):
         torch.get_device_module().manual_seed(seed)
 
 
-def set_training(model, resting):
-    """Calls model.train(), but keeps these parts in eval()."""
-    model.train()
-    for part in resting:
-        part.training = False
-
-
 def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples, read under the same seed."""
+    """Returns the length of the data, and a checksum of three samples and the first order."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
     samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # addresses in memory differ
+    set_seeds(args.seed)
+    order = np.asarray(training_order(data, args, epoch=0))  # of a long one, str() takes the ends
+    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses in memory differ
     return [len(data), zlib.crc32(text.encode())]
 
 
@@ -638,7 +636,7 @@ def checksum(weights):
 def check_weights(model, stage, step, device):
     """Ends the run if weights are not finite, or if checksums differ between copies of a weight."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    numbers = torch.full((3, len(names)), -(2**62), device=device)  # of the other stages' weights
+    numbers = torch.full((3, len(names)), -(2**62), device=device)  # less than any checksum
     weights = {name: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
     for name, p in weights.items():
         total = checksum(p)
@@ -655,14 +653,15 @@ def check_weights(model, stage, step, device):
 
 def load_weights(model, args):
     """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+    weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
     left_out = sorted(shapes.keys() - fitting.keys())
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and left_out:
-        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
+        names = ", ".join(left_out)
+        print(f"{len(left_out)} are not in {args.init_from}, or in another shape: {names:.60}")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -736,6 +735,12 @@ def to_device(part, device):
     return part.to(device) if hasattr(part, "to") else part
 
 
+def as_tensors(sums):
+    """Returns these sums as tensors to which much can be added. In bfloat16, 256 + 1 is 256."""
+    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
+    return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+
+
 def add_up(sums, device):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
     names = [[*sums]]
@@ -753,7 +758,7 @@ def evaluate(schedule, stage, sums, data, group, device, args):
     size = args.batch_size // world_size  # as in training
     pieces = (share[start : start + size] for start in range(0, len(share), size))
     requests = (((args.seed,), list(piece)) for piece in pieces)
-    resting = [part for part in stage.modules() if not part.training]
+    in_training = [part for part in stage.modules() if part.training]
     stage.eval()
     sums.clear()
     for number, (tokens, targets) in enumerate(load_batches(data, requests, device, args)):
@@ -762,7 +767,8 @@ def evaluate(schedule, stage, sums, data, group, device, args):
         tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
         targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
         pass_batch(schedule.eval, stage, tokens, targets)
-    set_training(stage, resting)
+    for part in in_training:
+        part.training = True
     return add_up(sums, device)
 
 

@@ -19,7 +19,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import MNIST
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
@@ -46,7 +46,7 @@ def main(args):
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     replica, stage, num_replicas = rank // 2, rank % 2, world_size // 2
     num_gpus = torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
     if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
@@ -73,7 +73,9 @@ def main(args):
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
     share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch
-    loader = DataLoader(train_data, share, sampler=sampler, drop_last=True, pin_memory=ON_GPU)
+    batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
+    # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
+    loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
     model = (model[:3] if stage == 0 else model[3:]).to(device)  # the layers of this stage

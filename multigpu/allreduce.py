@@ -41,7 +41,7 @@ def parse_args():
     args = parser.parse_args()
     if args.num_gpus < 2:
         parser.error("--num_gpus must be 2 or more: one process has nobody to send to")
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
     if ON_GPU and args.num_gpus > gpus and not may_share:
         parser.error(f"--num_gpus must be at most {gpus}, the GPUs of this machine")
     if not 4 <= args.min_bytes <= args.max_bytes // 2:

@@ -13,7 +13,7 @@ import time  # for mark()
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import MNIST
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
@@ -41,7 +41,9 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, drop_last=True)
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch
-    loader = DataLoader(train_data, share, sampler=sampler, drop_last=True, pin_memory=ON_GPU)
+    batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
+    # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
+    loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
@@ -124,7 +126,7 @@ if __name__ == "__main__":
         parser.error("each task would train alone: use slurm/multinode_mnist.slurm")
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
     if ON_GPU and args.num_gpus > num_gpus and not may_share:
         parser.error(f"this machine has {num_gpus} GPU(s), not {args.num_gpus}")
     size = len(read_data(args, train=True))  # downloads what is missing, once for all processes

@@ -15,7 +15,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import MNIST
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
@@ -41,7 +41,7 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     num_gpus = torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
     if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
@@ -64,7 +64,9 @@ def main(args):
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, drop_last=True)
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch
-    loader = DataLoader(train_data, share, sampler=sampler, drop_last=True, pin_memory=ON_GPU)
+    batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
+    # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
+    loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all

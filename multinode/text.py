@@ -246,12 +246,12 @@ def finish(model, data, args, device):
     """Called by one process at the end of the training. There is nothing to do."""
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls the eight functions of the task. ====
+# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMM_HOOKS = {"none": "allreduce_hook", "bf16": "bf16_compress_hook", "fp16": "fp16_compress_hook"}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # the flags that may differ in a resumed run. All others must stay the same.
+MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
     "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
     "data_dir snapshot init_from log sample reconstructions"
 ).split()
@@ -292,7 +292,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, to rehearse several
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
     if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
@@ -329,8 +329,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data).to(device)
-    resting = [part for part in model.modules() if not part.training]  # these stay in eval()
-    set_training(model, resting if model.training else [])
+    # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    resting = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in resting:
+        part.training = False
     optimizer = create_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
@@ -338,7 +341,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The step of the last row, and the sums since then.
+    # A row: the means since the row before, and validation. Here its step, and the sums since then.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
@@ -356,7 +359,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         sys.exit(f"the processes have different data or snapshots. {causes}")
     compiled_model = torch.compile(model) if args.compile else model
     ddp_model = nn.parallel.DistributedDataParallel(compiled_model, gradient_as_bucket_view=True)
-    # Set here, since DDP must send the buffers once, when it is made. evaluate() sends them, too.
+    # DDP sent the buffers when it was made. To send them in each step would cost time: evaluate()
+    # sends them.
     ddp_model.broadcast_buffers = False
     hook = getattr(default_hooks, COMM_HOOKS[args.comm_hook])
     hook = with_marks(hook)
@@ -409,12 +413,12 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # else the resumed run begins with it
+                if is_row and not is_stopped:  # a run that was stopped here resumes by validating
                     val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # then the same command does nothing
+                    if args.snapshot and step >= num_steps:  # the same command then trains no more
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
@@ -438,7 +442,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             ddp_model.require_backward_grad_sync = is_last  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
-            sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+            sums.update(as_tensors(batch_sums))
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("comm" if is_last else "backward")  # in the last one, the hook has marked backward
@@ -463,7 +467,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         return
     print_marks(rows)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else another start would not help, either
+        has_saved = args.snapshot and step > first_step  # after no step, a job would loop
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends all when one fails: let the others end first
@@ -482,7 +486,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. They block SIGTERM, so at its exit Python would wait for them forever."""
+    """Kills the workers. load_batches() let them block SIGTERM, so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -498,18 +502,13 @@ def set_seeds(*numbers):
         torch.get_device_module().manual_seed(seed)
 
 
-def set_training(model, resting):
-    """Calls model.train(), but keeps these parts in eval()."""
-    model.train()
-    for part in resting:
-        part.training = False
-
-
 def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples, read under the same seed."""
+    """Returns the length of the data, and a checksum of three samples and the first order."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
     samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # addresses in memory differ
+    set_seeds(args.seed)
+    order = np.asarray(training_order(data, args, epoch=0))  # of a long one, str() takes the ends
+    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses in memory differ
     return [len(data), zlib.crc32(text.encode())]
 
 
@@ -539,14 +538,15 @@ def check_weights(model, step):
 
 def load_weights(model, args):
     """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+    weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
     left_out = sorted(shapes.keys() - fitting.keys())
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and left_out:
-        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
+        names = ", ".join(left_out)
+        print(f"{len(left_out)} are not in {args.init_from}, or in another shape: {names:.60}")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -620,6 +620,12 @@ def to_device(part, device):
     return part.to(device) if hasattr(part, "to") else part
 
 
+def as_tensors(sums):
+    """Returns these sums as tensors to which much can be added. In bfloat16, 256 + 1 is 256."""
+    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
+    return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+
+
 def add_up(sums, device):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
     totals = torch.tensor([float(value) for value in sums.values()], device=device)
@@ -631,22 +637,23 @@ def add_up(sums, device):
 def evaluate(model, compiled_model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
-        if buffer.is_contiguous():  # in expanded ones, broadcast() would overwrite shared memory
+        if buffer.is_contiguous():  # in an expanded one, numbers share memory
             dist.broadcast(buffer, src=0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = range(rank, len(data), world_size)
     size = args.batch_size // world_size // args.grad_accum_steps  # as in training
     pieces = (share[start : start + size] for start in range(0, len(share), size))
     requests = (((args.seed,), list(piece)) for piece in pieces)
-    resting = [part for part in model.modules() if not part.training]
+    in_training = [part for part in model.modules() if part.training]
     model.eval()
     sums = Counter()
     for number, batch in enumerate(load_batches(data, requests, device, args)):
         set_seeds(args.seed, rank, number)  # the same in each validation
         with autocast:
             _, batch_sums = batch_loss(compiled_model, batch, args)
-        sums.update(batch_sums)
-    set_training(model, resting)
+        sums.update(as_tensors(batch_sums))
+    for part in in_training:
+        part.training = True
     return add_up(sums, device)
 
 

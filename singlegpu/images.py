@@ -6,7 +6,7 @@
     python singlegpu/images.py --precision bf16 --snapshot cnn.pt  # run it again, and it resumes
     sbatch slurm/singlegpu_images.slurm --model vgg11 --learning_rate 1e-4
 
-Read mnist.py first: `diff singlegpu/mnist.py singlegpu/images.py` shows what a real job needs.
+Read mnist.py first. This is the same, in the same order, with what a real job needs.
 For your own data and model, replace the first of the three sections.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
@@ -227,16 +227,16 @@ def batch_loss(model, batch, args):
 def finish(model, data, args, device):
     """Draws --reconstructions: 16 images above what the autoencoder makes of them."""
     if args.reconstructions and args.model == "autoencoder":
-        images, _ = data.__getitems__(range(16))
+        images = torch.stack([data[index][0] for index in range(min(16, len(data)))])
         images = images.to(device) / 255
         save_image(torch.cat((images, model(images))), args.reconstructions, nrow=16)
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls the eight functions of the task. ====
+# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
 
 DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # the flags that may differ in a resumed run. All others must stay the same.
+MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
     "epochs max_steps eval_every grad_accum_steps compile num_workers data_dir "
     "snapshot init_from log sample reconstructions"
 ).split()
@@ -282,8 +282,11 @@ def main(args):
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run
     model = create_model(args, train_data).to(device)
-    resting = [part for part in model.modules() if not part.training]  # these stay in eval()
-    set_training(model, resting if model.training else [])
+    # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    resting = [part for part in model.modules() if model.training and not part.training]
+    model.train()
+    for part in resting:
+        part.training = False
     optimizer = create_optimizer(model, args)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
@@ -291,7 +294,7 @@ def main(args):
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The step of the last row, and the sums since then.
+    # A row: the means since the row before, and validation. Here its step, and the sums since then.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
@@ -348,12 +351,12 @@ def main(args):
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # else the resumed run begins with it
+                if is_row and not is_stopped:  # a run that was stopped here resumes by validating
                     val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # then the same command does nothing
+                    if args.snapshot and step >= num_steps:  # the same command then trains no more
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
@@ -375,7 +378,7 @@ def main(args):
             mark("data")
             with autocast:
                 loss, batch_sums = batch_loss(compiled_model, batch, args)
-            sums.update({name: torch.as_tensor(x).detach() for name, x in batch_sums.items()})
+            sums.update(as_tensors(batch_sums))
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
@@ -395,7 +398,7 @@ def main(args):
     bar.close()
     print_marks(rows)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else another start would not help, either
+        has_saved = args.snapshot and step > first_step  # after no step, a job would loop
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     finish(model.eval(), val_data, args, device)
@@ -412,7 +415,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. They block SIGTERM, so at its exit Python would wait for them forever."""
+    """Kills the workers. load_batches() let them block SIGTERM, so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -428,18 +431,13 @@ def set_seeds(*numbers):
         torch.get_device_module().manual_seed(seed)
 
 
-def set_training(model, resting):
-    """Calls model.train(), but keeps these parts in eval()."""
-    model.train()
-    for part in resting:
-        part.training = False
-
-
 def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples, read under the same seed."""
+    """Returns the length of the data, and a checksum of three samples and the first order."""
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
     samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    text = re.sub("at 0x[0-9a-f]+", "", str(samples))  # addresses in memory differ
+    set_seeds(args.seed)
+    order = np.asarray(training_order(data, args, epoch=0))  # of a long one, str() takes the ends
+    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses in memory differ
     return [len(data), zlib.crc32(text.encode())]
 
 
@@ -451,14 +449,15 @@ def check_weights(model, step):
 
 def load_weights(model, args):
     """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+    weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
     left_out = sorted(shapes.keys() - fitting.keys())
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
     if left_out:
-        print(f"not in {args.init_from}, or in another shape: {', '.join(left_out):.60}")
+        names = ", ".join(left_out)
+        print(f"{len(left_out)} are not in {args.init_from}, or in another shape: {names:.60}")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -530,6 +529,12 @@ def to_device(part, device):
     return part.to(device) if hasattr(part, "to") else part
 
 
+def as_tensors(sums):
+    """Returns these sums as tensors to which much can be added. In bfloat16, 256 + 1 is 256."""
+    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
+    return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+
+
 @torch.no_grad()
 def evaluate(model, compiled_model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data."""
@@ -537,15 +542,16 @@ def evaluate(model, compiled_model, data, device, autocast, args):
     share = range(len(data))
     pieces = (share[start : start + size] for start in range(0, len(share), size))
     requests = (((args.seed,), list(piece)) for piece in pieces)
-    resting = [part for part in model.modules() if not part.training]
+    in_training = [part for part in model.modules() if part.training]
     model.eval()
     sums = Counter()
     for number, batch in enumerate(load_batches(data, requests, device, args)):
         set_seeds(args.seed, number)  # the same in each validation
         with autocast:
             _, batch_sums = batch_loss(compiled_model, batch, args)
-        sums.update(batch_sums)
-    set_training(model, resting)
+        sums.update(as_tensors(batch_sums))
+    for part in in_training:
+        part.training = True
     return {name: float(value) for name, value in sums.items()}
 
 

@@ -10,7 +10,7 @@ import time  # for mark()
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 from torchvision.datasets import MNIST
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
@@ -34,9 +34,9 @@ def main(args):
         raise SystemExit(f"needs --epochs >= 1, and --batch_size from 1 to {len(train_data)}")
     val_images, val_labels = [x.to(device) for x in val_data.tensors]
     sampler = RandomSampler(train_data, generator=torch.Generator())  # multigpu's order
-    loader = DataLoader(
-        train_data, args.batch_size, sampler=sampler, drop_last=True, pin_memory=ON_GPU
-    )
+    batches = BatchSampler(sampler, args.batch_size, drop_last=True)  # the indices of each batch
+    # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
+    loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)

@@ -230,6 +230,22 @@ def test_a_set_numbers_the_columns(start, table_band, paste, tmp_path, monkeypat
     np.testing.assert_allclose(two, one, rtol=1e-5)
 
 
+def test_an_order_from_a_generator_without_a_seed(start, table_band, paste):
+    """Each process would draw another order: some samples twice, others never."""
+    band = replaced(table_band, {"np.random.perm": "np.random.default_rng().perm"})
+    status, _, err = start(paste(band, "multigpu"), processes=2).wait()
+    assert status == 1 and "the processes have different data" in err, err
+
+
+def test_sums_in_bfloat16(run, table_band, paste, tmp_path):
+    """Added up in bfloat16, 300 ones would be 256."""
+    ones = '"ones": torch.ones((), dtype=torch.bfloat16), "count"'
+    script = paste(replaced(table_band, {'"count"': ones}), "singlegpu")
+    run(script, "--max_steps", 300, "--eval_every", 300, "--log", tmp_path / "log.jsonl")
+    (row,) = rows(tmp_path / "log.jsonl")
+    assert row["train_ones"] * row["batch_size"] == pytest.approx(1)
+
+
 DRAWING = """
     class Augmented(torch.utils.data.Dataset):
         def __len__(self):
