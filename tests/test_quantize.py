@@ -124,7 +124,7 @@ def test_translates_as_the_training_script(attempt, changed, data, load_saved, t
     flags |= {"target": "name", "dropout": 0.0}
     args, tool = namespace(**flags, data_dir=str(data)), module("quantize/translation.py")
     (pairs,) = translation.read_data(args, ["test"])
-    torch.manual_seed(1)
+    torch.manual_seed(model == "transformer")  # of another seed, hardly any sentence ends
     plain = translation.create_model(args, pairs).eval()
     for name, parameter in plain.named_parameters():  # untrained, they hardly ever end a sentence
         if parameter.dim() == 2 and name not in ("source.weight", "target.weight"):
