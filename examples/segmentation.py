@@ -38,8 +38,11 @@ class Photos(Dataset):
 
     def __getitem__(self, index):
         size = (self.args.image_size, self.args.image_size)
-        image = np.array(read_photo(self.images[index]).resize(size))
-        mask = np.array(Image.open(self.masks[index]).resize(size, Image.NEAREST), np.int64)
+        image, mask = read_photo(self.images[index]), Image.open(self.masks[index])
+        if image.size != mask.size:  # such as where the mask was drawn on a photo that lay
+            raise ValueError(f"{self.masks[index]} and its image differ in height or width")
+        image = np.array(image.resize(size))
+        mask = np.array(mask.resize(size, Image.NEAREST), np.int64)
         if mask.ndim > 2 or mask[mask != NO_LABEL].max(initial=0) >= self.args.num_classes:
             raise ValueError(f"{self.masks[index]} is no grey image of 0 to --num_classes - 1")
         return torch.from_numpy(image).permute(2, 0, 1), torch.from_numpy(mask)

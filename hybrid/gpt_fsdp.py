@@ -30,7 +30,6 @@ import os
 import pickle
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -42,7 +41,7 @@ from collections import Counter
 from functools import partial
 from glob import glob
 from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import numpy as np
@@ -421,7 +420,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             mark("backward")
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
             norm = norm.full_tensor()  # that of the gradients of all shards
             # fp16 leaves out steps in which the norm is infinite.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
@@ -629,6 +628,8 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
+    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+        sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # each request is a whole batch
@@ -861,7 +862,9 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    # getrusage() would count the memory of the process that has started this one, too.
+    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
+    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

@@ -24,7 +24,6 @@ import math
 import os
 import random
 import re
-import resource
 import signal
 import sys
 import sysconfig
@@ -35,7 +34,7 @@ import zlib
 from collections import Counter
 from glob import glob
 from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import numpy as np
@@ -710,6 +709,8 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
+    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+        sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # each request is a whole batch
@@ -920,7 +921,9 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    # getrusage() would count the memory of the process that has started this one, too.
+    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
+    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

@@ -22,7 +22,6 @@ import math
 import os
 import random
 import re
-import resource
 import signal
 import sys
 import textwrap
@@ -30,7 +29,7 @@ import time
 import zlib
 from collections import Counter
 from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import datasets
@@ -391,8 +390,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     for part in resting:
         part.training = False
     optimizer = create_optimizer(model, args)
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
+        # A snapshot keeps states by these places, and if they came from a set, they have no order.
+        group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
@@ -504,7 +506,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             mark("comm" if is_last else "backward")  # in the last one, the hook has marked backward
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
             # fp16 leaves out steps in which the norm is infinite.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
         set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
@@ -651,6 +653,8 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
+    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+        sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # each request is a whole batch
@@ -855,7 +859,9 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    # getrusage() would count the memory of the process that has started this one, too.
+    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
+    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}

@@ -224,7 +224,9 @@ def load_trained(args):
     """Returns the trained model and data to test it on. Adds the training's settings to args."""
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
-    _, data = read_data(args)
+    train_data, data = read_data(args)
+    if len(train_data) != snapshot["progress"].get("fingerprint", [len(train_data)])[0]:
+        sys.exit(f"{args.dataset} is not what it was in training: its words have other numbers now")
     args.classes = data.classes
     model = create_empty(args)
     model.load_state_dict(snapshot["model"])

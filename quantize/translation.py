@@ -290,7 +290,9 @@ def load_trained(args):
     """Returns the trained model and data to test it on. Adds the training's settings to args."""
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
-    (data,) = read_data(args, ["test"])
+    train_data, data = read_data(args, ["train", "test"])
+    if len(train_data) != snapshot["progress"].get("fingerprint", [len(train_data)])[0]:
+        sys.exit(f"{args.dataset} is not what it was in training: its words have other numbers now")
     args.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in data.tokenizers.values()]
     model = create_empty(args)
     weights = snapshot["model"]

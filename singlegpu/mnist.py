@@ -6,6 +6,7 @@ Compare it with the others by `diff`. images.py adds snapshots, mixed precision,
 """
 
 import argparse
+import os
 import time  # for mark()
 
 import torch
@@ -41,6 +42,7 @@ def main(args):
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
+    print(f"device {device}, {len(loader)} steps an epoch", flush=True)
     for epoch in range(args.epochs):
         marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
@@ -77,14 +79,15 @@ def mark(phase):
     marks.append((phase, moment))
 
 
-def print_marks(row):
-    """Prints the last epoch's seconds by phase, and `row` with them, for results.md."""
+def print_marks(row, head="| script | processes | batch_size | val_acc |"):
+    """Prints the last epoch's seconds by phase, and a row of them for results.md."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
     seconds["total"] = sum(seconds.values())
     for phase, value in seconds.items():
         print(f"{phase:9} {value:8.3f} s {value / seconds['total']:4.0%}")
+    print(head, " | ".join(seconds), "|")
     print(row, *[f"{value:.3f} |" for value in seconds.values()])
 
 
@@ -94,4 +97,6 @@ if __name__ == "__main__":
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=240, help="images per step")
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        parser.error("each task would train alone: use slurm/multinode_mnist.slurm")
     main(parser.parse_args())

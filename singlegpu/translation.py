@@ -27,7 +27,7 @@ import time
 import zlib
 from collections import Counter
 from multiprocessing import active_children
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 
 import datasets
@@ -354,8 +354,11 @@ def main(args):
     for part in resting:
         part.training = False
     optimizer = create_optimizer(model, args)
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
+        # A snapshot keeps states by these places, and if they came from a set, they have no order.
+        group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
@@ -450,7 +453,7 @@ def main(args):
             mark("backward")
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
             # fp16 leaves out steps in which the norm is infinite.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
         set_seeds(args.seed, step)  # the same in all folders: an optimizer may draw numbers
@@ -570,6 +573,8 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
+    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+        sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
         batch_size=None,  # each request is a whole batch

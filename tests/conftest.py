@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = """test_slurm test_emulator test_launchers test_training test_project test_hybrid
+LONGEST = """test_slurm test_emulator test_gpu test_launchers test_training test_project test_hybrid
     test_habits test_quantize test_mnist test_flags test_benchmark test_examples""".split()
 
 

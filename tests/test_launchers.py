@@ -173,7 +173,7 @@ def test_each_script_has_help_and_names_its_launch(tmp_path):
         assert status in (1, 2) and "torchrun" in err and "Traceback" not in err, (script, err)
     tasks = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     scripts = [f"{folder}/{task}.py" for folder in ("singlegpu", "multigpu") for task in TASKS]
-    scripts.append("multigpu/mnist.py")
+    scripts += ["singlegpu/mnist.py", "multigpu/mnist.py"]
     ended = run_all(
         [[ROOT / name] for name in scripts], [tasks] * len(scripts), tmp_path, ends_others=False
     )

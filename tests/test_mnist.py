@@ -76,6 +76,8 @@ def test_times_add_up(trained, folder):
         assert sum(column[:-1]) == pytest.approx(column[-1], abs=0.01) and min(column[:-1]) >= 0
     assert len(table["total"]) == (1 if folder == "singlegpu" else 1 + processes)
     row = re.search(rf"^\| {folder} \| {processes} \| 48 \| ([\d.]+) \| (.*) \|$", out, re.M)
+    head = f"| script | processes | batch_size | val_acc | {' | '.join(table)} |"
+    assert out.splitlines()[-2:] == [head, row[0]]
     assert list(map(float, row[2].split(" | "))) == [mean for mean, *_ in table.values()]
     assert row[1] == re.findall(r"val_acc ([\d.]+)", out)[-1]
     assert all(len(line) <= 100 for line in out.splitlines() if not line.startswith("|"))
@@ -141,6 +143,7 @@ def test_synthetic_needs_no_data(run, tmp_path):
     tested = [run("quantize/mnist.py", "--synthetic", cwd=tmp_path) for _ in range(2)]
     once, again = (re.findall(r"(?:fp32|int8) \| [\d.]+ \| ([\d.]+)", out) for out in tested)
     assert len(once) == 2 and once == again, "the same images in each run"
+    assert float(once[0]) == pytest.approx(last, abs=1e-4), "those of the training"
 
 
 SIZES = "needs --epochs >= 1, and --batch_size"  # of 1,200 images

@@ -3,13 +3,13 @@
 Processes that a command starts by torch.multiprocessing are forks, too. A command whose environment
 has NETWORK runs in the network namespace of this name (ip netns). One whose rank is AHEAD has a
 clock that is 5 s ahead. One that has EMU_DEVICES runs on the emulated accelerator, as with
-PYTHONPATH=tests/emulator.
+PYTHONPATH=tests/emulator. In the folders of PYTHONPATH, torch's own entry points are obeyed.
 """
 
 import contextlib
 import ctypes
 import functools
-import importlib
+import importlib.metadata
 import multiprocessing.connection
 import multiprocessing.process
 import os
@@ -69,9 +69,13 @@ def run(command, cwd, env, files):
         enter(env["NETWORK"])
     if env.get("AHEAD") == env.get("RANK", "none"):
         set_clock_ahead()
-    if "EMU_DEVICES" in env:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
-        importlib.import_module("emu").register()
+    folders = env.get("PYTHONPATH", "").split(":")
+    folders += [str(Path(__file__).parents[1] / "emulator")] if "EMU_DEVICES" in env else []
+    for folder in filter(None, folders):
+        sys.path.insert(0, folder)
+        for found in importlib.metadata.distributions(path=[folder]):
+            for each in found.entry_points.select(group="torch.backends"):
+                each.load()()  # as torch does at its import
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__")

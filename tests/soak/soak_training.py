@@ -1,12 +1,10 @@
 """What takes long or measures: real data to a known quality, compiled models."""
 
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, curve, rows
+from conftest import curve, rows
 from test_hybrid import FSDP, PIPELINE
 from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F401
 from test_training import TASKS, arguments_of
@@ -98,13 +96,3 @@ def test_torchao(attempt, trained, model):  # noqa: F811
     status, out, err = attempt(script, *more)  # PyTorch warns of torchao's tensors
     assert status == 0, err
     assert_as_good(table(out), QUALITIES[model], smaller=model != "lstm")
-
-
-@needs_compiler
-def test_gpu_rehearsal(tmp_path):
-    """All parts of gpu.py go through on CPUs, but for `time`, which wants a quiet machine."""
-    parts = "losses,waits,ddp,gpt,attention,cnn,precision,loading,quantize"
-    words = ("--device", "cpu", "--only", parts, "--out", tmp_path / "gpu.md")
-    done = subprocess.run([sys.executable, ROOT / "tests/gpu.py", *words], timeout=3600)
-    assert done.returncode == 0
-    assert (tmp_path / "gpu.md").read_text().count("- part ") == parts.count(",") + 1

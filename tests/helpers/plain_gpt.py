@@ -1,0 +1,75 @@
+"""Train gpt.py's model in a compiled loop that has nothing but a step, and print its tokens/s:
+
+    python tests/helpers/plain_gpt.py --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024
+
+and the TFLOP/s of a bf16 matmul, which no model is faster than. --attention names the backend of
+scaled_dot_product_attention.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "singlegpu"))
+import gpt  # noqa: E402
+
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def now():
+    """The moment (s) at which the GPU has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def matmul_tflops(size):
+    matrix = torch.rand(size, size, device=device).bfloat16()
+    for count in (3, 20):  # the first three warm up
+        begin = now()
+        for _ in range(count):
+            matrix @ matrix
+        seconds = now() - begin
+    return 2 * size**3 * count / seconds / 1e12
+
+
+def tokens_per_second(args):
+    model = gpt.GPT(args).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    compiled = torch.compile(model)
+    tokens = torch.randint(16, (args.batch_size, args.seq_len + 1), device=device)
+    for step in range(args.warmup + args.max_steps):
+        if step == args.warmup:
+            moment = now()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return args.max_steps * args.batch_size * args.seq_len / (now() - moment)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in "vocab_size d_model n_heads num_layers seq_len batch_size max_steps".split():
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--matmul", type=int, default=8192, help="length of its matrices")
+    parser.add_argument("--attention")
+    args = parser.parse_args()
+    args.dropout = 0.0
+    torch.set_float32_matmul_precision("high")
+    attention = contextlib.nullcontext()
+    if args.attention:
+        torch._functorch.config.enable_autograd_cache = False  # it does not know backends apart
+        attention = sdpa_kernel(SDPBackend.__members__[args.attention])
+    with attention:
+        found = {"tokens/s": tokens_per_second(args)}
+    print(json.dumps(found | {"matmul": matmul_tflops(args.matmul)}))
