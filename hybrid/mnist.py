@@ -93,7 +93,8 @@ def main(args):
                 activations = model(images)  # (B, 512)
                 mark("forward")
                 dist.send(activations.detach(), rank + 1)  # only values: no graph
-                dist.recv(gradients := torch.empty_like(activations), rank + 1)
+                gradients = torch.empty_like(activations)
+                dist.recv(gradients, rank + 1)
                 mark("bubble")  # sending, and waiting for the other stage
                 activations.backward(gradients)  # continues stage 1's backward pass
                 mark("comm")  # how much longer the averaging took than the gradients
