@@ -25,6 +25,7 @@ with the network and the batches of images.py, and train.py of karpathy/nanoGPT 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -175,7 +176,8 @@ def bigmnist(options):
                 settings = {"seed": 1, "batch_size": 64, "grad_accum_steps": 1}
                 settings |= {"num_workers": num_workers, "dataset": folder, "data_dir": ""}
                 args = argparse.Namespace(**settings)
-                data, _ = images.read_data(args)  # this maps the file anew, without its pages
+                with contextlib.redirect_stdout(None):
+                    data, _ = images.read_data(args)  # this maps the file anew, without its pages
                 requests = images.training_requests(data, 0, args)
                 start = time.perf_counter()
                 for count, _ in enumerate(images.load_batches(data, requests, "cpu", args), 1):

@@ -12,7 +12,6 @@ OPTIMIZER = "return torch.optim.SGD(model.parameters(), args.learning_rate, mome
 NETWORK = "return nn.Sequential(nn.Linear(len(features), 16), nn.ReLU(), nn.Linear(16, 1))"
 DATA = "return [Subset(data, part.indices) for part in parts]"
 FACTOR = "return (1 + math.cos(math.pi * done)) / 2"
-README = (ROOT / "README.md").read_text()
 LOSS = "features, targets = batch\n"
 LAYERS = NETWORK.removeprefix("return ")
 NORM = "nn.BatchNorm1d(len(features))"
@@ -82,11 +81,12 @@ def test_a_batch_stays_what_the_data_makes_of_it(run, mine, plain, tmp_path, nam
 
 
 def test_several_optimizers_survive_a_resume(run, mine, tmp_path):
-    """Those of README: the weights of an undisturbed run. The rate of each group is scaled.
+    """Those of muon.py: the weights of an undisturbed run. The rate of each group is scaled.
 
     With rate 0 the first layer stays as it is. A frozen mask is saved.
     """
-    several = re.search(r"^class Several.*?\n(?=```)", README, re.M | re.S)[0]
+    several = (ROOT / "examples/muon.py").read_text()
+    several = re.search(r"^class Several.*?(?=\n\n\n)", several, re.M | re.S)[0]
     optimizers = """adam = torch.optim.Adam(model[0].parameters(), 0.0)
     return Several(adam, torch.optim.SGD(model[2].parameters(), args.learning_rate))"""
     network = f"""model = {LAYERS}

@@ -258,12 +258,13 @@ def test_slurm_takes_the_lines(tmp_path, request):
 
 
 def test_pictures_are_made_of_their_files(run, tmp_path):
-    """The four of README, drawn again, also in a notebook, whose backend cannot be loaded here.
+    """The four of pictures/, drawn again, also in a notebook, whose backend cannot be loaded here.
 
     Another version of matplotlib may place a letter apart.
     """
+    told = (ROOT / "pictures/README.md").read_text()
     backend = {"MPLBACKEND": "module://matplotlib_inline.none"}
-    for line in re.findall(r"^python ((?:report|predict)\.py pictures/.*)", README, re.M):
+    for line in re.findall(r"^python ((?:report|predict)\.py pictures/.*)", told, re.M):
         words = line.replace("pictures/", f"{ROOT}/pictures/").split()[:-1]
         run(*words, tmp_path, **backend)
     kept = sorted((ROOT / "pictures").glob("*.png"))
