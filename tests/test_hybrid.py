@@ -362,10 +362,18 @@ def test_a_half_written_snapshot_is_not_resumed(run, attempt, words, changed, tm
     complete, half = sorted(folder.iterdir())
     assert (complete / ".metadata").exists() and half.name == "step-000000008"
     assert not (half / ".metadata").exists() and (half / "run.pt").exists()
+    (folder / "step-8-of-mine").mkdir()
     out = run(FSDP, *base, "--snapshot", folder, "--log", tmp_path / "log", processes=3)
     assert "steps 4 to 12" in out
     assert {row["step"] for row in rows(tmp_path / "log")} == {4, 8, 12}  # 4 is validated again
-    assert [path.name for path in folder.iterdir()] == ["step-000000012"]
+    assert {path.name for path in folder.iterdir()} == {"step-000000012", "step-8-of-mine"}
+
+
+def test_a_disk_that_is_not_shared(refused, words, changed, tmp_path):
+    """Where rank 0 writes, nobody else finds it: nobody could load such a snapshot."""
+    copy = changed(FSDP, {'"run.tmp", folder / "run.pt"': '"run.tmp", folder / "0.pt"'})
+    flags = ("--max_steps", 1, "--snapshot", tmp_path / "own")
+    refused("own must be on a disk that all machines share", copy, *words, *flags, processes=2)
 
 
 def test_a_snapshot_is_data(run, attempt, words, tmp_path):
@@ -385,6 +393,7 @@ MISFITS = (  # what is said, script, processes, flags
     ("--num_microbatches", PIPELINE, 1, "--num_stages 1 --num_microbatches 0"),
     ("--batch_size", PIPELINE, 1, "--num_stages 1 --batch_size 6"),
     ("--shard_size must divide", FSDP, 2, "--shard_size 3"),
+    ("in the type of --comm_hook", FSDP, 1, "--comm_hook bf16 --grad_accum_steps 2"),
     ("was made with --num_layers 4, not 2", FSDP, 1, "--snapshot folder --num_layers 2"),
     ("cannot write", FSDP, 1, "--snapshot file"),
 )
