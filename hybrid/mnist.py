@@ -59,16 +59,14 @@ def main(args):
     if local_rank == 0:
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
-    if world_size % 2:
-        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
-        sys.exit("each replica needs two processes" if rank == 0 else 1)
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
-    size = len(train_data)
-    if args.epochs < 1 or args.batch_size not in range(num_replicas, size + 1, num_replicas):
-        time.sleep(min(rank, 1))
-        words = f"a multiple of {num_replicas} replicas, up to {size}"
-        sys.exit(f"needs --epochs >= 1, and --batch_size {words}" if rank == 0 else 1)
+    sizes = range(num_replicas, len(train_data) + 1, max(1, num_replicas))
+    if world_size % 2 or args.epochs < 1 or args.batch_size not in sizes:
+        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
+        words = f"--batch_size a multiple of {num_replicas} replicas, up to {len(train_data)}"
+        words = f"each replica needs two processes; training needs --epochs >= 1, and {words}"
+        sys.exit(words if rank == 0 else 1)
     groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
@@ -77,10 +75,10 @@ def main(args):
     # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
-    model = nn.Sequential(nn.Flatten(), *layers)
-    model = (model[:3] if stage == 0 else model[3:]).to(device)  # the layers of this stage
+    model = nn.Sequential(nn.Flatten(), *layers)[3 * stage : 3 * stage + 3].to(device)  # its layers
     model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
-    layers[2 * stage].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # last
+    for weights in model.parameters():  # the last of these marks ends the phase
+        weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
@@ -148,8 +146,8 @@ def mark(phase):
     marks.append((phase, moment))
 
 
-def print_marks(row):
-    """Prints the last epoch's seconds by phase, and `row` with them. All processes call it."""
+def print_marks(row, head="| script | processes | batch_size | val_acc |"):
+    """Prints the last epoch's seconds by phase, and a row of them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
@@ -159,12 +157,12 @@ def print_marks(row):
     if dist.get_rank() > 0:
         return
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in range(len(of_ranks))[:8])}")
-    means = {name: sum(each[name] for each in of_ranks) / len(of_ranks) for name in seconds}
+    means = {name: sum(each.get(name, 0) for each in of_ranks) / len(of_ranks) for name in seconds}
     for phase, mean in means.items():
-        columns = "".join(f"{each[phase]:8.3f}" for each in of_ranks[:8])
+        columns = "".join(f"{each.get(phase, 0):8.3f}" for each in of_ranks[:8])
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
-    print("bubble: sending to the other stage, and waiting for it")
-    print("comm: averaging gradients after backward(), and waiting for late ranks of the stage")
+    print("bubble: waiting for the other stage. comm: averaging after backward(), and waiting")
+    print(head, " | ".join(means), "|")
     print(row, *[f"{mean:.3f} |" for mean in means.values()])
 
 

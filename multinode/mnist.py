@@ -48,6 +48,7 @@ def main(args):
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     if rank == 0:
+        print(f"{world_size} processes", flush=True)
         read_data(args, train=True)  # downloads what is missing. The others wait for rank 0 below.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
@@ -70,7 +71,8 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    layers[0].weight.register_post_accumulate_grad_hook(lambda _: mark("backward"))  # last of all
+    for weights in model.parameters():  # the last of these marks ends the phase
+        weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
     for epoch in range(args.epochs):
@@ -116,8 +118,8 @@ def mark(phase):
     marks.append((phase, moment))
 
 
-def print_marks(row):
-    """Prints the last epoch's seconds by phase, and `row` with them. All processes call it."""
+def print_marks(row, head="| script | processes | batch_size | val_acc |"):
+    """Prints the last epoch's seconds by phase, and a row of them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
@@ -129,11 +131,12 @@ def print_marks(row):
     late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])  # it waits least
     shown = sorted({*range(len(of_ranks))[:8], late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
-    means = {name: sum(each[name] for each in of_ranks) / len(of_ranks) for name in seconds}
+    means = {name: sum(each.get(name, 0) for each in of_ranks) / len(of_ranks) for name in seconds}
     for phase, mean in means.items():
-        columns = "".join(f"{of_ranks[rank][phase]:8.3f}" for rank in shown)
+        columns = "".join(f"{of_ranks[rank].get(phase, 0):8.3f}" for rank in shown)
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
     print(f"comm: averaging that backward() does not hide, and waiting. Rank {late} came last.")
+    print(head, " | ".join(means), "|")
     print(row, *[f"{mean:.3f} |" for mean in means.values()])
 
 

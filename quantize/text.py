@@ -225,7 +225,8 @@ def load_trained(args):
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     train_data, data = read_data(args)
-    if len(train_data) != snapshot["progress"].get("fingerprint", [len(train_data)])[0]:
+    known = snapshot.get("progress", {}).get("fingerprint")  # --out files and old ones have none
+    if known and known[0] != len(train_data):
         sys.exit(f"{args.dataset} is not what it was in training: its words have other numbers now")
     args.classes = data.classes
     model = create_empty(args)

@@ -42,6 +42,7 @@ def main(args):
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
+    print(f"device {device}, {len(loader)} steps an epoch", flush=True)
     for epoch in range(args.epochs):
         marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
@@ -78,14 +79,15 @@ def mark(phase):
     marks.append((phase, moment))
 
 
-def print_marks(row):
-    """Prints the last epoch's seconds by phase, and `row` with them, for results.md."""
+def print_marks(row, head="| script | processes | batch_size | val_acc |"):
+    """Prints the last epoch's seconds by phase, and a row of them for results.md."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
         seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
     seconds["total"] = sum(seconds.values())
     for phase, value in seconds.items():
         print(f"{phase:9} {value:8.3f} s {value / seconds['total']:4.0%}")
+    print(head, " | ".join(seconds), "|")
     print(row, *[f"{value:.3f} |" for value in seconds.values()])
 
 

@@ -25,6 +25,7 @@ with the network and the batches of images.py, and train.py of karpathy/nanoGPT 
 """
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -42,6 +43,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests/helpers"))
 
 
 def module(script):
@@ -157,69 +159,49 @@ def forget(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def private_gigabytes():
-    """Returns the memory of this process and its workers that is no page of a file."""
-    workers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    total = 0
-    for process in ["self", *workers]:
-        text = Path(f"/proc/{process}/smaps_rollup").read_text()
-        for kilobytes in re.findall(r"Pss_(?:Anon|Shmem): +(\d+) kB", text):
-            total += int(kilobytes) / 1e6
-    return total
-
-
-def batches_of(way, data, images, num_workers):
-    """Returns an iterable of batches of 64 images, read in one of the ways of `bigmnist`."""
-    args = argparse.Namespace(seed=1, batch_size=64, grad_accum_steps=1, num_workers=num_workers)
-    if way == "one by one":
-        order = np.random.default_rng(1).permutation(len(data) // 64 * 64)
-        return map(data.__getitems__, order.reshape(-1, 64))
-    return images.load_batches(data, images.training_requests(data, 0, args), "cpu", args)
-
-
 def bigmnist(options):
-    """Images/s from a file that is not in the page cache, and memory, of each way to read it."""
+    """Images/s from a file that is not in the page cache: in blocks, by workers, at random."""
     images = module("singlegpu/images.py")
-    ways = {"0 workers": 0, "2 workers": 2, "one by one": 0}
+    in_blocks = images.training_order
+    ways = {"blocks": (in_blocks, 0), "blocks, 2 workers": (in_blocks, 2)}
+    ways["random"] = (lambda data, args, epoch: np.random.permutation(len(data)), 0)
     shape = (28, 28) if options.image_size == 28 else (3, options.image_size, options.image_size)
     for gigabytes in options.gigabytes:
         rates = {way: [] for way in ways}
-        memory = {way: [] for way in ways}
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             write_images(folder, max(64, int(gigabytes * 1e9 / math.prod(shape))), shape)
             for _, way in itertools.product(range(options.rounds), ways):
                 forget(f"{folder}/train_images.npy")
-                # This maps the file anew, without any of its pages.
-                data, _ = images.read_data(argparse.Namespace(dataset=folder, data_dir=""))
+                images.training_order, num_workers = ways[way]
+                settings = {"seed": 1, "batch_size": 64, "grad_accum_steps": 1}
+                settings |= {"num_workers": num_workers, "dataset": folder, "data_dir": ""}
+                args = argparse.Namespace(**settings)
+                with contextlib.redirect_stdout(None):
+                    data, _ = images.read_data(args)  # this maps the file anew, without its pages
+                requests = images.training_requests(data, 0, args)
                 start = time.perf_counter()
-                for count, _ in enumerate(batches_of(way, data, images, ways[way]), start=1):
+                for count, _ in enumerate(images.load_batches(data, requests, "cpu", args), 1):
                     seconds = time.perf_counter() - start
                     if seconds > options.seconds or count == len(data) // 64:
-                        memory[way].append(private_gigabytes())  # the workers are still there
                         break
                 rates[way].append(count * 64 / seconds)
                 del data
-        told = []
-        for way in ways:
-            speed = f"{statistics.median(rates[way]):,.0f} images/s"
-            told.append(f"{way} {speed} ({statistics.median(memory[way]):.2f} GB)")
+        told = [f"{way} {statistics.median(rates[way]):,.0f} images/s" for way in ways]
         print(f"{gigabytes:g} GB of {'x'.join(map(str, shape))}: {', '.join(told)}")
 
 
 def predict(options):
     """Speedup of many nodes: as predict.py says it beforehand, and as it is."""
-    prediction().predict(options)
+    import prediction  # here, as the other commands need no torch
+
+    prediction.predict(options)
 
 
 def changes(options):
     """What would help on four nodes: as predict.py says it beforehand, and as it is."""
-    prediction().changes(options)
+    import prediction
 
-
-def prediction():
-    """Returns helpers/prediction.py, which the other commands do not need, as it imports torch."""
-    sys.path.append(str(ROOT / "tests/helpers"))
-    return importlib.import_module("prediction")
+    prediction.changes(options)
 
 
 def steps_until(script, args, data, val_batch, batch_size, learning_rate, options):

@@ -33,14 +33,17 @@ ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
+FACTOR = "def learning_rate_factor(args, done):\n"
+CONSTANT = {FACTOR: f"{FACTOR}    return 1.0\n"}  # a change: --max_steps shapes no weights
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = """test_slurm test_emulator test_gpu test_launchers test_training test_project test_hybrid
-    test_habits test_quantize test_mnist test_flags test_benchmark test_examples""".split()
+LONGEST = """test_slurm test_emulator test_gpu test_launchers test_hybrid test_training test_stops
+    test_images test_mnist test_project test_habits test_quantize test_flags test_benchmark
+    test_examples""".split()
 
 
 def pytest_configure(config):
@@ -121,18 +124,6 @@ def words_of(script, arguments, processes):
     return words, *(processes if isinstance(processes, tuple) else (1, processes))
 
 
-def commands_of(script, arguments, processes=1):
-    """What follows `python`: one command, or one for each torchrun agent."""
-    words, agents, each = words_of(script, arguments, processes)
-    meet = [f"--nproc_per_node={each}", "--standalone"]
-    if agents > 1:
-        # An agent whose peer is killed while they meet waits so many seconds, by default 600.
-        meet[1:] = [f"--nnodes={agents}", "--rdzv_backend=c10d", "--rdzv_conf=join_timeout=60"]
-        meet.append(f"--rdzv_endpoint=localhost:{free_port()}")
-    torchrun = ["-m", "torch.distributed.run", *meet, "--"]
-    return [[*torchrun, *words]] * agents or [words]
-
-
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # each has ports of its own, all
 PORTS = itertools.count(10_000 + WORKER % 4 * 5_000 + os.getpid() % 4_000)  # below the system's
 
@@ -146,15 +137,14 @@ def free_port():
 
 @pytest.fixture
 def start(tmp_path):
-    """start(script, *arguments, processes=1) starts it as a user does: a Job, or one an agent."""
+    """start(script, *arguments, processes=1) starts it as a user does: a Job."""
     jobs = []
 
     def start(script, *arguments, processes=1):
-        commands = commands_of(script, arguments, processes)
-        env = LOOPBACK if len(commands) > 1 else {}
-        started = [Job([sys.executable, *command], tmp_path, **env) for command in commands]
-        jobs.extend(started)
-        return started[0] if len(started) == 1 else started
+        words, agents, each = words_of(script, arguments, processes)
+        torchrun = f"-m torch.distributed.run --nproc_per_node={each} --standalone --".split()
+        jobs.append(Job([sys.executable, *(torchrun if agents else ()), *words], tmp_path))
+        return jobs[-1]
 
     yield start
     for job in jobs:

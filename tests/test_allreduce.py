@@ -60,14 +60,22 @@ def test_a_wrong_sum_is_found(attempt, changed):
     assert status and "rank 1: an all-reduce of 4096 bytes gave a wrong sum" in err, err
 
 
-def test_more_seconds_are_more_repeats(run, changed):
+def test_more_seconds_are_more_repeats(run, changed, tmp_path):
+    """What the file says that one takes, times their number, is no longer than the whole run."""
     repeats = "        times = [time_all_reduce"
-    told = f"        print('repeats', repeats)\n{repeats}"
-    copy = changed("multigpu/allreduce.py", {repeats: told})
+    copy = changed(
+        "multigpu/allreduce.py",
+        {repeats: f"        dist.get_rank() or print('repeats', repeats)\n{repeats}"},
+    )
     counts = []
     for seconds in ("0.001", "0.3"):
-        out = run(copy, *SIZES[:4], "--seconds", seconds, processes=2)
-        counts.append(sum(map(int, re.findall(r"^repeats (\d+)", out, re.M))))
+        start, path = time.monotonic(), tmp_path / seconds
+        out = run(copy, *SIZES[:4], "--seconds", seconds, "--out", path, processes=2)
+        took = time.monotonic() - start
+        repeats = list(map(int, re.findall(r"^repeats (\d+)", out, re.M)))
+        medians = json.loads(path.read_text())["seconds"]
+        assert 3 * np.dot(repeats, medians) < took, "three of five took that or longer"
+        counts.append(sum(repeats))
     assert counts[1] > 5 * counts[0], counts
 
 
@@ -88,7 +96,7 @@ def pairs():
     """
     if missing := link.what_is_missing():
         pytest.skip(missing)
-    with link.nodes(8) as spaces:
+    with link.nodes(6) as spaces:
 
         def pairs(count, *arguments, limit=lambda spaces: None):
             link.shape(spaces[:count], 200)
@@ -107,48 +115,45 @@ def pairs():
 
 def slow_towards(space, number, mbit):
     """Slow what this node sends to the node of this number alone; the rest has 200 Mbit/s."""
-    tc = ("tc", "-n", space)
-    link.command(
-        *tc, "qdisc", "replace", "dev", "veth", "root", "handle", "1:", "htb", "default", 1
-    )
+    device = ("dev", "veth")
+    commands = [f"qdisc replace {' '.join(device)} root handle 1: htb default 1"]
     for minor, rate in ((1, 200), (2, mbit)):
-        htb = ("htb", "rate", f"{rate}mbit", "burst", 100_000)
-        link.command(
-            *tc, "class", "add", "dev", "veth", "parent", "1:", "classid", f"1:{minor}", *htb
-        )
-    u32 = ("u32", "match", "ip", "dst", f"10.99.0.{number + 1}", "flowid", "1:2")
-    link.command(*tc, "filter", "add", "dev", "veth", "parent", "1:", "protocol", "ip", *u32)
+        words = f"parent 1: classid 1:{minor} htb rate {rate}mbit burst 100000"
+        commands.append(f"class add {' '.join(device)} {words}")
+    words = f"parent 1: protocol ip u32 match ip dst 10.99.0.{number + 1} flowid 1:2"
+    commands.append(f"filter add {' '.join(device)} {words}")
+    for words in commands:
+        link.command("tc", "-n", space, *words.split())
 
 
 def test_pairs_name_the_slow_node_and_link(pairs):
-    """Of eight nodes one sends four times slower, and so does a link between two others.
+    """Of six nodes one sends four times slower, and so does a link between two others.
 
     The better of up to three runs counts, for others may slow this machine down.
     """
 
     def limit(spaces):
-        link.shape(spaces[5:6], 50)
-        slow_towards(spaces[2], 7, 50)
-        slow_towards(spaces[7], 2, 50)
+        link.shape(spaces[4:5], 50)
+        slow_towards(spaces[2], 5, 50)
+        slow_towards(spaces[5], 2, 50)
 
     for _ in range(3):
-        status, out, errs = pairs(8, "--seconds", 0.3, limit=limit)
+        status, out, errs = pairs(6, "--seconds", 0.3, limit=limit)
         assert status == 1, errs
         lines = out.splitlines()
         named = [re.sub(r"0\.2\d", "0.2x", line) for line in lines[-2:]]
-        if named == ["n5 sends at 0.2x of the median", "n2 - n7 at 0.2x of the median"]:
+        if named == ["n4 sends at 0.2x of the median", "n2 - n5 at 0.2x of the median"]:
             break
     else:
         pytest.fail(out)
-    print(out)
     assert max(map(len, lines)) <= 100
     assert lines[-3].endswith("GB/s:"), "nothing else is slow"
     ranks = [line.split() for line in lines if line.endswith(" | gloo, veth")]
-    assert [(words[1], words[3]) for words in ranks] == [(str(n), f"n{n}") for n in range(8)]
+    assert [(words[1], words[3]) for words in ranks] == [(str(n), f"n{n}") for n in range(6)]
     table = [line.split("|")[1:-1] for line in lines if re.match(r"\| +n\d", line)]
-    assert [row[0].strip() for row in table] == [f"n{n}" for n in range(8)]
-    for a, b in itertools.permutations(range(8), 2):
-        is_slow = a == 5 or {a, b} == {2, 7}
+    assert [row[0].strip() for row in table] == [f"n{n}" for n in range(6)]
+    for a, b in itertools.permutations(range(6), 2):
+        is_slow = a == 4 or {a, b} == {2, 5}
         assert (float(table[a][1 + b]) < 0.01) == is_slow, (a, b, out)
 
 
@@ -158,7 +163,7 @@ def test_pairs_of_three_nodes(pairs):
     assert status == 1 and out.count(" sends at ") == 3 and "below 1 GB/s" in out, (out, errs)
 
 
-@pytest.mark.parametrize("count", range(2, 12))
+@pytest.mark.parametrize("count", (2, 5, 8))
 def test_tournament(count):
     """Each meets each other one once, and nobody has two partners in a round."""
     rounds = module("multinode/allreduce.py").tournament(count)
@@ -186,44 +191,33 @@ def test_what_is_slow_is_named(capsys):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
-# What NCCL writes, as users have sent it to the issues of NVIDIA/nccl (the number), nccl-tests, and
-# aws-ofi-nccl. The names of the hosts are ours. RCCL's lines go on after the transport.
+# What NCCL writes, as users have sent it to the issues of NVIDIA/nccl, and aws-ofi-nccl (24). The
+# names of the hosts are ours. RCCL's lines go on after the transport.
 NCCL_LOGS = {
-    "NET/Socket, P2P/IPC/read": """952
+    "NET/Socket, P2P/IPC/read": """NET/IB : No device found
         n1:919:1150 [0] NCCL INFO NET/IB : No device found.
         n1:919:1150 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [receive] via NET/Socket/0
-        n1:919:1150 [0] NCCL INFO Channel 01/0 : 8[0] -> 15[7] via P2P/IPC/read
-        n1:926:1151 [7] NCCL INFO Channel 03/0 : 15[7] -> 6[6] [send] via NET/Socket/3""",
-    "NET/IB/GDRDMA": """707, nccl-tests 224 and 78
+        n1:919:1150 [0] NCCL INFO Channel 01/0 : 8[0] -> 15[7] via P2P/IPC/read""",
+    "NET/IB/GDRDMA": """see NCCL_DEBUG=INFO
         n1:120:121 [0] NCCL INFO Channel 01 : 2[c7000] -> 0[87000] [receive] via NET/IB/5/GDRDMA
-        n1:120:134 [0] NCCL INFO Channel 02/1 : 0[0] -> 1[1] [send] via NET/IB/0/GDRDMA/Shared
         n1:7:8 [0] NCCL INFO Channel 15 : 5[bc000] -> 6[be000] [send] via NET/IB/5/GDRDMA/Shared""",
-    "NET/IB, P2P/direct pointer/read": """1412
-        n1:201:202 [7] NCCL INFO Channel 00/0 : 7[7] -> 6[6] via P2P/direct pointer/read
-        n1:201:203 [5] NCCL INFO Channel 03/0 : 5[5] -> 12[4] [send] via NET/IB/3""",
-    "NET/IBext_v8, P2P/CUMEM": """1814, 1538
+    "NET/IBext_v8, P2P/CUMEM": """see NCCL_DEBUG=INFO
         n1:987:1260 [7] NCCL INFO Channel 03/0 : 47[7] -> 39[7] [receive] via NET/IBext_v8/2
         n1:566:5809 [0] NCCL INFO Channel 04/0 : 0[0] -> 7[7] via P2P/CUMEM""",
-    "NET/Socket, SHM/direct/direct": """690
-        [0] n1:135:135 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
-        [2] n1:136:136 [1] NCCL INFO Channel 00 : 2[1] -> 0[0] via SHM/direct/direct""",
-    "NET/AWS Libfabric": """aws-ofi-nccl 24
+    "NET/AWS Libfabric": """see NCCL_DEBUG=INFO
         [1,7]<stdout>:n1:214:223 [7] NCCL INFO Ring 00 : 7 -> 8 [send] via NET/AWS Libfabric/0""",
-    "NET/Libfabric": "1597\n8h200-2:6831:6840 [0] NCCL INFO Using network Libfabric",
-    "NET/Socket": """1053
+    "NET/Socket": """NCCL_IB_DISABLE set by environment to 1
         n1:304:305 [0] NCCL INFO NCCL_IB_DISABLE set by environment to 1.
         n1:304:305 [0] NCCL INFO NET/Socket : Using [0]lo:127.0.0.1<0>
         n1:304:305 [0] NCCL INFO Using network Socket""",
-    "P2P/direct pointer": """RCCL
+    "P2P/direct pointer": """see NCCL_DEBUG=INFO
         n1:1:1 [0] NCCL INFO Channel 0 : 0[3] -> 1[8] via P2P/direct pointer comm 0x5d nRanks 02""",
 }
-REASONS = {"952": "NET/IB : No device found", "1053": "NCCL_IB_DISABLE set by environment to 1"}
 
 
 @pytest.mark.parametrize("taken", NCCL_LOGS)
 def test_transport_is_read_from_the_log(taken):
-    source, log = NCCL_LOGS[taken].split("\n", 1)
-    reason = REASONS.get(source, "see NCCL_DEBUG=INFO")
+    reason, log = NCCL_LOGS[taken].split("\n", 1)
     assert module("multinode/allreduce.py").read_nccl_log(log) == (taken, reason)
 
 

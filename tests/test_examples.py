@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, assert_same_weights, curve, load, replaced, rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -79,7 +80,62 @@ EXAMPLES = {  # name: its flags; a word in braces is what the fixture of this na
 
 
 def test_each_example_is_tried():
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+    others = {"muon", "tokens", "show_log", "predict_photo"}  # the last one by test_project.py
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | others
+
+
+def test_muon(run, data, tmp_path):
+    """It trains gpt.py on one process, two and three, from stop to stop; matrices go to Muon.
+
+    Muon rounds to bf16: curves on several processes agree less than those of AdamW.
+    """
+    example = (ROOT / "examples/muon.py").read_text()
+    small = "--d_model 16 --n_heads 2 --num_layers 2 --seq_len 16 --batch_size 12 --eval_every 20"
+    curves = []
+    for folder, processes in LAUNCHES:
+        script = (ROOT / folder / "gpt.py").read_text()
+        new, count = re.subn(
+            r"^def create_optimizer.*?\n\n\n", lambda _: f"{example}\n\n", script, flags=re.M | re.S
+        )
+        assert count == 1
+        (copy := tmp_path / folder / "mine.py").parent.mkdir()
+        copy.write_text(new)
+        log, snapshot = (tmp_path / f"{folder}.{kind}" for kind in ("jsonl", "pt"))
+        words = ("--dataset", data / "words.txt", *small.split(), "--log", log)
+        for steps in (20, 60):  # the second goes on
+            run(copy, *words, "--max_steps", steps, "--snapshot", snapshot, processes=processes)
+        curves.append(curve(log))
+        assert curves[-1][-1, 1] < curves[-1][0, 1], "it learns"
+    states = load(snapshot)["optimizer"]["state"].values()
+    assert sum("momentum_buffer" in state for state in states) == 2 * 4, "four a block"
+    assert sum("exp_avg" in state for state in states) == 2 + 2 * 4 + 2, "embeddings and norms"
+    for each in curves[1:]:
+        np.testing.assert_allclose(each, curves[0], rtol=1e-2)
+
+
+def test_tokens(run, tmp_path):
+    """gpt.py trains on the files that its docstring's commands make."""
+    (tmp_path / "my.txt").write_text((ROOT / "report.py").read_text() * 5)
+    text = (ROOT / "examples/tokens.py").read_text()
+    make, train = re.findall(r"^    python (\S+ .*)", text, re.M)
+    assert " tokens in my_tokens\n" in run(*make.split(), cwd=tmp_path)
+    words = train.replace("multigpu", "singlegpu").split()
+    run(*words, "--batch_size", 4, "--max_steps", 2, cwd=tmp_path)
+
+
+def test_rows_of_a_log_in_tensorboard(run, data, tmp_path):
+    """It has what rank 0 has measured, at its step."""
+    log = tmp_path / "run.jsonl"
+    words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--batch_size", 24)
+    words = (*words, "--max_steps", 8, "--eval_every", 4, "--log", log)
+    run("multigpu/images.py", *words, processes=2)
+    run("examples/show_log.py", "run.jsonl", "runs/my_run", cwd=tmp_path)
+    events = EventAccumulator(str(tmp_path / "runs/my_run")).Reload()
+    first = [row for row in rows(log) if row["rank"] == 0]
+    assert [row["step"] for row in first] == [4, 8]
+    for name in ("train_loss", "val_acc", "lr", "comm", "samples/s"):
+        written = {event.step: event.value for event in events.Scalars(name)}
+        assert written == pytest.approx({row["step"]: row[name] for row in first})
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -4,15 +4,11 @@ import ast
 import fnmatch
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
-import torch
-from conftest import ROOT, SCRIPTS, load, rows
+from conftest import ROOT, SCRIPTS, rows
 from PIL import Image
-from test_predict import link, predicted
-from test_report import rows_of, write
 
 RUNS = "singlegpu/TASK multigpu/TASK multinode/TASK hybrid/images hybrid/gpt_*"
 PARALLEL = RUNS.removeprefix("singlegpu/TASK ")
@@ -38,15 +34,16 @@ FLAGS = f"""
 --num_stages --num_microbatches --schedule | hybrid/gpt_pipeline | test_flags.test_pipeline
 --shard_size | hybrid/gpt_fsdp | test_hybrid.test_gpt_one_loss_curve
 --checkpoint_activations | hybrid/gpt_fsdp | test_flags.test_checkpoint_activations
---dataset --data_dir | */images | test_flags.test_data
---dataset --data_dir --source --target | */text */translation | test_flags.test_data
+--dataset --data_dir | */images | test_flags.test_steps_and_rows
+--dataset --data_dir | */text | test_data.test_labels_of_text_py
+--dataset --data_dir --source --target | */translation | test_data.test_pairs_of_the_hub
 --dataset --vocab_size | */gpt* | test_models.test_gpt_token_files
 --d_model --n_heads --num_layers --seq_len --model --size | */TASK hybrid/* | test_flags.test_models
 --model | */images | test_images.test_models_take_images_of_any_size
 --sample | */gpt* | test_models.test_gpt_token_files
---dropout | */TASK hybrid/* | test_flags.test_dropout
---pretrained | */images | test_images.test_pretrained_weights
---image_size | */images | test_flags.test_photographs
+--dropout | */TASK hybrid/* | test_flags.test_models
+--pretrained | */images | test_project.test_readme_photos
+--image_size | */images | test_images.test_photographs
 --reconstructions | */images | test_flags.test_reconstructions
 --synthetic | */mnist | test_mnist.test_synthetic_needs_no_data
 --data_dir --epochs --batch_size | {MNIST} | test_mnist.test_trains_as_one_process
@@ -58,23 +55,24 @@ FLAGS = f"""
 --timeout | multigpu/allreduce | test_allreduce.test_a_hung_process_ends_the_measurement
 --timeout | multinode/allreduce | test_allreduce.test_who_is_missing_is_named
 --pairs --expect | multinode/allreduce | test_allreduce.test_pairs_of_three_nodes
---dataset --data_dir | */make_bigmnist | test_bigmnist.test_images_of_mnist
+--dataset --data_dir | */make_bigmnist | test_images.test_images_of_mnist
 --num_images --versions --copies --out | */make_bigmnist \
-    | test_bigmnist.test_labels_copies_and_augmented_versions
+    | test_images.test_labels_copies_and_augmented_versions
 --size --out | */make_images | test_images.test_each_photograph_once_with_its_class
---grey | */make_images | test_data.test_images_without_label_are_left_out
+--grey | */make_images | test_images.test_images_without_label_are_left_out
 --snapshot --steps --out | */noise_scale \
-    | test_noise_scale.test_it_takes_scripts_snapshots_and_own_sections
+    | test_predict.test_noise_scale_takes_scripts_and_snapshots
 --snapshot --row --out | quantize/TASK | test_quantize.test_int8_is_smaller_and_as_good
 --eager | quantize/TASK | test_quantize.test_compiled_rows
---batch_size --num_samples --rounds --data_dir | quantize/TASK | test_flags.test_quantize
---dataset | quantize/gpt | test_quantize.test_a_text_that_has_moved
+--batch_size --num_samples --rounds --data_dir | quantize/TASK \
+    | test_quantize.test_translates_as_the_training_script
+--dataset | quantize/gpt | test_quantize.test_all_rows
 --out | report | test_report.test_speedup_and_efficiency_by_hand
 --step | report | test_report.test_the_last_step_is_drawn_and_written
 --out | predict | test_predict.test_what_helps
 --processes | predict | test_predict.test_any_number_of_processes_and_nodes
 --noise | predict | test_predict.test_time_to_the_same_loss
---steps | predict | test_flags.test_predicted_steps
+--steps | predict | test_predict.test_steps_of_a_longer_training
 """
 
 
@@ -282,20 +280,20 @@ def test_steps_and_rows(seen, script):
         assert len(found[0]) == at[-1] and [row["step"] for row in logged] == at
 
 
-def test_compile(run, data, tmp_path):
+@pytest.mark.parametrize("folder", ("multigpu", "hybrid"))
+def test_compile(run, data, tmp_path, folder):
     """Kernels are generated for a network of torch.nn's layers, and the loss is the eager one."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--max_steps", 5)
-    for folder, size in ("multigpu", 48), ("hybrid", 60):  # no kernel serves both
-        losses, made = [], []
-        for more in ((), ("--compile",)):
-            log, before = tmp_path / f"{size}{len(more)}.jsonl", len([*tmp_path.glob("**/*.py")])
-            words_now = (*words, *more, "--batch_size", size, "--log", log)
-            run(f"{folder}/images.py", *words_now, **env)
-            made.append(len([*tmp_path.glob("**/*.py")]) - before)
-            losses.append(losses_of(rows(log)))
-        np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
-        assert made[0] == 0 and made[1] >= 2, "forward and backward"
+    words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data)
+    words = (*words, "--batch_size", 401, "--max_steps", 4)  # no other length is validated
+    losses, made = [], []
+    for more in ((), ("--compile",)):
+        log = tmp_path / f"{len(more)}.jsonl"
+        run(f"{folder}/images.py", *words, *more, "--log", log, **env)
+        made.append(len([*tmp_path.glob("**/*.py")]))
+        losses.append(losses_of(rows(log)))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    assert made[0] == 0 and made[1] >= 2, "forward and backward"
 
 
 def test_pipeline(seen):
@@ -329,18 +327,17 @@ def test_checkpoint_activations(seen):
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-6)
 
 
-PAIRS = "--dataset tables --source number --target name"
+TABLES = "--dataset tables --data_dir {data} --seq_len"
+PAIRS = f"{TABLES} 5 --source number --target name --model"
 MODELS = {  # flags, and the shapes of the queries (B, H, T, D / H) of each attention
+    "images": ("", []),
     "gpt": ("--d_model 32 --n_heads 4 --num_layers 3 --seq_len 16", [[24, 4, 16, 8]] * 3),
-    "text small": ("--dataset tables --model transformer --seq_len 4", [[24, 4, 4, 32]] * 2),
-    "text large": (
-        "--dataset tables --model transformer --seq_len 4 --size large",
-        [[24, 8, 4, 32]] * 4,
-    ),
-    "text nbow": ("--dataset tables --model nbow --seq_len 4", []),
-    "translation lstm": (f"{PAIRS} --model lstm --seq_len 5", []),
+    "text small": (f"{TABLES} 4 --model transformer", [[24, 4, 4, 32]] * 2),
+    "text large": (f"{TABLES} 4 --model transformer --size large", [[24, 8, 4, 32]] * 4),
+    "text nbow": (f"{TABLES} 4 --model nbow", []),
+    "translation lstm": (f"{PAIRS} lstm", []),
     "translation transformer": (
-        f"{PAIRS} --model transformer --seq_len 5",
+        f"{PAIRS} transformer",
         [[24, 8, 5, 32]] * 3 + [[24, 8, 4, 32]] * 6,  # the decoder reads all but the last word
     ),
 }
@@ -348,78 +345,16 @@ MODELS = {  # flags, and the shapes of the queries (B, H, T, D / H) of each atte
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(seen, data, name):
-    """The network has so many attentions, of this width, for sequences of this length."""
-    flags, shapes = MODELS[name]
-    more = f"--data_dir {data}" if "tables" in flags else ""
-    found, _ = seen(f"singlegpu/{name.split()[0]}.py", f"{flags} {more} --max_steps 1")
-    assert found[0][0]["attention"] == shapes
+    """The network has so many attentions, of this width, for sequences of this length.
 
-
-DATA = {  # script, its flags, and the number of steps
-    "images": ("--dataset mnist --model mlp --batch_size 400", 3),
-    "text": ("--dataset tables --batch_size 200 --seq_len 8", 3),
-    "translation": (f"{PAIRS} --batch_size 200 --seq_len 8", 3),
-}
-
-
-@pytest.mark.parametrize("task", DATA)
-def test_data(run, data, task):
-    """The number of steps is that of the data, in that folder, and these columns are learned."""
-    flags, steps = DATA[task]
-    out = run(f"singlegpu/{task}.py", *flags.split(), "--data_dir", data, "--epochs", 1)
-    assert f"steps 0 to {steps}\n" in out
-    if task == "translation":
-        assert re.search(r"^[0-9 ]+\n    [a-z ]+\n", out, re.M), out
-        words = (*flags.split(), "--data_dir", data, "--epochs", 0)  # to get the data
-        assert "steps 0 to 0\n" in run("singlegpu/translation.py", *words)
-
-
-@pytest.mark.parametrize("task", ("text", "translation"))
-def test_quantize(run, data, tmp_path, task):
-    """So many speeds are measured on batches of that size, of data that has moved."""
-    shutil.copytree(data / "tables", tmp_path / "tables")
-    words = (*DATA[task][0].split(), "--data_dir", tmp_path, "--max_steps", 1)
-    run(f"singlegpu/{task}.py", *words, "--snapshot", tmp_path / "s.pt")
-    shutil.move(tmp_path / "tables", tmp_path / "moved/tables")
-    text, end = (ROOT / f"quantize/{task}.py").read_text(), "            for fp32_speed, speed in"
-    assert text.count(end) == 1
-    spy = "print('seen', [len(batch[0]) for batch in batches], np.shape(rounds))\n"
-    (copy := tmp_path / f"{task}.py").write_text(text.replace(end, f"            {spy}{end}"))
-    words = ("--snapshot", tmp_path / "s.pt", "--data_dir", tmp_path / "moved", "--eager")
-    more = ("--row", "fp32", "--batch_size", 4, "--num_samples", 8, "--rounds", 3)
-    assert "seen [4, 4] (3, 1, 1)\n" in run(copy, *words, *more)
-
-
-DROPPING = ("images.py", "gpt.py", "text.py --model transformer", "translation.py")
-
-
-@pytest.mark.parametrize("task", DROPPING)
-def test_dropout(seen, data, task):
-    """This share of values becomes zero."""
-    script, *more = task.split()
-    more += [f"--dataset tables --data_dir {data}"] if script == "text.py" else []
-    more += [f"{PAIRS} --seq_len 8 --data_dir {data}"] if script == "translation.py" else []
-    found, _ = seen(f"singlegpu/{script}", " ".join([*more, "--dropout 0.3 --max_steps 1"]))
-    [step] = found[0]
-    assert len(step["dropped"]) > 0
-    assert np.mean(step["dropped"]) == pytest.approx(0.3, abs=0.03)
-
-
-def test_photographs(run, tmp_path):
-    """They are cut to --image_size, and loaded by a worker for each thread.
-
-    The snapshot names the classes as their folders are named.
+    With --dropout, this share of values becomes zero.
     """
-    for number in range(8):
-        path = tmp_path / f"photos/{('val', 'train')[number % 2]}/{'cd'[number // 4]}/{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (50, 40), (number, 0, 0)).save(path)
-    words = ("--dataset", tmp_path / "photos", "--image_size", 20, "--model", "cnn")
-    more = ("--batch_size", 4, "--max_steps", 1, "--snapshot", tmp_path / "s.pt")
-    run("singlegpu/images.py", *words, *more, before=(ROOT / "tests/helpers/probe.py", tmp_path))
-    [step] = json.loads((tmp_path / "0.json").read_text())
-    assert step["shape"] == [4, 3, 20, 20] and step["workers"] == torch.get_num_threads() == 1
-    assert load(tmp_path / "s.pt")["classes"] == ["c", "d"]
+    flags, shapes = MODELS[name]
+    flags = f"{flags.format(data=data)} --dropout 0.3 --max_steps 1"
+    found, _ = seen(f"singlegpu/{name.split()[0]}.py", flags)
+    [step] = found[0]
+    assert step["attention"] == shapes
+    assert np.mean(step["dropped"]) == pytest.approx(0.3, abs=0.03)
 
 
 def test_reconstructions(run, data, tmp_path):
@@ -433,14 +368,3 @@ def test_reconstructions(run, data, tmp_path):
     content = np.fromfile(data / "MNIST/raw/t10k-images-idx3-ubyte", "u1")[16 : 16 + 784]
     assert (above[:, 2:30] == content.reshape(28, 28)).all()
     assert 0 < abs(above - below).mean() < 0.8 * above.std()
-
-
-def test_predicted_steps(tmp_path):
-    """Twice the steps take twice as long; both runs have the same warmup, and so many rows."""
-    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [10, 10], data=1, warmup=0, eval=0))
-    hours = {}
-    for steps in (1000, 2000):
-        text, *_, ask = predicted(log, link(tmp_path / "l.json"), "--steps", steps)
-        assert f"## what to ask for: {steps:,} steps" in text
-        hours[steps] = float(ask[1]["device-hours"])
-    assert hours[2000] == pytest.approx(2 * hours[1000], rel=0.01)

@@ -16,8 +16,8 @@ from torchvision.models import ResNet18_Weights, resnet18
 
 TINY = {  # how a command begins: flags that make it small. The first that fits counts.
     "multigpu/mnist.py": "--synthetic --epochs 1",
+    "singlegpu/images.py --dataset photos": "--image_size 32 --batch_size 6",
     "images.py --dataset photos": "--image_size 32 --batch_size 6 --epochs 1",
-    "images.py --dataset others": "--image_size 32 --batch_size 4 --max_steps 1",
     "images.py --log run.jsonl": "--model mlp --max_steps 6",
     "images.py": "--model mlp --max_steps 6 --log one.jsonl",
     "multigpu/gpt.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --snapshot gpt.pt",
@@ -94,7 +94,7 @@ def test_a_job_file_for_a_script_of_ones_own(tmp_path):
     assert "--job-name=multigpu_mine\n" in text and " python multigpu/mine.py --snapshot " in text
 
 
-PAGES = "README.md CONTRIBUTING.md slurm/README.md examples/README.md tests/README.md"
+PAGES = "README.md slurm/README.md examples/README.md pictures/README.md tests/README.md"
 
 
 @pytest.mark.parametrize("page", PAGES.split())
@@ -138,17 +138,14 @@ def photos(tmp_path):
 
 def test_readme_commands(photos, tmp_path):
     """Each command with python or torchrun runs as it stands, but at a tiny size."""
-    for name in (*FOLDERS, "report.py", "predict.py"):
+    for name in (*FOLDERS, "examples", "report.py", "predict.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my.txt").write_text((ROOT / "report.py").read_text())
+    shutil.copy(tmp_path / "photos/val/dog/2.png", tmp_path / "photo.jpg")
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
     lines = re.findall(r"^((?:python|torchrun) [^#\n]*)", "".join(blocks), re.M)
-    assert len(lines) == 9
-    cells = re.findall(r"\| ([^|]*) \|$", README.split("## A first run")[0], re.M)
-    typed = re.findall(r"`((?:python|torchrun) [^`]*)`", "".join(cells))  # in the first table
-    typed.remove("torchrun --nproc_per_node=4 train.py")  # test_timing_lines.py runs it
-    assert len(typed) == 6
-    for line in sorted([*lines, *typed], key=lambda line: "--init_from" in line):
+    assert len(lines) == 14
+    for line in lines:
         small = (more for name, more in TINY.items() if f"{name} " in f"{line} ")
         line += " " + next(small, "")
         line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
@@ -158,7 +155,15 @@ def test_readme_commands(photos, tmp_path):
         env = LOOPBACK | {"TORCH_HOME": str(tmp_path)}
         for status, _, err in run_all(nodes, [env] * len(nodes), tmp_path):
             assert status == 0, (line, err)
+    assert (tmp_path / "gpt.pt").exists() and (tmp_path / "photos.pt").exists()
     assert {row["processes"] for row in rows(tmp_path / "run.jsonl")} == {2}, "no GPU: two"
+
+
+def test_the_workflow_is_that_of_ci():
+    """It installs the same packages of Debian, and runs the same target of make."""
+    workflow, ci = ((ROOT / name).read_text() for name in (".github/workflows/test.yml", ".ci/run"))
+    packages = re.search(r"packages=\((.*)\)", ci)[1]
+    assert f" {packages}\n" in workflow and " make test\n" in workflow
 
 
 def test_deprecations_do_not_fail(run, tmp_path):
@@ -179,10 +184,34 @@ def block_with(word):
     return found
 
 
-def run_block(run, word, folder):
-    """Run these lines there; what they print."""
-    (script := folder / "lines.py").write_text(block_with(word))
-    return run(script, cwd=folder)
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Module()
+model.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+model.head = nn.Linear(8, 2)
+model.forward = lambda x: model.head(nn.Sequential(*model.blocks)(x))
+BLOCK
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.randn(4, 8)).sum().backward()
+optimizer.step()
+print("whole", sum(p.numel() for p in model.parameters()))
+print("shards", sum(p.to_local().numel() for p in model.parameters()))
+dist.destroy_process_group()
+"""
+
+
+def test_readme_shards(run, tmp_path):
+    """The lines around fully_shard leave each of two processes half of all weights."""
+    (script := tmp_path / "multinode/train.py").parent.mkdir()
+    script.write_text(SHARDED.replace("BLOCK", block_with("fully_shard")))
+    out = run(script, processes=2)
+    whole = 3 * 72 + 18
+    assert out.count(f"whole {whole}\n") == 2 and out.count(f"shards {whole // 2}\n") == 2, out
 
 
 def test_readme_table(run, tmp_path):
@@ -218,21 +247,13 @@ def test_readme_photos(run, photos, tmp_path):
     assert rows(tmp_path / "log.jsonl")[0]["num_workers"] > 0, "processes decode them"
     trained = torch.load(tmp_path / "photos.pt", weights_only=True)["model"]
     assert max(weight.max() for weight in trained.values()) > 6
-    (tmp_path / "multigpu").symlink_to(ROOT / "multigpu")
-    shutil.copy(tmp_path / "photos/val/dog/2.png", tmp_path / "photo.jpg")
-    assert run_block(run, "photos.pt", tmp_path).splitlines()[-1] in ("cat", "dog")
+    names = [f"photos/val/{name}.png" for name in ("cat/0", "dog/2")]
+    out = run("examples/predict_photo.py", "photos.pt", *names, cwd=tmp_path)
+    told = re.findall(r"^(.*): (?:cat|dog), (\d+)%$", out, re.M)
+    assert [name for name, _ in told] == names and min(int(share) for _, share in told) >= 50, out
     words = ("singlegpu/images.py", *words, "--epochs", 0, "--pretrained", "--snapshot", "none.pt")
     assert "steps 0 to 0\n" in run(*words, cwd=tmp_path, TORCH_HOME=str(tmp_path))
     assert not (tmp_path / "none.pt").exists()
-
-
-def test_readme_token_files(run, tmp_path):
-    """The lines on token files, and then the command that trains on them."""
-    (tmp_path / "text.txt").write_text((ROOT / "report.py").read_text() * 5)
-    run_block(run, "tokenizers", tmp_path)
-    command = re.search(r"`gpt.py (--dataset .*?)`", README)[1]
-    command = command.replace(" . ", f" {tmp_path} ")
-    run("singlegpu/gpt.py", *command.split(), "--batch_size", 4, "--max_steps", 2)
 
 
 BARE = ["multigpu/images.py", "singlegpu/gpt.py"]

@@ -1,4 +1,4 @@
-"""report.py on logs whose answers are known."""
+"""report.py on logs whose answers are known, and the last step that the scripts log."""
 
 import csv
 import io
@@ -6,12 +6,14 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, rows as rows_in
 
 sys.path.append(str(ROOT))
 import report  # noqa: E402
@@ -90,10 +92,12 @@ def tables(*arguments, script=report):
 def test_speedup_and_efficiency_by_hand(tmp_path):
     """Speedup, efficiency and hidden share by hand. The warmup counts apart."""
     runs = [rows_of(n, n, [time, time]) for n, time in ((1, 10), (2, 6), (4, 4))]
-    runs.append(rows_of("d", 2, [10, 10], batch_size=128, samples=1280))
+    runs.append(rows_of("d", 2, [5, 5], batch_size=128))  # of half as many steps an epoch
     out = tmp_path / "out"
     text, strong, weak = tables(write(tmp_path / "a.jsonl", *runs), "--out", out)
     assert [row["speedup"] for row in strong + weak] == ["1.00", "1.67", "2.50", "1.00", "2.00"]
+    assert "steps_per_epoch 10 / 5. Times are those of an epoch." in " ".join(text.split())
+    assert [weak[1][name] for name in ("seconds", "sending")] == ["5.00", "1.00"]
     assert [row["efficiency"] for row in strong] == ["1.00", "0.833", "0.625"]
     assert "Not to be trusted" not in text and "note:" not in text
     fast = write(tmp_path / "fast.jsonl", rows_of("a", 1, [10, 10]), rows_of("b", 2, [4, 4]))
@@ -110,15 +114,6 @@ def test_speedup_and_efficiency_by_hand(tmp_path):
     found = csv.DictReader((out / "measured.csv").read_text().splitlines())
     assert [row["speedup"][:6] for row in found] == ["1.0", "1.6666", "2.5", "1.0", "2.0"]
     assert len([path for path in out.glob("*.png") if path.read_bytes()[1:4] == b"PNG"]) == 2
-
-
-def test_the_steps_of_an_epoch_are_told(tmp_path):
-    """In weak scaling, twice the batch halves the steps of an epoch, and its time."""
-    runs = rows_of("a", 1, [10]), rows_of("b", 2, [5], batch_size=128)
-    text, (one, two) = tables(write(tmp_path / "a.jsonl", *runs))
-    assert "steps_per_epoch 10 / 5. Times are those of an epoch." in text, text
-    assert [row["seconds"] for row in (one, two)] == ["10.0", "5.00"]
-    assert two["sending"] == "1.00" and two["speedup"] == "2.00"
 
 
 def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
@@ -209,20 +204,15 @@ def test_a_flag_of_a_task_is_no_column(tmp_path):
         assert "## not compared" in told and "## strong" not in told, name
 
 
-def test_a_copied_snapshot_is_a_run_of_its_own(tmp_path):
-    """It keeps the id of its run. Two starts with one snapshot are one run."""
-    parts = [("a.pt", 8), ("a.pt", 4), ("b.pt", 2)]
-    runs = [rows_of("b", 2, [seconds], snapshot=path) for path, seconds in parts]
-    _, group = tables(write(tmp_path / "a.jsonl", rows_of("a", 1, [6], snapshot=None), *runs))
-    assert [row["speedup"] for row in group] == ["1.00", "1.00", "3.00"]
-
-
-@pytest.mark.parametrize("words", ("report.py processes.jsonl", "predict.py nodes.jsonl link.json"))
-def test_the_backend_of_a_notebook_is_not_loaded(run, tmp_path, words):
-    script, *logs = words.split()
-    paths = [ROOT / "pictures" / name for name in logs]
-    run(script, *paths, "--out", tmp_path, MPLBACKEND="module://matplotlib_inline.none")
-    assert list(tmp_path.glob("*.png"))
+def test_what_is_one_run(tmp_path):
+    """Two starts with one snapshot and one hook. A copy of a snapshot keeps the id of its run."""
+    parts = [("a.pt", 8, "none"), ("a.pt", 4, "none"), ("b.pt", 2, "none"), ("a.pt", 1, "bf16")]
+    runs = [rows_of("b", 2, [time], snapshot=path, comm_hook=hook) for path, time, hook in parts]
+    log = write(tmp_path / "a.jsonl", rows_of("a", 1, [6], snapshot=None), *runs)
+    text, *found = tables(log)
+    assert re.findall(r"^## strong .* 64(.*)", text, re.M) == [", comm_hook bf16", ""], text
+    speedups = [[row["speedup"] for row in group] for group in found]
+    assert speedups == [["1.00", "6.00"], ["1.00", "1.00", "3.00"]]
 
 
 def test_launches_are_compared(tmp_path):
@@ -268,16 +258,6 @@ def test_damaged_rows_are_left_out(tmp_path):
     assert missing.returncode == 1 and missing.stderr.startswith("cannot read ")
 
 
-def test_a_run_resumed_with_another_flag_counts_twice(tmp_path):
-    """Its two parts have times of their own."""
-    first = rows_of("b", 2, [10], comm_hook="none")
-    later = rows_of("b", 2, [4], comm_hook="bf16")
-    alone = rows_of("a", 1, [12])
-    text, *found = tables(write(tmp_path / "a.jsonl", alone, first, later))
-    assert re.findall(r"^## strong .* 64(.*)", text, re.M) == [", comm_hook bf16", ""], text
-    assert [each[1]["speedup"] for each in found if "speedup" in each[0]] == ["3.00", "1.20"]
-
-
 def test_the_last_step_is_drawn_and_written(tmp_path):
     """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce. Of a folder, each log counts."""
     log = tmp_path / "run.jsonl"
@@ -307,13 +287,73 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     assert [event["ts"] for event in late] == [pytest.approx(95_000)], "microseconds"
     assert "needs --out" in run_report(log, "--step").stderr
     (folder := tmp_path / "logs").mkdir()
-    (again := tmp_path / "again").mkdir()
-    killed = [*logged, *rows_of("z", 1, [1])]  # it was killed in the validation after its last step
-    write(folder / "one.jsonl", [row for row in logged if row["rank"] == 0])
+    killed = [*logged, *rows_of("z", 1, [1])]  # in the validation after its last step
+    write(folder / "run.jsonl", killed)
     write(folder / "none.jsonl", rows_of("a", 1, [1]))
     write(folder / "torn.jsonl", rows_of("a", 1, [1], last_step=[1]))
-    done = run_report(folder, write(again / "one.jsonl", killed), "--step", "--out", tmp_path / "x")
+    done = run_report(folder, log, "--step", "--out", tmp_path / "x")
     assert done.stderr.count("cannot read the last step in ") == 2, done.stderr
     assert "none.jsonl: its rows hold no step" in done.stderr
     drawn = {path.name for path in (tmp_path / "x").glob("*_step.png")}
-    assert drawn == {"logs_one_step.png", "again_one_step.png"}
+    assert drawn == {"logs_run_step.png", f"{tmp_path.name}_run_step.png"}
+
+
+MNIST = "images.py --dataset mnist --data_dir {data} --model mlp --batch_size 24"
+GPT = "--dataset {data}/words.txt --d_model 32 --n_heads 2 --num_layers 2 --seq_len 32"
+GPT += " --batch_size 24"
+RUNS = [  # device, processes, script with its arguments
+    ("cpu", 1, f"singlegpu/{MNIST}"),
+    ("cpu", 3, f"multigpu/{MNIST}"),
+    ("emu", 3, f"multigpu/{MNIST}"),
+    ("emu", 2, f"hybrid/{MNIST}"),
+    ("emu", 2, f"hybrid/gpt_pipeline.py {GPT}"),
+    ("emu", 2, f"hybrid/gpt_fsdp.py {GPT}"),
+]
+COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize(("device", "processes", "words"), RUNS)
+def test_the_last_step_in_the_log(run, request, data, tmp_path, device, processes, words):
+    """Its phases follow each other, and add up to the columns of a row that is one step."""
+    env = {"EMU_DEVICES": "4"} if device == "emu" else {}
+    if env:
+        request.getfixturevalue("emulator")
+    log = tmp_path / "log.jsonl"
+    script, *words = words.format(data=data).split()
+    words += ["--max_steps", 6, "--eval_every", 1, "--log", log]
+    run(script, *words, processes=processes, **env)
+    last = {row["rank"]: row for row in rows_in(log) if row["step"] == 6}
+    assert len(last) == processes
+    for row in last.values():
+        phases = [event for event in row["last_step"] if event[0] not in COLLECTIVES]
+        sent = [event for event in row["last_step"] if event[0] in COLLECTIVES]
+        assert all(phase[2] == pytest.approx(after[1]) for phase, after in zip(phases, phases[1:]))
+        sums = Counter()
+        for name, start, end, _ in phases:
+            sums[name] += end - start
+        comm = sums.pop("comm", 0.0)
+        assert {"data", "forward", "backward", "optimizer"} <= sums.keys()
+        assert sums == pytest.approx({name: row[name] for name in sums}, abs=1e-6)
+        assert comm <= row.get("comm", 0.0)  # the row also has the all-reduce of the look
+        assert bool(sent) == (processes > 1)
+        assert all(phases[0][1] <= start < end and size > 0 for _, start, end, size in sent)
+        assert all(start < phases[-1][2] for _, start, _, _ in sent)
+    names = {name for name, *_ in sent}
+    assert names <= (COLLECTIVES - {"all-reduce"} if "fsdp" in script else {"all-reduce"})
+    if script == "multigpu/images.py":  # float32, once each; the last one as backward() ends
+        assert sum(size for *_, size in sent) == 4 * row["parameters"]
+        [end] = [end for name, _, end, _ in phases if name == "backward"]
+        assert sent[0][1] < end <= sent[-1][1]
+
+
+def test_a_late_process_is_late_by_another_hosts_clock(run, data, tmp_path):
+    """Three processes, one of them 0.3 s late, and with a clock that is 5 s ahead."""
+    if subprocess.run(["unshare", "--time", "true"], capture_output=True).returncode:
+        pytest.skip("only root can set a clock ahead, in a time namespace")
+    script, *words = f"multinode/{MNIST} --max_steps 8".format(data=data).split()
+    late = {"before": (ROOT / "tests/helpers/slow.py", "backward", 1, 0.3), "AHEAD": "1"}
+    run(script, *words, "--log", log := tmp_path / "log.jsonl", processes=3, **late)
+    ready = [  # when the last gradient of each process is ready
+        end for row in rows_in(log) for name, _, end, _ in row["last_step"] if name == "backward"
+    ]
+    assert all(0.15 < ready[1] - ready[rank] < 1 for rank in (0, 2))

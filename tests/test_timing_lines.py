@@ -1,12 +1,10 @@
-"""What README gives to paste elsewhere: timing lines for a DDP script, and the rows of a log."""
+"""What README gives to paste into a DDP script: the lines that take its times."""
 
 import re
 import shutil
 
 import pytest
-from conftest import ROOT, rows
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_project import run_block
+from conftest import ROOT, replaced
 
 README = (ROOT / "README.md").read_text()
 PAUSES = {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.4, "other": 0.05}  # seconds
@@ -85,14 +83,29 @@ def paste(difference, script):
     return "\n".join(lines), count
 
 
+def pasted(changes):
+    """TRAIN with README's lines, and then with these changes."""
+    [difference] = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
+    script, count = paste(difference, TRAIN)
+    assert count == 10
+    return replaced(script, changes)
+
+
+def phases_of(out):
+    """The seconds of each phase, of rank 0 and rank 1, which sum to the total."""
+    phases = {}
+    for name, *seconds in re.findall(r"^(\w+) .* s .*% +([\d.]+) +([\d.]+)$", out, re.M):
+        phases[name] = [float(value) for value in seconds]
+    for rank, total in enumerate(phases.pop("total")):
+        assert abs(sum(each[rank] for each in phases.values()) - total) < 0.01, "but for rounding"
+    return phases
+
+
 @pytest.mark.parametrize("place", ["cpu", "emulator"])
 def test_lines_in_a_script_of_ones_own(start, attempt, request, tmp_path, place):
     """They tell each pause by its phase, and phases sum to the total; nothing is read too early."""
-    [difference] = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
-    script, count = paste(difference, TRAIN)
-    assert count == 8
     (train := tmp_path / "multinode/train.py").parent.mkdir()  # so that torchrun starts it
-    train.write_text(script)
+    train.write_text(pasted({}))
     [source, copy] = re.search(r"^cp (\S+) \S*/(\S+)", README, re.M).groups()
     shutil.copy(ROOT / source, train.with_name(copy))
     if place == "cpu":
@@ -106,27 +119,52 @@ def test_lines_in_a_script_of_ones_own(start, attempt, request, tmp_path, place)
         env = {"EMU_DEVICES": "4", "EMU_SIM": "kernel=100,launch=5,comm=1000"}
         status, out, err = attempt(train, processes=2, **env)
     assert status == 0, err
-    phases = {}
-    for name, *seconds in re.findall(r"^(\w+) .* s .*% +([\d.]+) +([\d.]+)$", out, re.M):
-        phases[name] = [float(value) for value in seconds]
-    totals = phases.pop("total")
+    phases = phases_of(out)
     assert phases.keys() == PAUSES.keys() | {"comm"} and min(phases["comm"]) > 0, out
-    for rank, total in enumerate(totals):
-        assert abs(sum(each[rank] for each in phases.values()) - total) < 0.01, "but for rounding"
     for name, pause in PAUSES.items():
         assert min(phases[name]) >= 0.999 * pause, (name, out)
 
 
-def test_rows_of_a_log_in_tensorboard(run, data, tmp_path):
-    """README's lines write what rank 0 has measured, at its step."""
-    log = tmp_path / "run.jsonl"
-    words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--batch_size", 24)
-    words = (*words, "--max_steps", 8, "--eval_every", 4, "--log", log)
-    run("multigpu/images.py", *words, processes=2)
-    run_block(run, "SummaryWriter", tmp_path)
-    events = EventAccumulator(str(tmp_path / "runs/my_run")).Reload()
-    first = [row for row in rows(log) if row["rank"] == 0]
-    assert [row["step"] for row in first] == [4, 8]
-    for name in ("train_loss", "val_acc", "lr", "comm", "samples/s"):
-        written = {event.step: event.value for event in events.Scalars(name)}
-        assert written == pytest.approx({row["step"]: row[name] for row in first})
+LAYERS = "self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 10)"
+DDP = "model = DistributedDataParallel(model)\n"
+PRINT = "print_marks("
+OTHERS = {  # what differs in the train.py of others
+    "the head comes first": {
+        LAYERS: "self.last, self.first = nn.Linear(256, 10), nn.Linear(64, 256)"
+    },
+    "the first layer is unused": {
+        LAYERS: f"self.unused = nn.Linear(1, 1)\n        {LAYERS}",
+        DDP: DDP.replace("model)", "model, find_unused_parameters=True)"),
+    },
+    "the first parameter is frozen": {
+        LAYERS: f"self.scale = nn.Parameter(torch.ones(1), requires_grad=False)\n        {LAYERS}",
+    },
+    "two models": {
+        LAYERS: "self.first = nn.Linear(64, 256)",
+        "return self.last(hidden)": "return hidden",
+        DDP: f"{DDP}head = DistributedDataParallel(nn.Linear(256, 10).to(device))\n",
+        "weights in model.parameters()": "weights in [*model.parameters(), *head.parameters()]",
+        "model(inputs)": "head(model(inputs))",
+    },
+    "rank 0 alone validates": {PRINT: f"if dist.get_rank() == 0:\n    mark('eval')\n{PRINT}"},
+    "the first epoch warms up": {"    pause(0.05)": "    if epoch == 0:\n        marks.clear()"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_lines_in_the_scripts_of_others(attempt, tmp_path, name):
+    """The backward pass ends with the last gradient, whichever parameter has it."""
+    (train := tmp_path / "multinode/train.py").parent.mkdir()
+    train.write_text(pasted(OTHERS[name]))
+    shutil.copy(ROOT / "multigpu/mnist.py", train.with_name("timing.py"))
+    status, out, err = attempt(train, processes=2)
+    assert status == 0, err
+    phases = phases_of(out)
+    pauses = dict(PAUSES)
+    if "warms up" in name:  # the second epoch is left, and nothing between the two
+        pauses = {phase: pause / 2 for phase, pause in PAUSES.items() if phase != "other"}
+    if "validates" in name:
+        assert phases.pop("eval")[1] == 0
+    assert phases.keys() == pauses.keys() | {"comm"}, out
+    for phase, pause in pauses.items():
+        assert min(phases[phase]) >= 0.999 * pause, (phase, out)

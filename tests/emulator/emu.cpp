@@ -1,34 +1,26 @@
 // An emulated accelerator: a device "emu" for PyTorch that computes on the CPU and behaves as a
 // GPU. What would be wrong on a GPU ends with an error, or shows in a number: how often the host
-// has waited, or the times of events.
+// has waited, or the times of events. It shows no numerics, kernels, limits of memory or speed of a
+// GPU, and none of NCCL's hangs.
 //
 // Memory. An address on the device is an address of the host with tag bits, which no host code can
 // follow. The block behind it knows which streams have used it, and keeps a CPU storage of the same
 // bytes. Fresh memory is NaN. Memory of the host is pinned or not, and a copy waits accordingly.
 //
 // Operators. A call of any operator takes CPU tensors for the device's ("aliases", which copy
-// nothing), runs the CPU's kernel at once, and wraps what comes out.
+// nothing), runs the CPU's kernel at once, and wraps what comes out. Random numbers are the CPU's.
 //
 // Streams. Results are always those of the order in which the host calls. Whether a GPU would have
 // kept this order is for the clocks to say: each stream counts its kernels and events, and knows of
 // each other stream up to which of them it has waited for it. An access that is not ordered is a
-// race. The host has such a clock, too: it tells events that are read too early, and when copies to
-// it arrive.
+// race. The host has such a clock, too: it tells events that are read too early.
 //
 // Time. A stream is busy until its last kernel ends, and the host runs ahead. Without EMU_SIM, a
 // kernel takes the time that it takes here. With it, time is simulated, and each run has the same.
 //
 // emu_ccl. Collectives as NCCL has them, by gloo, on a stream for each communicator. A future makes
 // the current stream wait, as that of the backend nccl2 does.
-//
-// Compilation (emu.py). torch.compile() traces a model and its gradients as ever, but generates no
-// kernels, since Inductor knows no emu: what it has traced runs operator by operator.
-//
-// What it does not show: numerics and kernels of a GPU, limits of memory, NCCL's hangs, speed.
-//
-// Sections: clocks; memory; streams and events; operators; autocast; hooks; emu_ccl; Python.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/autocast_mode.h>
@@ -58,7 +50,7 @@ int setting(const char* name, int value) {
   const char* text = std::getenv(name);
   return text && *text ? std::atoi(text) : value;
 }
-double simulated(const char* name) {  // seconds, of EMU_SIM=kernel=1000,launch=5,... in us
+double simulated(const char* name) {  // seconds, of EMU_SIM=kernel=1000,comm=3000 in us
   const char* text = std::getenv("EMU_SIM");
   const char* found = text ? strstr(text, name) : nullptr;
   return found ? std::atof(found + strlen(name)) / 1e6 : 0;
@@ -66,22 +58,15 @@ double simulated(const char* name) {  // seconds, of EMU_SIM=kernel=1000,launch=
 const int DEVICES = setting("EMU_DEVICES", 4), POOL = 32;  // streams besides the default one
 const int QUEUES = DEVICES * (POOL + 1);
 const bool SIM = std::getenv("EMU_SIM");
-const double KERNEL = simulated("kernel="), LAUNCH = simulated("launch=");
-const double COPY = simulated("copy="), COMM = simulated("comm=");
+const double KERNEL = simulated("kernel="), COMM = simulated("comm=");
 using Clock = vector<uint32_t>;
 
 struct Queue {  // a stream
   double free_at = 0;
   Clock known = Clock(QUEUES);  // its own entry: the kernels that it has got
 };
-struct Arrival {  // what happens when the host knows that this kernel has ended
-  int queue;
-  uint32_t tick;
-  std::function<void()> deliver;
-};
 std::recursive_mutex mutex;
 vector<Queue> queues(QUEUES);
-vector<Arrival> arrivals;
 Clock host_known(QUEUES);
 double host_time = 0;
 int64_t host_waits = 0, used_streams = 0;
@@ -112,20 +97,11 @@ std::string name_of(int queue) {
 void learn(Clock& clock, const Clock& more) {
   for (int i = 0; i < QUEUES; i++) clock[i] = std::max(clock[i], more[i]);
 }
-void when_ended(int queue, std::function<void()> deliver) {  // the last kernel of this stream
-  Lock guard(mutex);
-  arrivals.push_back({queue, queues[queue].known[queue], std::move(deliver)});
-}
 void host_waits_until(double time, const Clock& known) {
   Lock guard(mutex);
   host_waits += 1;
   host_time = std::max(host_time, time);
   learn(host_known, known);
-  std::erase_if(arrivals, [](auto& each) {
-    const bool is_known = host_known[each.queue] >= each.tick;
-    if (is_known) each.deliver();
-    return is_known;
-  });
 }
 void host_waits_for(Stream s) {
   const Queue& queue = queues[queue_of(s)];
@@ -140,7 +116,6 @@ struct Kernel {  // runs during its life, on the stream
   Kernel(Stream s, double cost, std::string name) : queue(queue_of(s)), cost(cost), name(name) {
     check_start();
     Lock guard(mutex);
-    host_time += LAUNCH;
     learn(queues[queue].known, host_known);
     queues[queue].known[queue] += 1;
     begin = std::max(queues[queue].free_at, now());
@@ -334,28 +309,6 @@ void wait_stream(Stream waiting, Stream other) {
 }
 
 // == Operators: all run on the CPU's kernels ==
-struct Generator final : at::CPUGeneratorImpl {
-  explicit Generator(int index) {
-    device_ = device_of(index);
-    key_set_ = c10::DispatchKeySet(EMU_KEY);
-  }
-};
-const at::Generator& default_generator(int index) {
-  static auto& all = *new vector<at::Generator>;
-  while (all.size() < (size_t)DEVICES) all.push_back(at::make_generator<Generator>(all.size()));
-  return all[index < 0 ? current_device : device_of(index).index()];
-}
-struct SwapGenerator {  // in its life, the CPU's default generator draws what this one would draw
-  at::Generator emu, cpu = at::detail::getDefaultCPUGenerator();
-  explicit SwapGenerator(at::Generator g) : emu(g) { swap(); }
-  ~SwapGenerator() { swap(); }
-  void swap() {
-    Tensor state = cpu.get_state();
-    cpu.set_state(emu.get_state());
-    emu.set_state(state);
-  }
-};
-
 // CPU tensors that see the memory of the device tensors of a call, and the other way round.
 struct Aliases {
   struct Pair {
@@ -410,18 +363,6 @@ struct Aliases {
   }
 };
 
-// Operators that take tensors of the CPU as well.
-const std::string MIXED =
-    " index.Tensor index_put_ _index_put_impl_ _unsafe_index.Tensor index.Tensor_out "
-    "_pack_padded_sequence _pack_padded_sequence_backward ";
-// The host waits for the size of their result, as on CUDA.
-const std::string WAITING =
-    " nonzero masked_select _unique2 unique_dim unique_consecutive bincount "
-    "repeat_interleave.Tensor equal ";
-bool has(const std::string& list, const std::string& name) {  // name: "aten::..."
-  return list.find(" " + name.substr(name.rfind(':') + 1) + " ") != std::string::npos;
-}
-
 template <typename F>
 IValue map_tensors(const IValue& value, F f) {
   if (value.isTensor()) return f(value.toTensor());
@@ -449,22 +390,16 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     device = other;
   };
   Aliases aliases;
-  optional<at::Generator> generator;
-  const bool is_mixed = has(MIXED, name);
   for (size_t i = 0; i < num_arguments; i++) {
     IValue& value = (*stack)[first + i];
     const auto* alias = schema.arguments()[i].alias_info();
     value = map_tensors(value, [&](const Tensor& t) {
-      if (is_emu(t) || (t.defined() && t.dim() > 0 && !is_mixed)) meet(t.device());
+      if (is_emu(t) || (t.defined() && t.dim() > 0)) meet(t.device());
       return aliases.to_cpu(t, alias && alias->isWrite());
     });
     if (value.isDevice()) {
       meet(value.toDevice());
       value = Device(c10::kCPU);
-    } else if (value.isGenerator()) {
-      generator = value.toGenerator();
-      meet(generator->device());
-      value = IValue();
     }
   }
   TORCH_CHECK(device, "emu: ", name, " has no tensor");
@@ -477,15 +412,9 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       kernel.emplace(stream, KERNEL, name);
       for (auto& pair : aliases.pairs) note_access(pair.emu, *kernel, pair.is_write);
     }
-    {
-      optional<SwapGenerator> swap;
-      if (op.hasTag(at::Tag::nondeterministic_seeded))
-        swap.emplace(generator ? *generator : default_generator(device->index()));
-      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-    }
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     aliases.update();
     for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
-      if (name == "aten::_pack_padded_sequence" && i == stack->size() - 1) continue;  // CPU's
       (*stack)[i] = map_tensors((*stack)[i], [&](const Tensor& t) {
         Tensor result = aliases.to_emu(t, device->index());
         if (kernel) note_access(result, *kernel, true);
@@ -493,7 +422,6 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       });
     }
   }
-  if (has(WAITING, name)) host_waits_for(stream);
 }
 
 Tensor empty(at::IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>,
@@ -520,17 +448,12 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const Stream other = stream_of(is_download ? from.device() : to.device());
   if (other != stream) wait_stream(stream, other);
   {
-    Kernel kernel(stream, COPY, "copy");
+    Kernel kernel(stream, 0, "copy");
     Aliases aliases;
     note_access(from, kernel, false);
     note_access(to, kernel, true);
-    Tensor source = aliases.to_cpu(from), target = aliases.to_cpu(to);
-    if (is_async && is_download) {
-      auto deliver = [target, value = source.clone()] { target.copy_(value); };
-      when_ended(kernel.queue, deliver);
-    } else {
-      target.copy_(source);
-    }
+    Tensor target = aliases.to_cpu(to);
+    target.copy_(aliases.to_cpu(from));
   }
   if (other != stream) wait_stream(other, stream);
   if (!is_async && (is_upload || is_download)) host_waits_for(stream);
@@ -607,12 +530,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex d) const override {
     return d < 0 ? current_device : exchangeDevice(d);
   }
-  const at::Generator& getDefaultGenerator(DeviceIndex d) const override {
-    return default_generator(d);
-  }
-  at::Generator getNewGenerator(DeviceIndex d) const override {
-    return at::make_generator<::Generator>(d < 0 ? current_device : d);
-  }
   bool isPinnedPtr(const void* p) const override {
     Lock guard(mutex);
     return pinned.count((void*)p);
@@ -649,10 +566,7 @@ struct Message final : c10d::Work {  // what a stream of the communicator does
     auto list = c10::ListType::create(c10::TensorType::get());
     future = c10::make_intrusive<c10::ivalue::Future>(list, vector<Device>{stream.device()});
   }
-  ~Message() override {
-    finish();
-    if (!kept.empty()) when_ended(queue_of(stream), [kept = kept] {});  // nobody has waited
-  }
+  ~Message() override { finish(); }
   void finish() {
     if (arrive) std::exchange(arrive, nullptr)();
   }
@@ -773,25 +687,12 @@ struct EmuCCL final : c10d::Backend {
     return collective(OpType::_ALLGATHER_BASE, options.asyncOp, {in}, {out},
                       [&] { return gloo->_allgather_base(list[0], list[1], options); });
   }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
-                                          const c10d::AllgatherOptions& options) override {
-    WorkPtr last;
-    for (size_t i = 0; i < in.size(); i++) last = _allgather_base(out[i], in[i], options);
-    return last;
-  }
   WorkPtr gather(vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) override {
     auto list = on_cpu(in);
     vector<Tensors> lists;  // none but where rank is the root
     if (!out.empty()) lists.push_back(on_cpu(out[0]));
     return collective(OpType::GATHER, options.asyncOp, in, out.empty() ? Tensors() : out[0],
                       [&] { return gloo->gather(lists, list, options); });
-  }
-  WorkPtr scatter(Tensors& out, vector<Tensors>& in, const c10d::ScatterOptions& options) override {
-    auto list = on_cpu(out);
-    vector<Tensors> lists;
-    if (!in.empty()) lists.push_back(on_cpu(in[0]));
-    return collective(OpType::SCATTER, options.asyncOp, in.empty() ? Tensors() : in[0], out,
-                      [&] { return gloo->scatter(list, lists, options); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     return collective(OpType::BARRIER, options.asyncOp, {}, {},
@@ -849,7 +750,6 @@ PYBIND11_MODULE(emu_C, m) {
     return c10::make_intrusive<EmuCCL>(inner);
   });
   m.def("device_count", [] { return DEVICES; });
-  m.def("generator", default_generator);
   m.def("is_bad_fork", [] { return is_bad_fork; });
   m.def("host_waits", [] { return host_waits; });
   m.def("sleep",

@@ -1,9 +1,9 @@
 """torch.emu: the emulated accelerator of emu.cpp. A torch that finds this folder has it.
 
     PYTHONPATH=tests/emulator python script.py
-    EMU_DEVICES=4                                   # so many; 0: as if there were none
-    EMU_FIRST=2                                     # those of a node from its third one on
-    EMU_SIM=kernel=1000,launch=5,copy=50,comm=3000  # simulated microseconds; else time is real
+    EMU_DEVICES=4                  # so many; 0: as if there were none
+    EMU_FIRST=2                    # those of a node from its third one on
+    EMU_SIM=kernel=1000,comm=3000  # simulated microseconds; else time is real
 
 A script may ask for torch.emu.host_waits(), how often the host has waited for a device, and for
 torch.emu.sleep(seconds), a kernel.
@@ -95,25 +95,19 @@ def index_of(device):
     return torch.accelerator._utils._get_device_index(device, optional=True)
 
 
-def generator(device):
-    return _C.generator(index_of(device))
-
-
 def get_rng_state(device=None):
-    return generator(device).get_state()
+    return torch.get_rng_state()  # random numbers are the CPU's
 
 
 def set_rng_state(state, device=None):
-    generator(device).set_state(state)
+    torch.set_rng_state(state)
 
 
 def manual_seed(seed):
-    generator(None).manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
-def manual_seed_all(seed):
-    for index in range(device_count()):
-        generator(index).manual_seed(seed)
+manual_seed_all = manual_seed
 
 
 def stream(stream):

@@ -41,14 +41,17 @@ class Case:
     scaling: str = "strong"
     slow: int = 1  # the link of the second node is so many times slower
     is_late: bool = False  # the last node begins each backward pass late, by half of one
+    name: str = ""  # of what is different, for the table
 
-    def name(self):
-        words = [self.model]
-        words += [f"{self.each} processes a node"] * (self.each > 1)
-        words += ["weak scaling"] * (self.scaling == "weak")
-        words += [f"one link {self.slow} times slower"] * (self.slow > 1)
-        words += ["the last node late"] * self.is_late
-        return ", ".join(words)
+
+def with_faults(case):
+    """Returns the cases in which something is wrong or different."""
+    return [
+        replace(case, is_late=True, name=", the last node late"),
+        replace(case, slow=4, name=", one link 4 times slower"),
+        replace(case, nodes=case.nodes // 2, each=2, name=", 2 processes a node"),
+        replace(case, scaling="weak", name=", weak scaling"),
+    ]
 
 
 def with_band(band, script):
@@ -158,11 +161,6 @@ def print_row(*cells):
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
-def print_head(*names):
-    print_row(*names)
-    print_row(*["---"] * len(names))
-
-
 def print_errors(errors):
     """Prints the sentence on the relative errors of a table."""
     errors = pd.Series(errors).abs()
@@ -170,17 +168,12 @@ def print_errors(errors):
     print(f"\n{good}, the median is off by {errors.median():.1%}.")
 
 
-def cases_of(options):
-    """Returns the cases without a fault."""
-    names = options.models or list(MODELS)
-    cases = itertools.product(options.mbit, options.nodes, names)
+def cases_of(options, *columns):
+    """Prints the head of a table. Returns the cases without a fault."""
+    print_row("model", "Mbit/s", "nodes", *columns)
+    print_row(*["---"] * (3 + len(columns)))
+    cases = itertools.product(options.mbit, options.nodes, options.models or MODELS)
     return [Case(model, mbit, nodes) for mbit, nodes, model in cases]
-
-
-def with_faults(case):
-    """Returns the cases in which something is wrong or different."""
-    faults = {"is_late": True}, {"slow": 4}, {"nodes": case.nodes // 2, "each": 2}
-    return [replace(case, **fault) for fault in (*faults, {"scaling": "weak"})]
 
 
 def predict(options):
@@ -192,19 +185,16 @@ def predict(options):
     """
     errors = []
     with network_of(options) as network:
-        print_head("model", "Mbit/s", "nodes", "predicted", "measured", "error", "R", "late rank")
-        cases = cases_of(options)
+        cases = cases_of(options, "predicted", "measured", "error", "R", "late rank")
         if options.faults:  # on the slowest link, with the most nodes
             cases += with_faults(replace(cases[-1], mbit=options.mbit[0]))
         for case in cases:
             _, _, backward, *_ = MODELS[case.model]
-            single = network.single(case.model)
-            links = [network.link(case.mbit, case.slow)]
+            single, links = network.single(case.model), [network.link(case.mbit, case.slow)]
             if case.each > 1:
                 links = [network.measure_link(network.spaces[:2], case.each)]
-            step = step_of(single, links)
             processes = case.nodes * case.each
-            row = foretell.predict(step, case.scaling, [processes]).iloc[-1]
+            row = foretell.predict(step_of(single, links), case.scaling, [processes]).iloc[-1]
             late = 0.5 * backward / processes if case.is_late else 0.0
             where = (network.spaces[: case.nodes], case.each, late)
             batch = processes * row["local batch"]
@@ -213,8 +203,8 @@ def predict(options):
             error = row["speedup"] / speedup - 1
             errors += [error] * (not case.is_late)  # of which the prediction cannot know
             late_rank = run["late rank"] if run["waiting"] > 0.1 * run["sending"] else "-"
-            found = (f"{row['speedup']:.2f}", f"{speedup:.2f}", f"{error:+.1%}")
-            print_row(case.name(), case.mbit, case.nodes, *found, f"{run['R']:.2f}", late_rank)
+            found = (f"{row['speedup']:.2f}", f"{speedup:.2f}", f"{error:+.1%}", f"{run['R']:.2f}")
+            print_row(case.model + case.name, case.mbit, case.nodes, *found, late_rank)
     print_errors(errors)
 
 
@@ -230,27 +220,21 @@ def changes(options):
     """What would help: how many times as fast predict.py says that it is, and as it is."""
     errors = []
     with network_of(options) as network:
-        print_head("model", "Mbit/s", "nodes", "change", "predicted", "measured", "error")
-        for case in cases_of(options):
+        for case in cases_of(options, "change", "predicted", "measured", "error"):
             step = step_of(network.single(case.model), [network.link(case.mbit)])
             batch = foretell.share_of(step["batch"], case.nodes) * case.nodes
             told, _ = foretell.what_helps(step, case.nodes)
             told = told.set_index("change")
+            seconds = told["ms a step"] / 1000
             spaces = network.spaces[: case.nodes]
-            seconds = told["ms a step"]["as it is"] / 1000
-            now = network.train(case.model, batch, seconds, spaces)["samples/s"]
+            now = network.train(case.model, batch, seconds["as it is"], spaces)["samples/s"]
             for change in options.changes:
                 flags, times, faster = CHANGES[change]
                 link.shape(spaces, case.mbit * faster)
-                seconds = told["ms a step"][change] / 1000
                 size = int(batch * times)
-                run = network.train(case.model, size, seconds, spaces, more=flags)
-                gain = run["samples/s"] / now
-                errors.append(told["times as fast"][change] / gain - 1)
-                found = (
-                    f"{told['times as fast'][change]:.2f}",
-                    f"{gain:.2f}",
-                    f"{errors[-1]:+.1%}",
-                )
-                print_row(case.name(), case.mbit, case.nodes, change, *found)
+                run = network.train(case.model, size, seconds[change], spaces, more=flags)
+                gains = told["times as fast"][change], run["samples/s"] / now
+                errors.append(gains[0] / gains[1] - 1)
+                found = (*(f"{gain:.2f}" for gain in gains), f"{errors[-1]:+.1%}")
+                print_row(case.model, case.mbit, case.nodes, change, *found)
     print_errors(errors)

@@ -14,11 +14,10 @@ from conftest import assert_same_weights, curve, wait_for, wait_for_saves
 KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
 IMAGES = "--dataset mnist --batch_size 24 --epochs 4 --dropout 0.5"
 GPT = "--d_model 64 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 16 --max_steps 180"
-SHAPES = {  # of jobs: script, processes (of each agent), arguments
+SHAPES = {  # of jobs: script, processes, arguments
     "singlegpu": ("singlegpu/images.py", 1, IMAGES),
     "multigpu": ("multigpu/images.py", 2, IMAGES),
     "multinode": ("multinode/images.py", 2, IMAGES),
-    "two nodes": ("multinode/images.py", (2, 1), IMAGES),
     "stages": ("hybrid/images.py", 2, f"{IMAGES} --num_stages 2"),
     "pipeline": ("hybrid/gpt_pipeline.py", 2, f"{GPT} --num_stages 2"),
     "shards": ("hybrid/gpt_fsdp.py", 2, GPT),
@@ -55,19 +54,17 @@ def test_killed_jobs_end_with_undisturbed_weights(start, run, tmp_path, chance, 
     script, processes, words = shape
     moments = ("start", "step") if "fsdp" in script else ("start", "step", "save")
     for _ in range(KILLS):
-        started = start(script, *words, processes=processes)
-        jobs = started if isinstance(started, list) else [started]
+        job = start(script, *words, processes=processes)
         moment = chance.choice(moments)
-        wait_for_moment(jobs[0], tmp_path, moment, chance)
-        job, signum = chance.choice(jobs), chance.choice((signal.SIGKILL, signal.SIGTERM))
-        victims = job.workers() if len(jobs) > 1 else [*job.workers(), job.process.pid]
+        wait_for_moment(job, tmp_path, moment, chance)
+        signum = chance.choice((signal.SIGKILL, signal.SIGTERM))
         with contextlib.suppress(ProcessLookupError):
-            if job.process.poll() is None and victims:
-                os.kill(chance.choice(victims), signum)
-        print(moment, signum.name, [each.wait()[0] for each in jobs])
+            if job.process.poll() is None:
+                os.kill(chance.choice([*job.workers(), job.process.pid]), signum)
+        print(moment, signum.name, job.wait()[0])
         with contextlib.suppress(AssertionError):  # those whose torchrun was killed train on
-            wait_for(lambda: not any(each.processes() for each in jobs), 120)
-        left = [command for each in jobs for command in each.processes().values()]
+            wait_for(lambda job=job: not job.processes(), 120)
+        left = [*job.processes().values()]
         assert not left, left
     run(script, *words, processes=processes)
     whole = ("--snapshot", tmp_path / "whole.pt", "--log", tmp_path / "whole.jsonl")

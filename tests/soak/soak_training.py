@@ -52,21 +52,6 @@ def test_compiled(run, data, tmp_path, task):
     assert curve(tmp_path / "1.jsonl") == pytest.approx(curve(tmp_path / "0.jsonl"), rel=1e-3)
 
 
-@needs_compiler
-def test_compiled_shards(run, data, tmp_path):
-    """With --compile and --grad_accum_steps, on any processes and shards: one loss curve."""
-    words = arguments_of("gpt", data)
-    run("singlegpu/gpt.py", *words, "--log", tmp_path / "one.jsonl")
-    for processes, shard in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4)):
-        log = tmp_path / f"{processes}{shard}.jsonl"
-        more = ("--shard_size", shard, "--grad_accum_steps", 2, "--compile", "--log", log)
-        run("hybrid/gpt_fsdp.py", *words, *more, processes=processes)
-        assert curve(log) == pytest.approx(curve(tmp_path / "one.jsonl"), rel=1e-5)
-    log = tmp_path / "stages.jsonl"
-    run("hybrid/gpt_pipeline.py", *words, "--compile", "--log", log, processes=2)
-    assert curve(log) == pytest.approx(curve(tmp_path / "one.jsonl"), rel=1e-5)
-
-
 KERNELS = {  # of the first and the last stage; of a block, and of the head
     PIPELINE: ("cpp_fused_add_embedding_native_layer_norm", "cpp_fused_native_layer_norm"),
     FSDP: ("gelu", "cpp_fused__log_softmax"),
@@ -76,14 +61,16 @@ KERNELS = {  # of the first and the last stage; of a block, and of the head
 @needs_compiler
 @pytest.mark.parametrize("script", KERNELS)
 def test_gpt_compile_compiles_all_parts(run, data, tmp_path, script):
-    """Kernels are generated for each of them, and the loss is the eager one."""
-    few = [*arguments_of("gpt", data), "--max_steps", 2]
-    logs = [tmp_path / "eager.jsonl", tmp_path / "compiled.jsonl"]
-    run(script, *few, "--log", logs[0], processes=2)
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    run(script, *few, "--log", logs[1], "--compile", processes=2, **cache)
-    np.testing.assert_allclose(curve(logs[1]), curve(logs[0]), rtol=1e-4)
-    code = "".join(path.read_text() for path in tmp_path.glob("cache/**/*.py"))
+    """Kernels are generated for each of them, and there is one loss curve."""
+    words, cache = arguments_of("gpt", data), tmp_path / "cache"
+    run("singlegpu/gpt.py", *words, "--log", tmp_path / "one.jsonl")
+    splits = ("--shard_size 1 --grad_accum_steps 2", "--shard_size 2") if script == FSDP else ("",)
+    for number, more in enumerate(splits):
+        log = tmp_path / f"{number}.jsonl"
+        more = (*more.split(), "--compile", "--log", log)
+        run(script, *words, *more, processes=2, TORCHINDUCTOR_CACHE_DIR=str(cache))
+        np.testing.assert_allclose(curve(log), curve(tmp_path / "one.jsonl"), rtol=1e-4)
+    code = "".join(path.read_text() for path in cache.glob("**/*.py"))
     assert all(name in code for name in KERNELS[script])
 
 
