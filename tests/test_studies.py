@@ -8,11 +8,11 @@ from test_slurm import cluster, site  # noqa: F401  two fixtures
 
 SIX = "vgg11 cnn mlp autoencoder nbow seq2seq".split()
 STUDIES = {  # GPUs, and the logs that this gives
-    "agnews": ("1", ["small_singlegpu_1_8", "large_singlegpu_1_8"]),
-    "imdb": ("1", ["singlegpu_1_8"]),
-    "gpt": ("1", ["singlegpu_1_8"]),
-    "mnist": ("2/2", ["mnist_hybrid_2of2_8", "bigmnist_hybrid_2of2_8"]),
-    "six": ("1", [f"{model}_singlegpu_1_8" for model in SIX]),
+    "agnews": ("1", ["small_singlegpu_1_40", "large_singlegpu_1_40"]),
+    "imdb": ("1", ["singlegpu_1_40"]),
+    "gpt": ("1", ["singlegpu_1_40"]),
+    "mnist": ("2/2", ["mnist_hybrid_2of2_40", "bigmnist_hybrid_2of2_40"]),
+    "six": ("1", [f"{model}_singlegpu_1_40" for model in SIX]),
 }
 GPT = ("--d_model", 16, "--n_heads", 2, "--num_layers", 1)
 
@@ -35,11 +35,11 @@ def write_data(folder):
 def test_studies(site):  # noqa: F811
     """All runs of each study train, their report is written, and the GPT is quantized."""
     script = site.folder / "slurm/sweep.sh"  # a snapshot of VGG11 has 1.5 GB
-    small, count = re.subn("--model vgg11", "--model resnet18", script.read_text())
+    small, count = re.subn("--model vgg11", "--model shufflenet_v2_x0_5", script.read_text())
     assert script.write_text(small) and count == 1
 
     def sweep(study, *more):
-        words = ("--gpus", STUDIES[study][0], "--batch_sizes", 8, "--sbatch", "--cpus-per-task=1")
+        words = ("--gpus", STUDIES[study][0], "--batch_sizes", 40, "--sbatch", "--cpus-per-task=1")
         words = (*words, "--out", study, *more, "study", study, "--max_steps", 5)
         return site.command("bash", script, *words, *(GPT if study == "gpt" else ()))
 
