@@ -389,9 +389,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
                 if args.snapshot and (is_stopped or step >= num_steps):
-                    save_run(
-                        parts, progress, saving, cpu_group, args
-                    )  # with the row; waits for the shards
+                    # Waits for the shards, and notes which row is done.
+                    save_run(parts, progress, saving, cpu_group, args)
                     mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
                 rate = float(optimizer.param_groups[0]["lr"])

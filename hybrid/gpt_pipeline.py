@@ -439,8 +439,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             part.to_empty(device="meta")  # names and shapes alone
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as meant
     optimizer = create_optimizer(model, args)
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
+        # A snapshot keeps states by these places, and if they came from a set, they have no order.
+        group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
