@@ -191,6 +191,19 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     assert load(files[0])["scaler"] == load(files[1])["scaler"] and load(files[0])["step"] == 12
 
 
+MATRICES = "[parameter for parameter in model.parameters() if parameter.dim() >= 2]"
+
+
+def test_parameters_in_another_order(run, words, changed, tmp_path):
+    """An optimizer's parameters that came from a set: after a resume, their moments are theirs."""
+    turned = f"{MATRICES}[:: -1 if os.path.exists(args.snapshot) else 1]"
+    copy = changed(PIPELINE, {**CONSTANT, MATRICES: turned})
+    halves, whole = tmp_path / "halves.pt", tmp_path / "whole.pt"
+    for path, steps in ((halves, 4), (halves, 8), (whole, 8)):
+        run(copy, *words, "--snapshot", path, "--max_steps", steps, processes=2)
+    assert_same_weights(halves, whole)
+
+
 def test_models_that_cannot_be_split_are_named(refused, images, changed):
     """A layer alone, a forward() of its own, a layer in two places."""
     mlp = (*images, "--model", "mlp")
