@@ -146,9 +146,9 @@ def synthetic_images(num_images):
 
 
 def training_order(data, args, epoch):
-    """Returns the indices (N,) of an epoch: blocks of 2 MiB in random order, mixed 128 at a time.
+    """Returns the indices (N,) of an epoch: random blocks of 2 MiB, shuffled 128 at a time.
 
-    A file larger than memory is so read in long pieces. Up to 256 MiB are shuffled as a whole.
+    So a file larger than memory is read in long pieces. Up to 256 MiB are shuffled as a whole.
     """
     if not isinstance(data, Images):
         return np.random.permutation(len(data))
@@ -383,7 +383,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)
     stages = Chain(*split_model(model, devices))
-    # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    # Frozen parts stay in eval(). A whole model in eval(), as libraries return it, is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -392,13 +392,13 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps states by these places, and if they came from a set, they have no order.
+        # A snapshot keeps states by place: the model's order, also if they came from a set.
         group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # A row: the means since the row before, and validation. Here its step, and the sums since then.
+    # The step of the last row, and the sums of batch_loss since that row.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
@@ -480,7 +480,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # the same command then trains no more
+                    if args.snapshot and step >= num_steps:  # this row is not validated again
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
@@ -488,7 +488,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 row |= {"stages": [num_weights(stage) for stage in stages]}
                 rows += log_row(row, totals, val_totals, model, device, args)
-            # At first after each step, then after at most twice as many steps as before.
+            # The next look: after each of the first steps, then in a second or twice as many steps.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -509,11 +509,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             sums.update(as_tensors(batch_sums))
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # in the last one, the hook has marked backward
+            mark("comm" if is_last else "backward")  # at the last, the hook marked backward
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
-            # fp16 leaves out steps in which the norm is infinite.
+            # The scaler skips steps whose gradients are infinite: their norm does not count.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
         set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
         scaler.step(optimizer)
@@ -531,7 +531,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         return
     print_marks(rows)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # after no step, a job would loop
+        has_saved = args.snapshot and step > first_step  # else a job would be queued again for ever
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         if "SLURM_STEP_NUM_TASKS" in os.environ:
             time.sleep(10)  # Slurm ends all when one fails: let the others end first
@@ -550,7 +550,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. load_batches() let them block SIGTERM, so Python would wait forever."""
+    """Kills the workers. They ignore SIGTERM (see load_batches), so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -669,7 +669,7 @@ def load_batches(data, requests, device, args):
         multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
         pin_memory=ON_GPU,
     )
-    # Workers inherit the block: a signal to the whole job must not end them before the run.
+    # Workers inherit the block. Slurm signals all processes, and the run needs them until it stops.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -687,7 +687,7 @@ def to_device(part, device):
 
 
 def as_tensors(sums):
-    """Returns these sums as tensors to which much can be added. In bfloat16, 256 + 1 is 256."""
+    """Returns these sums as float32 tensors or whole numbers. In bfloat16, 256 + 1 is 256."""
     tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
     return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
 
@@ -850,7 +850,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # since the last mark, when all processes had left the same all-reduce
+    def seconds(moment):  # since the last mark, which all processes set after the same all-reduce
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []

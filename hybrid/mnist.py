@@ -84,7 +84,7 @@ def main(args):
     for epoch in range(args.epochs):
         marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
-        sampler.set_epoch(epoch)  # shuffles anew: all have the same order, and each takes its share
+        sampler.set_epoch(epoch)  # a new order, the same in all processes: each takes its share
         loss_sum, val_acc = torch.zeros(2, device=device)  # in stage 0 they stay 0
         for batch in loader:  # the same in both stages: one needs its images, the other its labels
             images, labels = [x.to(device, non_blocking=True) for x in batch]
@@ -97,7 +97,7 @@ def main(args):
                 dist.recv(gradients, rank + 1)
                 mark("bubble")  # sending, and waiting for the other stage
                 activations.backward(gradients)  # continues stage 1's backward pass
-                mark("comm")  # how much longer the averaging took than the gradients
+                mark("comm")  # from the last gradient to the end of the averaging
             else:
                 activations = torch.empty(share, 512, device=device, requires_grad=True)
                 dist.recv(activations.detach(), rank - 1)  # into the memory of activations

@@ -54,7 +54,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     for epoch in range(args.epochs):
         marks.clear()  # only the last epoch's times are printed: the first epoch is slower
         mark("start")
-        sampler.set_epoch(epoch)  # shuffles anew: all have the same order, and each takes its share
+        sampler.set_epoch(epoch)  # a new order, the same in all processes: each takes its share
         loss_sum = torch.zeros((), device=device)
         for batch in loader:
             images, labels = [x.to(device, non_blocking=True) for x in batch]
@@ -62,7 +62,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
             loss = nn.functional.cross_entropy(model(images), labels)
             mark("forward")
             loss.backward()  # while it runs, DDP averages the gradients over all processes
-            mark("comm")  # how much longer the averaging took than the gradients
+            mark("comm")  # from the last gradient to the end of the averaging
             optimizer.step()
             optimizer.zero_grad()
             loss_sum += loss.detach()  # loss.item() would make Python wait for the GPU

@@ -302,7 +302,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data).to(device)
-    # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    # Frozen parts stay in eval(). A whole model in eval(), as libraries return it, is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -311,13 +311,13 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps states by these places, and if they came from a set, they have no order.
+        # A snapshot keeps states by place: the model's order, also if they came from a set.
         group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # A row: the means since the row before, and validation. Here its step, and the sums since then.
+    # The step of the last row, and the sums of batch_loss since that row.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
@@ -335,8 +335,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         sys.exit(f"the processes have different data or snapshots. {causes}")
     compiled_model = torch.compile(model) if args.compile else model
     ddp_model = nn.parallel.DistributedDataParallel(compiled_model, gradient_as_bucket_view=True)
-    # DDP sent the buffers when it was made. To send them in each step would cost time: evaluate()
-    # sends them.
+    # Buffers, such as BatchNorm's, may differ while training: evaluate() copies those of rank 0.
     ddp_model.broadcast_buffers = False
     hook = getattr(default_hooks, COMM_HOOKS[args.comm_hook])
     hook = with_marks(hook)
@@ -394,14 +393,14 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # the same command then trains no more
+                    if args.snapshot and step >= num_steps:  # this row is not validated again
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
                 rate = float(optimizer.param_groups[0]["lr"])
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows += log_row(row, totals, val_totals, model, device, args)
-            # At first after each step, then after at most twice as many steps as before.
+            # The next look: after each of the first steps, then in a second or twice as many steps.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -421,11 +420,11 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
             sums.update(as_tensors(batch_sums))
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # in the last one, the hook has marked backward
+            mark("comm" if is_last else "backward")  # at the last, the hook marked backward
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
-            # fp16 leaves out steps in which the norm is infinite.
+            # The scaler skips steps whose gradients are infinite: their norm does not count.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
         set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
         scaler.step(optimizer)
@@ -443,7 +442,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         return
     print_marks(rows)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # after no step, a job would loop
+        has_saved = args.snapshot and step > first_step  # else a job would be queued again for ever
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     finish(model.eval(), val_data, args, device)
@@ -460,7 +459,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. load_batches() let them block SIGTERM, so Python would wait forever."""
+    """Kills the workers. They ignore SIGTERM (see load_batches), so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -579,7 +578,7 @@ def load_batches(data, requests, device, args):
         multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
         pin_memory=ON_GPU,
     )
-    # Workers inherit the block: a signal to the whole job must not end them before the run.
+    # Workers inherit the block. Slurm signals all processes, and the run needs them until it stops.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -597,7 +596,7 @@ def to_device(part, device):
 
 
 def as_tensors(sums):
-    """Returns these sums as tensors to which much can be added. In bfloat16, 256 + 1 is 256."""
+    """Returns these sums as float32 tensors or whole numbers. In bfloat16, 256 + 1 is 256."""
     tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
     return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
 
@@ -747,7 +746,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # since the last mark, when all processes had left the same all-reduce
+    def seconds(moment):  # since the last mark, which all processes set after the same all-reduce
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []
@@ -834,13 +833,13 @@ if __name__ == "__main__":
     if ON_GPU and args.num_gpus > num_gpus and not may_share:
         sys.exit(f"this machine has {num_gpus} GPU(s), not {args.num_gpus}")
     check_args(args, args.num_gpus)
-    # Downloads what is missing, once. It gets a copy of args, to which it may add.
+    # Downloads what is missing, once. It gets a copy of args: each process makes its own changes.
     num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
     if num_train < args.batch_size or num_val < args.num_gpus:
         sys.exit(f"{num_train} and {num_val} samples are too few: see --batch_size")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # stay on this machine
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
-    os.environ.setdefault("PYTHONHASHSEED", "0")  # a set of words then has one order
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # all processes iterate a set of words alike
 
     def pass_on(signum, frame):  # asks each process to save and stop
         for process in active_children():

@@ -292,7 +292,7 @@ def main(args):
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run
     model = create_model(args, train_data).to(device)
-    # Parts that are in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    # Frozen parts stay in eval(). A whole model in eval(), as libraries return it, is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -301,13 +301,13 @@ def main(args):
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps states by these places, and if they came from a set, they have no order.
+        # A snapshot keeps states by place: the model's order, also if they came from a set.
         group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # A row: the means since the row before, and validation. Here its step, and the sums since then.
+    # The step of the last row, and the sums of batch_loss since that row.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
@@ -369,14 +369,14 @@ def main(args):
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # the same command then trains no more
+                    if args.snapshot and step >= num_steps:  # this row is not validated again
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
                 rate = float(optimizer.param_groups[0]["lr"])
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows.append(log_row(row, totals, val_totals, model, device, args))
-            # At first after each step, then after at most twice as many steps as before.
+            # The next look: after each of the first steps, then in a second or twice as many steps.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -398,7 +398,7 @@ def main(args):
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
-            # fp16 leaves out steps in which the norm is infinite.
+            # The scaler skips steps whose gradients are infinite: their norm does not count.
             sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
         set_seeds(args.seed, step)  # the same in all folders: an optimizer may draw numbers
         scaler.step(optimizer)
@@ -411,7 +411,7 @@ def main(args):
     bar.close()
     print_marks(rows)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # after no step, a job would loop
+        has_saved = args.snapshot and step > first_step  # else a job would be queued again for ever
         print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
         sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
     finish(model.eval(), val_data, args, device)
@@ -428,7 +428,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. load_batches() let them block SIGTERM, so Python would wait forever."""
+    """Kills the workers. They ignore SIGTERM (see load_batches), so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
@@ -527,7 +527,7 @@ def load_batches(data, requests, device, args):
         multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
         pin_memory=HAS_EVENTS,
     )
-    # Workers inherit the block: a signal to the whole job must not end them before the run.
+    # Workers inherit the block. Slurm signals all processes, and the run needs them until it stops.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -545,7 +545,7 @@ def to_device(part, device):
 
 
 def as_tensors(sums):
-    """Returns these sums as tensors to which much can be added. In bfloat16, 256 + 1 is 256."""
+    """Returns these sums as float32 tensors or whole numbers. In bfloat16, 256 + 1 is 256."""
     tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
     return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
 
