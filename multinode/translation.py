@@ -680,16 +680,17 @@ def to_device(part, device):
 
 
 def as_tensors(sums):
-    """Returns these sums as float32 tensors or whole numbers. In bfloat16, 256 + 1 is 256."""
+    """Returns these sums in float32 or int64. In bfloat16 256 + 1 is 256, in bool 1 + 1 is 1."""
     tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
-    return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+    return {name: x.float() if x.is_floating_point() else x.long() for name, x in tensors.items()}
 
 
 def add_up(sums, device):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    totals = torch.tensor([float(value) for value in sums.values()], device=device)
+    names = sorted(sums)  # the same order in all processes
+    totals = torch.tensor([float(sums[name]) for name in names], device=device)
     dist.all_reduce(totals)
-    return dict(zip(sums, totals.tolist()))
+    return dict(zip(names, totals.tolist()))
 
 
 @torch.no_grad()

@@ -601,9 +601,9 @@ def to_device(part, device):
 
 
 def as_tensors(sums):
-    """Returns these sums as float32 tensors or whole numbers. In bfloat16, 256 + 1 is 256."""
+    """Returns these sums in float32 or int64. In bfloat16 256 + 1 is 256, in bool 1 + 1 is 1."""
     tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
-    return {name: x.float() if x.is_floating_point() else x for name, x in tensors.items()}
+    return {name: x.float() if x.is_floating_point() else x.long() for name, x in tensors.items()}
 
 
 @torch.no_grad()
