@@ -23,12 +23,12 @@ class Photos(Dataset):
     def __init__(self, folder, args):
         self.args = args
         self.masks = sorted(Path(folder, "masks").glob("*.png"))
-        images = sorted(Path(folder, "images").iterdir())
-        stems = [path.stem for path in images]
-        odd = [path.name for path in self.masks if stems.count(path.stem) != 1]
+        images = {path.stem: path for path in Path(folder, "images").iterdir()}
+        stems = Counter(path.stem for path in Path(folder, "images").iterdir())
+        odd = [path.name for path in self.masks if stems[path.stem] != 1]
         if odd or not self.masks:
             sys.exit(f"{folder}: there are no masks, or these have not one image: {odd[:9]}")
-        self.images = [images[stems.index(path.stem)] for path in self.masks]
+        self.images = [images[path.stem] for path in self.masks]
         first = np.concatenate([self[index][1].flatten() for index in range(min(9, len(self)))])
         if len(np.unique(first[first != NO_LABEL])) < 2:
             sys.exit(f"{folder}: all labelled pixels of the first masks are of one class")

@@ -278,7 +278,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend)  # meets all. With a device_id, a mesh needs groups that split.
+    # No device_id: a mesh would then split this group, which not all backends can.
+    dist.init_process_group(backend)  # meets all
     cpu_group = dist.new_group(backend="gloo")  # for barriers, and for the thread that saves
     if rank > 0:
         check_args(args, world_size)
@@ -327,9 +328,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             way_out = "--init_from, with a file made of it, starts anew with its weights"
             sys.exit(f"the training data is not that of {newest}. {way_out}")
     step = first_step = progress["step"]  # the steps done before this start
-    if differ(torch.tensor([*fingerprint, step], device=device)).any():
+    setup = zlib.crc32(f"{args.settings} {num_steps}".encode() + Path(__file__).read_bytes())
+    if differ(torch.tensor([*fingerprint, len(val_data), setup, step], device=device)).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different data or snapshots. {causes}")
+        sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
     if newest:
         load_shards(model, optimizer, newest, cpu_group)
     saving = None  # the snapshot that a thread writes while the training goes on
@@ -570,6 +572,7 @@ def load_shards(model, optimizer, folder, group):
 def save_shards(parts, progress, saving, group, args):
     """Starts a thread that writes the shards of this process. Returns its future."""
     folder, snapshot = save_run(parts, progress, saving, group, args)
+    send_buffers(parts["model"])  # DCP would write those of any process
     states = get_state_dict(parts["model"], parts["optimizer"])
     snapshot |= {"model": states[0], "optimizer": states[1]}
     return dcp.async_save(snapshot, checkpoint_id=folder, process_group=group)
@@ -669,11 +672,17 @@ def add_up(sums, device):
 
 
 @torch.no_grad()
-def evaluate(model, data, device, autocast, args):
-    """Returns the sums of batch_loss over the data, of which each process takes a share."""
-    for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
+def send_buffers(model):
+    """Gives all processes the buffers of rank 0, such as BatchNorm's statistics."""
+    for buffer in model.buffers():
         if buffer.is_contiguous():  # in an expanded one, numbers share memory
             dist.broadcast(buffer, src=0)
+
+
+@torch.no_grad()
+def evaluate(model, data, device, autocast, args):
+    """Returns the sums of batch_loss over the data, of which each process takes a share."""
+    send_buffers(model)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = range(rank, len(data), world_size)
     size = args.batch_size // world_size // args.grad_accum_steps  # as in training

@@ -10,8 +10,9 @@ parameter, and moves its own stage to its GPU. Rank 0 keeps the other stages in 
 Snapshots have the format of multinode/gpt.py.
 
 Read multinode/gpt.py first: `diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages add.
-For your own data and model, replace the first section, and in the second Stage, head_loss, the
-shapes in create_schedule, and what is said of the embedding. A stage must have no buffers.
+For your own data and model, replace the first section, in the second Stage, head_loss and the
+shapes in create_schedule, and each line with `embedding`. A stage must have no buffers.
+A batch is two tensors (B, T).
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -278,7 +279,7 @@ def create_schedule(stage, group, sums, scaler, device, autocast, args):
     def micro_batch_loss(logits, targets):
         """Returns a micro-batch's part of the mean loss of a batch. Gradients just add up."""
         if not torch.is_grad_enabled():  # a validation, where rows may only fill up the batch
-            is_real = targets[:, 0] != IGNORED
+            is_real = (targets != IGNORED).any(1)
             logits, targets = logits[is_real], targets[is_real]
             if len(targets) == 0:
                 return logits.sum()  # 0, and unused
@@ -321,10 +322,10 @@ def join_gradients(stage, device):
     return gradients
 
 
-def norm_of_gradients(stage, args):
+def norm_of_gradients(stage, device, args):
     """Returns the norm of all gradients of the model, with the same bits in all processes."""
     gradients = [p.grad for p in stage.own_parameters() if p.requires_grad]
-    squared = nn.utils.get_total_norm(gradients) ** 2
+    squared = nn.utils.get_total_norm(gradients).to(device) ** 2  # 0 if all are frozen
     dist.all_reduce(squared)  # over all pipelines: two sums could be rounded differently
     return (squared / (dist.get_world_size() // args.num_stages)).sqrt()
 
@@ -341,7 +342,8 @@ def gather_stages(model, stage, optimizer, args):
             received = [None, None]
             dist.recv_object_list(received, src=number)
             parameter.data, state = received
-            optimizer.state[parameter].update(state)
+            if state:  # that of a frozen one stays unknown to the optimizer
+                optimizer.state[parameter].update(state)
 
 
 # == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
@@ -461,9 +463,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start
-    if differ(torch.tensor([*fingerprint, step], device=device)).any():
+    setup = zlib.crc32(f"{args.settings} {num_steps}".encode() + Path(__file__).read_bytes())
+    if differ(torch.tensor([*fingerprint, len(val_data), setup, step], device=device)).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different data or snapshots. {causes}")
+        sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
     gradients = join_gradients(stage, device)
     scaler.scale(gradients[:0])  # creates its scale. Only the last stage has a loss to scale
     ranks = torch.arange(world_size).view(-1, args.num_stages)  # (pipelines, stages)
@@ -553,10 +556,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             dist.all_reduce(stage.embedding.weight.grad, group=ends)
         mark("comm")
         if scaler.is_enabled():  # if one stage overflows, 0 * inf = nan: all skip the step
-            gradients += 0 * norm_of_gradients(stage, args)
+            gradients += 0 * norm_of_gradients(stage, device, args)
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
-            norm = norm_of_gradients(stage, args)
+            norm = norm_of_gradients(stage, device, args)
             mark("comm")
             nn.utils.clip_grads_with_norm_(stage.parameters(), args.max_grad_norm, norm)
             # The scaler skips steps whose gradients are infinite: their norm does not count.

@@ -411,9 +411,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start
-    if differ(torch.tensor([*fingerprint, step])).any():
+    setup = zlib.crc32(f"{args.settings} {num_steps}".encode() + Path(__file__).read_bytes())
+    if differ(torch.tensor([*fingerprint, len(val_data), setup, step])).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different data or snapshots. {causes}")
+        sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
     compiled_model = Chain(*[torch.compile(stage) if args.compile else stage for stage in stages])
     prepare_marks(devices)
     ddp_model = Chain()

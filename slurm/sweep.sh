@@ -31,6 +31,7 @@ if [ "$1" = study ]; then
 fi
 name=$1
 shift
+[[ " $* " != *" --dry_run "* ]] || fail "options of sweep.sh stand before the name"
 if [ -z "$study" ]; then
     [ -f "slurm/multigpu_$name.slurm" ] || fail "there is no slurm/multigpu_$name.slurm"
     grep -q '"--log"' "multigpu/$name.py" || fail "multigpu/$name.py has no --log, from which the report is made"
@@ -41,6 +42,8 @@ read -ra options <<<"$sbatch"
 
 for count in $gpus; do
     [[ $count =~ ^([1-9][0-9]*x)?[1-9][0-9]*(/[1-9])?$ ]] || fail "--gpus $count is not a number, NODESxGPUS or GPUS/STAGES"
+    each=${count#*x}
+    [[ $count != */* ]] || ((${each%/*} % ${count#*/} == 0)) || fail "--gpus $count: its stages do not divide the GPUs"
 done
 for size in $batch_sizes; do
     [[ $size =~ ^[1-9][0-9]*$ ]] || fail "--batch_sizes $size is not a number"
