@@ -345,6 +345,13 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def base(data):
+    """Flags of a training of images.py. An epoch has 25 steps."""
+    words = ("--model", "mlp", "--dropout", 0.5, "--dataset", "mnist", "--data_dir", data)
+    return (*words, "--batch_size", 48)
+
+
 @pytest.fixture(scope="session")
 def table(tmp_path_factory):
     """A CSV file of 600 rows: the target is the sum of 8 features, and noise."""
