@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -52,8 +51,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first, since a file is one worker's, and nobody shall wait at the end."""
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
 
 
 def pytest_sessionfinish():
@@ -90,10 +88,10 @@ class Job:
         return found
 
     def workers(self):
-        """The ids of the processes that train, of a job that has several: the oldest first."""
+        """The ids of the processes that train, of a job that has several."""
         trains = re.compile(r"spawn_main|^(?!.*distributed\.run).*(multinode|hybrid)/")
         found = {pid for pid, command in self.processes().items() if trains.search(command)}
-        return sorted(found - {self.process.pid}, key=started_at)
+        return [*(found - {self.process.pid})]
 
     def end(self):
         for pid in self.processes():
@@ -101,13 +99,6 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         if self.process.returncode is None:
             self.process.communicate()
-
-
-def started_at(pid):
-    """When a process was started. Ids tell no order: after the highest they begin anew."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return math.inf  # it has ended
 
 
 def words_of(script, arguments, processes):
@@ -366,18 +357,6 @@ def table(tmp_path_factory):
 def table_band(table):
     """The text of examples/table.py, with this file as its default."""
     return (ROOT / "examples/table.py").read_text().replace("table.csv", str(table))
-
-
-@pytest.fixture(scope="session")
-def real_data(tmp_path_factory):
-    """A --data_dir with links to the real data sets."""
-    source = Path(os.environ.get("TEST_DATA_DIR", "no folder"))
-    if not source.is_dir():
-        pytest.skip("TEST_DATA_DIR names no folder with the real data sets (MNIST/raw, ...)")
-    folder = tmp_path_factory.mktemp("real")
-    for entry in source.resolve().iterdir():
-        (folder / entry.name).symlink_to(entry)
-    return folder
 
 
 def rows(path):

@@ -156,11 +156,11 @@ def test_looks_follow_a_device_that_is_behind(run, base, changed):
         "def create_optimizer": f"{QUEUED}def create_optimizer",
         '    """Draws --reconstructions': '    print("waits", Queued.waits)\n    """',
     }
-    words = ("--max_steps", 250, "--eval_every", 250)
+    words = ("--max_steps", 140, "--eval_every", 140)
     out = run(changed("multigpu/images.py", changes), *base, *words, processes=2)
     waits = [int(steps) for steps in re.findall(r"\d+", re.search(r"waits (.*)", out)[1])]
     waits = [steps for steps in waits if steps > 0]  # none in validation
-    assert sum(waits) == 250 and max(waits) <= 60, waits  # 50 steps take a second
+    assert sum(waits) == 140 and max(waits) <= 60, waits  # 50 steps take a second
     assert all(later <= 2 * steps for steps, later in zip(waits, waits[1:])), waits
 
 

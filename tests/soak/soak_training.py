@@ -1,6 +1,8 @@
 """What takes long or measures: real data to a known quality, compiled models."""
 
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,18 @@ FIGURES = {  # command, processes, column: mean and standard deviation over five
     ("translation.py", f"{PAIRS} --batch_size 32 --max_steps 60", 2, "val_loss"): (4.675, 0.027),
     ("gpt.py", f"{SHAKESPEARE} --batch_size 12 --max_steps 300", 2, "val_loss"): (2.4107, 0.0035),
 }
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory):
+    """A --data_dir with links to the real data sets."""
+    source = Path(os.environ.get("TEST_DATA_DIR", "no folder"))
+    if not source.is_dir():
+        pytest.skip("TEST_DATA_DIR names no folder with the real data sets (MNIST/raw, ...)")
+    folder = tmp_path_factory.mktemp("real")
+    for entry in source.resolve().iterdir():
+        (folder / entry.name).symlink_to(entry)
+    return folder
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: " ".join(figure[:2]))
