@@ -129,26 +129,15 @@ def write_folders(folder, levels=(50, 200), dtype=np.uint8, suffix="png"):
 
 
 def test_images_without_label_are_left_out(run, refused, tmp_path):
-    """They are counted. A class may be named NA. Validation takes the place of a secret test."""
-    labels = np.random.default_rng(0).integers(0, 2, 300).tolist()
-    labels[::30] = [-1, None] * 5
-    source, out = write_split(tmp_path / "some", "train", labels), tmp_path / "out"
-    write_split(source, "test", [-1] * 10)
-    refused("test has no labels", MAKE, source, "--out", out)
-    write_split(source, "validation", [0, 1] * 5)
-    told = run(MAKE, source, "--size", 8, "--out", out)
-    assert "10 of 300 rows of train have no label" in told
-    assert "10 of 10 rows of test have no label" in told
-    for split, count in ("train", 290), ("test", 10):
-        pixels, labels = arrays(out, split)
-        assert pixels.shape == (count, 3, 8, 8)
-        assert (pixels[:, 0, 0, 0] == np.where(labels == 1, 200, 50)).all()
-    refused("is there already", MAKE, source, "--out", out)
+    """A class may be named NA, and blanks name none. A test split without labels is none."""
     words = ["cat", "NA", "null", " ", "", None] * 5
     source = write_split(tmp_path / "words", "train", words, names=None)
     run(MAKE, source, "--size", 8, "--grey", "--out", out := tmp_path / "grey")
     assert (out / "classes.txt").read_text() == "NA\ncat\nnull\n"
     assert arrays(out, "train")[0].shape == (12, 1, 8, 8) and len(arrays(out, "test")[1]) == 3
+    refused("is there already", MAKE, source, "--out", out)
+    write_split(source, "test", [None] * 9, names=None)
+    refused("test has no labels", MAKE, source, "--out", tmp_path / "out")
 
 
 def test_sources_that_do_not_serve(run, tmp_path):
@@ -163,10 +152,10 @@ def test_sources_that_do_not_serve(run, tmp_path):
     refuse("are the same, bird", write_split(tmp_path / "one", "train", [0] * 9))
     source = write_split(tmp_path / "apart", "train", [0, 1] * 9, names=("cat", "dog"))
     refuse("differ in classes: ['bird']", write_split(source, "test", [1, 2]))
-    float_images = write_folders(tmp_path / "float", (0.1, 0.9), dtype="f4", suffix="tif")
-    refuse("none of the first 4 images", float_images)
-    shutil.rmtree(tmp_path / "no.8rgb.tmp")
     refuse("between 3 and 15", write_folders(tmp_path / "12 bits", (900, 4000), dtype="<u2"))
+    shutil.rmtree(tmp_path / "no.8rgb.tmp")
+    source = write_folders(tmp_path / "float", (0.1, 0.9), dtype="f4", suffix="tif")
+    refuse("none of the first 4 images", source)
     write_folders((photos := tmp_path / "photos") / "train", (50, 120, 200))
     write_folders(photos / "valid")
     (photos / "valid/class1").rename(photos / "valid/class2")
@@ -184,22 +173,32 @@ KILL = "os.kill(os.getpid(), signal.SIGUSR2)"
 def test_make_images_stopped_and_started_again(attempt, refused, changed, tmp_path):
     """Stopped after each block, 256 images: status 75 says that it has written, and can go on.
 
-    What is half written is written anew. Files of another source are not gone on with.
+    What is half written is written anew. Files of another source are not gone on with. Images
+    without label are counted; validation takes the place of a secret test.
     """
-    source, out = write_split(tmp_path / "source", "train", [0, 1] * 200), tmp_path / "out"
+    labels = np.random.default_rng(0).integers(0, 2, 400).tolist()
+    labels[::40] = [-1, None] * 5
+    source, out = write_split(tmp_path / "source", "train", labels), tmp_path / "out"
+    write_split(source, "test", [-1] * 10)
+    write_split(source, "validation", [0, 1] * 5)
     line, words = "bar.update(len(decoded))", (source, "--size", 8, "--out", out)
     copy = changed(MAKE, {line: f"{line}\n            {KILL}"})
     assert [attempt(copy, *words)[0] for _ in range(2)] == [os.EX_TEMPFAIL] * 2, "test, and a half"
     paths = [tmp_path / f"out.8rgb.tmp/train_{name}" for name in ("images.npy", "labels.tmp")]
     begun, done = (path.read_bytes() for path in paths)
-    labels = np.frombuffer(done, np.int64)
-    for broken in (begun, (1 - labels).tobytes()), (begun[:1000], done):
+    others = (1 - np.frombuffer(done, np.int64)).tobytes()
+    for broken in (begun, others), (begun[:1000], done):
         [path.write_bytes(content) for path, content in zip(paths, broken)]
         refused("remove their folder", MAKE, *words)
     [path.write_bytes(content + b"torn") for path, content in zip(paths, (begun, done))]
-    assert [attempt(copy, *words)[0] for _ in range(2)] == [os.EX_TEMPFAIL, 0]
-    pixels, labels = arrays(out, "train")
-    assert len(labels) == 360 and (pixels[:, 0, 0, 0] == np.where(labels == 1, 200, 50)).all()
+    (status, told, _), (last, *_) = attempt(copy, *words), attempt(copy, *words)
+    assert (status, last) == (os.EX_TEMPFAIL, 0)
+    assert "10 of 400 rows of train have no label" in told
+    assert "10 of 10 rows of test have no label" in told
+    for split, count in ("train", 390), ("test", 10):
+        pixels, labels = arrays(out, split)
+        assert pixels.shape == (count, 3, 8, 8)
+        assert (pixels[:, 0, 0, 0] == np.where(labels == 1, 200, 50)).all()
 
 
 # == make_bigmnist.py ==
@@ -305,25 +304,23 @@ def test_models_take_images_of_any_size(model):
 
 
 def test_networks_and_folders_that_do_not_fit_are_named(tmp_path):
-    for model, message in (
-        ("squeezenet1_0", "its last layer is not linear"),
-        ("inception_v3", "or it has several outputs"),
-        ("cnn", "there are no pretrained weights of cnn"),
-    ):
-        args = namespace(model=model, pretrained=model == "cnn")
+    for model, message in {
+        "squeezenet1_0": "its last layer is not linear",
+        "inception_v3": "or it has several outputs",
+        "cnn": "there are no pretrained weights of cnn",
+    }.items():
         with pytest.raises(SystemExit, match=message):
+            args = namespace(model=model, pretrained=model == "cnn")
             images.create_model(args, some(4, 3, 32, 32))
-    for number, (file, array) in enumerate(
-        (
-            (FILES[0], np.zeros((9, 3, 8, 8), np.float32)),
-            (FILES[0], np.zeros((9, 8), np.uint8)),
-            (FILES[1], np.zeros(8, np.int64)),
-            (FILES[3], np.full(9, 4)),  # a class that train has not
-        )
-    ):
-        np.save(write(folder := tmp_path / f"{number}", (3, 8, 8), (9, 9)) / file, array)
-        with pytest.raises(SystemExit, match=str(folder)):
-            images.read_data(namespace(dataset=str(folder), data_dir=""))
+    for name, wrong in {
+        "train_images": np.zeros((9, 3, 8, 8), np.float32),
+        "test_images": np.zeros((9, 8), np.uint8),
+        "train_labels": np.zeros(8, np.int64),
+        "test_labels": np.full(9, 4),  # a class that train has not
+    }.items():
+        np.save(write(tmp_path / name, (3, 8, 8), (9, 9)) / f"{name}.npy", wrong)
+        with pytest.raises(SystemExit, match=f"{tmp_path}/{name}"):
+            images.read_data(namespace(dataset=str(tmp_path / name), data_dir=""))
 
 
 def test_validation_is_of_what_is_saved(run, tmp_path):

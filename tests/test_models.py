@@ -128,25 +128,15 @@ def test_batches_of_similar_lengths(script):
         assert num_words > 0.95 * num_tokens
 
 
-def test_long_texts(tmp_path):
-    """A length may be more than 16 bits hold. A word is the same in NFC and in NFD."""
+def test_long_texts():
+    """A length may be more than 16 bits hold."""
     tokens = np.zeros((2, 40_000), np.int16)
     tokens[0], tokens[1, :3] = 5, 6
     words, labels = text.Texts(tokens, np.array([0, 1]), range(2)).__getitems__([0, 1])
     assert words.shape == (2, 40_000) and labels.tolist() == [1, 0]
-    letters = ["\u00e4", "a\u0308"]  # one letter, and two that look like it
-    tokenizers = {side: translation.train_tokenizer(letters, 40_000) for side in VOCAB_SIZES}
-    pairs = datasets.Dataset.from_dict({side: [40_000 * "a ", *letters] for side in VOCAB_SIZES})
-    data = translation.Pairs(pairs, tokenizers)
-    assert data.lengths["source"].tolist() == [40_000, 3, 3]
-    assert (data.tokens["source"][1:, 1] == 4).all(), "the first word after the special tokens"
-    nfc, nfd = (9 * [9 * f"{letter} "] for letter in letters)
-    assert translation.bleu_score(nfd, nfc, tokenizers["target"]) == pytest.approx(100)
-    for split in ("train", "test"):
-        rows = [f"{letter} {letter},{letter}" for letter in 2 * letters[:1]]
-        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", f"{letters[1]},b", *rows]))
-    for data in text.read_data(namespace(dataset=str(tmp_path), data_dir="")):
-        assert (data.tokens[:, 0] == 2).all() and data.lengths.tolist() == [1, 2, 2]
+    tokenizers = {side: translation.train_tokenizer(["a"] * 2, 40_000) for side in VOCAB_SIZES}
+    pairs = datasets.Dataset.from_dict({side: ["a", 40_000 * "a "] for side in VOCAB_SIZES})
+    assert translation.Pairs(pairs, tokenizers).lengths["source"].tolist() == [40_000, 3]
 
 
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
