@@ -76,9 +76,9 @@ def test_masks(run, example, tmp_path):
     shutil.copy(tmp_path / "train/images/5.jpg", tmp_path / "train/images/4.png")
     refuse("have not one image: ['4.png']", script.read_data, **flags)
     (tmp_path / "train/images/4.png").unlink()
+    Image.new("RGB", (10, 10)).save(tmp_path / "train/images/3.jpg")
     for mask in tmp_path.glob("*/masks/*"):
-        size = Image.open(mask).size[::-1]
-        Image.fromarray(np.resize(np.uint8([0, 255]), size)).save(mask)
+        Image.fromarray(np.resize(np.uint8([0, 255]), (10, 10))).save(mask)
     refuse("all labelled pixels of the first masks are of one class", script.read_data, **flags)
 
 
