@@ -73,11 +73,11 @@ def test_draws_and_bar(attempt, data, changed, tmp_path):
     The bar has the loss of the last look. Where there is no terminal, it is hardly drawn again.
     """
     loss, log = "    logits = model(images)", tmp_path / "log.jsonl"
-    spy = "    model.training and print('drawn', torch.rand(()).item())\n"
+    spy = "    model.training and print(f'drawn {torch.rand(())}\\n', end='')\n"  # in one write
     words = (*arguments_of("mlp", data), "--grad_accum_steps", 2, "--log", log)
     script = changed("multigpu/images.py", {loss: spy + loss})
     status, out, err = attempt(script, *words, processes=2)
-    drawn = re.findall(r"drawn ([\d.e-]+)", out)
-    assert status == 0 and len(drawn) == len({*drawn}) == 40 * 2 * 2, drawn
+    drawn = re.findall(r"drawn (\S+)", out)
+    assert status == 0 and (len(drawn), len({*drawn})) == (160, 160), out
     shown = re.findall(r"(\d+)/40 .*?loss=([\d.]+)", err)
     assert shown[-1] == ("40", f"{rows(log)[-1]['train_loss']:.4g}") and len(shown) < 4, err
