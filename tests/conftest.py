@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -52,8 +51,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first, since a file is one worker's, and nobody shall wait at the end."""
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
 
 
 def pytest_sessionfinish():
@@ -75,9 +73,8 @@ class Job:
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            left = self.processes()
             self.end()
-            pytest.fail(f"still running after {timeout} s: {self.process.args}: {left}")
+            raise
         return self.process.returncode, out, err
 
     def processes(self):
@@ -90,10 +87,10 @@ class Job:
         return found
 
     def workers(self):
-        """The ids of the processes that train, of a job that has several: the oldest first."""
+        """The ids of the processes that train, of a job that has several."""
         trains = re.compile(r"spawn_main|^(?!.*distributed\.run).*(multinode|hybrid)/")
         found = {pid for pid, command in self.processes().items() if trains.search(command)}
-        return sorted(found - {self.process.pid}, key=started_at)
+        return [*(found - {self.process.pid})]
 
     def end(self):
         for pid in self.processes():
@@ -101,13 +98,6 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         if self.process.returncode is None:
             self.process.communicate()
-
-
-def started_at(pid):
-    """When a process was started. Ids tell no order: after the highest they begin anew."""
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return math.inf  # it has ended
 
 
 def words_of(script, arguments, processes):
@@ -345,6 +335,13 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def base(data):
+    """Flags of a training of images.py. An epoch has 25 steps."""
+    words = ("--model", "mlp", "--dropout", 0.5, "--dataset", "mnist", "--data_dir", data)
+    return (*words, "--batch_size", 48)
+
+
 @pytest.fixture(scope="session")
 def table(tmp_path_factory):
     """A CSV file of 600 rows: the target is the sum of 8 features, and noise."""
@@ -359,18 +356,6 @@ def table(tmp_path_factory):
 def table_band(table):
     """The text of examples/table.py, with this file as its default."""
     return (ROOT / "examples/table.py").read_text().replace("table.csv", str(table))
-
-
-@pytest.fixture(scope="session")
-def real_data(tmp_path_factory):
-    """A --data_dir with links to the real data sets."""
-    source = Path(os.environ.get("TEST_DATA_DIR", "no folder"))
-    if not source.is_dir():
-        pytest.skip("TEST_DATA_DIR names no folder with the real data sets (MNIST/raw, ...)")
-    folder = tmp_path_factory.mktemp("real")
-    for entry in source.resolve().iterdir():
-        (folder / entry.name).symlink_to(entry)
-    return folder
 
 
 def rows(path):

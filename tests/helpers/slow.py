@@ -15,7 +15,6 @@ import torch.distributed as dist
 SLOW = {
     "backward": (torch.Tensor, "backward"),  # a process that comes late
     "step": (torch.optim.AdamW, "step"),  # a large model
-    "eval": (torch.nn.Module, "eval"),  # a long validation
 }
 
 

@@ -49,14 +49,18 @@ def wait_for_moment(job, folder, moment, chance):
 def test_killed_jobs_end_with_undisturbed_weights(start, run, tmp_path, chance, shape):
     """SIGKILL or SIGTERM for a process or for what launched it. No process is left.
 
-    Started a last time, it ends with the weights and the losses of an undisturbed one.
+    While they train, they listen on loopback alone, but for torchrun's own store. Started a last
+    time, the job ends with the weights and the losses of an undisturbed one.
     """
     script, processes, words = shape
-    moments = ("start", "step") if "fsdp" in script else ("start", "step", "save")
-    for _ in range(KILLS):
+    moments, heard = ("start", "step") if "fsdp" in script else ("start", "step", "save"), set()
+    for number in range(KILLS):
         job = start(script, *words, processes=processes)
-        moment = chance.choice(moments)
+        moment = chance.choice(moments) if number else "step"
         wait_for_moment(job, tmp_path, moment, chance)
+        own = set(map(str, job.processes() if "multigpu" in script else job.workers()))
+        lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
+        heard |= {line.split()[3] for line in lines if set(re.findall(r"pid=(\d+)", line)) & own}
         signum = chance.choice((signal.SIGKILL, signal.SIGTERM))
         with contextlib.suppress(ProcessLookupError):
             if job.process.poll() is None:
@@ -66,6 +70,8 @@ def test_killed_jobs_end_with_undisturbed_weights(start, run, tmp_path, chance, 
             wait_for(lambda job=job: not job.processes(), 120)
         left = [*job.processes().values()]
         assert not left, left
+    assert len(heard) > 0 or processes == 1
+    assert all(place.startswith(("127.", "[::1]")) for place in heard), heard
     run(script, *words, processes=processes)
     whole = ("--snapshot", tmp_path / "whole.pt", "--log", tmp_path / "whole.jsonl")
     run(script, *words, *whole, processes=processes)
@@ -74,15 +80,3 @@ def test_killed_jobs_end_with_undisturbed_weights(start, run, tmp_path, chance, 
     ended, whole = curve(tmp_path / "job.jsonl"), curve(tmp_path / "whole.jsonl")
     assert (ended[:, 1] == whole[:, 1]).all(), "losses of validation"
     np.testing.assert_allclose(ended, whole, rtol=1e-6)  # train_loss: float32 from look to look
-
-
-@pytest.mark.parametrize("shape", ("multigpu", "multinode", "stages"), indirect=True)
-def test_listens_on_loopback_alone(start, tmp_path, shape):
-    """The processes that train, on a single node; torchrun's own store does not."""
-    script, processes, words = shape
-    job = start(script, *words, "--epochs", 1000, processes=processes)
-    wait_for_saves(job, tmp_path / "job.pt", 1)
-    own = set(map(str, job.processes() if "multigpu" in script else job.workers()))
-    lines = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout.splitlines()
-    found = {line.split()[3] for line in lines if set(re.findall(r"pid=(\d+)", line)) & own}
-    assert found and all(place.startswith(("127.", "[::1]")) for place in found), found

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 from conftest import ROOT, assert_same_weights, wait_for
@@ -87,43 +86,38 @@ def long_job(site, data, folder, *more):  # noqa: F811
     return job, words
 
 
-def test_time_limit(site, run, data):  # noqa: F811
-    """The real limit of a minute: Slurm sends the signal, until the training is done."""
-    job, words = long_job(site, data, "singlegpu", "--time=1", "--signal=USR2@40")
-    assert site.wait(job) == "COMPLETED", site.output(job)
-    assert int(site.show(job)["Restarts"]) >= 1, site.output(job)
-    run("singlegpu/images.py", *words, "--snapshot", site.folder / "whole.pt")
-    assert_same_weights(site.folder / "job.pt", site.folder / "whole.pt")
+LIMIT = ("--time=1", "--signal=USR2@40")  # Slurm sends the signal, until the training is done
+RESTARTED = {"limit": ("singlegpu", 1, LIMIT), "preempted": ("multinode", (2, 1), ())}
 
 
-def test_preempted(site, run, data):  # noqa: F811
-    """It goes on, in another job of the same number."""
-    job, words = long_job(site, data, "multinode")
-    site.command("scontrol", "requeue", job)
+@pytest.mark.parametrize("why", RESTARTED)
+def test_restarted_jobs_go_on(site, run, data, why):  # noqa: F811
+    """At the real limit of a minute, and in another job of the same number: the same weights."""
+    folder, processes, more = RESTARTED[why]
+    job, words = long_job(site, data, folder, *more)
+    if why == "preempted":
+        site.command("scontrol", "requeue", job)
     assert site.wait(job) == "COMPLETED", site.output(job)
     starts = list(map(int, re.findall(r", steps (\d+) to ", site.output(job))))
-    assert len(starts) == 2 and starts[1] >= 50, starts
-    run("multinode/images.py", *words, "--snapshot", site.folder / "whole.pt", processes=(2, 1))
+    assert len(starts) >= 2 and starts[1] >= 50, starts
+    run(f"{folder}/images.py", *words, "--snapshot", site.folder / "whole.pt", processes=processes)
     assert_same_weights(site.folder / "job.pt", site.folder / "whole.pt")
 
 
-def test_a_cancelled_job_stays_cancelled(site, data):  # noqa: F811
+def test_jobs_that_are_not_queued_again(site, data):  # noqa: F811
+    """A cancelled one, and one of whose processes one was killed: Slurm ends the others."""
     job, _ = long_job(site, data, "multigpu")
     site.command("scancel", job)
     assert site.wait(job) == "CANCELLED"
-    time.sleep(3)
-    assert site.show(job)["JobState"] == "CANCELLED" and site.show(job)["Restarts"] == "0"
-
-
-def test_a_killed_process_ends_the_job(site, data):  # noqa: F811
-    """Slurm ends the others, and the job has failed: it is not queued again."""
-    job, _ = long_job(site, data, "multinode")
+    (site.folder / "job.pt").unlink()
+    killed, _ = long_job(site, data, "multinode")
     pattern = f"^[^ ]*python multinode/images.py .*{site.folder}/job.pt"
     found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()
     assert len(found) == 2
     os.kill(int(found[0]), signal.SIGKILL)
-    assert site.wait(job) == "FAILED", site.output(job)
-    assert site.show(job)["Restarts"] == "0"
+    assert site.wait(killed) == "FAILED", site.output(killed)
+    for each, state in ((job, "CANCELLED"), (killed, "FAILED")):
+        assert (site.show(each)["JobState"], site.show(each)["Restarts"]) == (state, "0")
 
 
 def test_an_array(site):  # noqa: F811

@@ -1,13 +1,15 @@
 """What takes long or measures: real data to a known quality, compiled models."""
 
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import curve, rows
 from test_hybrid import FSDP, PIPELINE
 from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F401
-from test_training import TASKS, arguments_of
+from test_training import arguments_of
 
 PAIRS = "--dataset multi30k --seq_len 16"
 SHAKESPEARE = "--dataset {data}/tinyshakespeare/input.txt --seq_len 64"
@@ -21,6 +23,18 @@ FIGURES = {  # command, processes, column: mean and standard deviation over five
     ("translation.py", f"{PAIRS} --batch_size 32 --max_steps 60", 2, "val_loss"): (4.675, 0.027),
     ("gpt.py", f"{SHAKESPEARE} --batch_size 12 --max_steps 300", 2, "val_loss"): (2.4107, 0.0035),
 }
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory):
+    """A --data_dir with links to the real data sets."""
+    source = Path(os.environ.get("TEST_DATA_DIR", "no folder"))
+    if not source.is_dir():
+        pytest.skip("TEST_DATA_DIR names no folder with the real data sets (MNIST/raw, ...)")
+    folder = tmp_path_factory.mktemp("real")
+    for entry in source.resolve().iterdir():
+        (folder / entry.name).symlink_to(entry)
+    return folder
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: " ".join(figure[:2]))
@@ -38,18 +52,6 @@ def test_quality(run, real_data, tmp_path, figure):
 
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-
-
-@needs_compiler
-@pytest.mark.parametrize("task", ("mlp", "cnn", "text", "translation", "gpt"))
-def test_compiled(run, data, tmp_path, task):
-    """Compiled, two processes generate kernels, and have the loss of uncompiled ones."""
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    for more in ((), ("--compile",)):
-        words = (*arguments_of(task, data), *more, "--log", tmp_path / f"{len(more)}.jsonl")
-        run(f"multigpu/{TASKS[task][0]}", *words, processes=2, **cache)
-        assert bool(more) == (len([*tmp_path.glob("cache/**/*.py")]) >= 4)
-    assert curve(tmp_path / "1.jsonl") == pytest.approx(curve(tmp_path / "0.jsonl"), rel=1e-3)
 
 
 KERNELS = {  # of the first and the last stage; of a block, and of the head
