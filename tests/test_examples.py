@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_same_weights, curve, load, replaced, rows
-from prediction import with_band
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -293,15 +292,6 @@ def test_what_is_drawn_at_random(run, mine, tmp_path):
     assert len(set.union(*drawn)) == 3 * (4 * 240 + 3 + 1)
 
 
-@pytest.fixture(scope="module")
-def plain(run, table_band, tmp_path_factory):
-    """The loss curve of the table as it is."""
-    (script := tmp_path_factory.mktemp("plain") / "multigpu/mine.py").parent.mkdir()
-    script.write_text(with_band(table_band, "multigpu/images.py"))
-    run(script, "--log", script.with_suffix(".jsonl"), processes=2)
-    return curve(script.with_suffix(".jsonl"))
-
-
 # A named tuple, one with a .to of its own, a packed sequence, and what has no .to.
 SAMPLE = """Sample = __import__("collections").namedtuple("Sample", "features targets")
 
@@ -341,11 +331,14 @@ HABITS = {  # a batch stays what the data makes of it; a buffer's rows may share
 
 
 @pytest.mark.parametrize("name", HABITS)
-def test_habits_change_nothing(run, mine, plain, tmp_path, name):
+def test_habits_change_nothing(run, mine, tmp_path, name):
     """Of PyTorch: each was a silent fault somewhere, once."""
-    script = mine(HABITS[name] | {"def parse_args": f"{SAMPLE}def parse_args"})
-    run(script, "--log", tmp_path / "log.jsonl", processes=2)
-    np.testing.assert_allclose(curve(tmp_path / "log.jsonl"), plain, rtol=1e-6)
+    curves, log = [], tmp_path / "log"
+    for changes in {}, HABITS[name] | {"def parse_args": f"{SAMPLE}def parse_args"}:
+        run(mine(changes), "--log", log, processes=2)
+        curves.append(curve(log))
+        log.unlink()
+    np.testing.assert_allclose(*curves, rtol=1e-6)
 
 
 def test_several_optimizers_survive_a_resume(run, mine, tmp_path):

@@ -90,22 +90,6 @@ def test_a_late_process_is_named(run, data, changed, tmp_path):
     assert list(map(len, batches)) == [75] * 3 and len(set().union(*batches)) == 3 * 75
 
 
-def test_the_timing_can_be_cut_off(run, data, tmp_path, trained):
-    """As its first line says. What is left names nothing that is not there, and trains alike."""
-    for folder in TRAINING:
-        lines = (ROOT / folder / "mnist.py").read_text().splitlines(keepends=True)
-        start = next(number for number, line in enumerate(lines) if line.startswith("# =="))
-        left = lines[:start] + lines[lines.index('if __name__ == "__main__":\n') :]
-        (tmp_path / folder).mkdir()
-        (copy := tmp_path / folder / "mnist.py").write_text(
-            "".join(line for line in left if "mark" not in line)
-        )
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path]
-    assert subprocess.run(ruff).returncode == 0
-    out = run(copy, *SHORT, "--data_dir", data, processes=TRAINING["hybrid"], cwd=tmp_path)
-    assert losses(out) == pytest.approx(losses(trained("singlegpu")[1]), abs=2e-4)
-
-
 def test_make_demo_and_int8(run, data, tmp_path, trained):
     """`make demo`: one process, two, the speedup, and int8. The images can be learned, not at once.
 
