@@ -93,8 +93,8 @@ def test_muon(run, data, tmp_path):
     assert count == 1
     (copy := tmp_path / "multigpu/mine.py").parent.mkdir()
     copy.write_text(script)
-    words = "--d_model 16 --n_heads 2 --num_layers 2 --seq_len 16 --batch_size 12 --eval_every 20"
-    words = ("--dataset", data / "words.txt", *words.split(), "--max_steps", 60)
+    words = "--d_model 16 --n_heads 2 --num_layers 2 --seq_len 16 --batch_size 12 --eval_every 15"
+    words = ("--dataset", data / "words.txt", *words.split(), "--max_steps", 30)
     log, snapshot = tmp_path / "log", tmp_path / "s.pt"
     run(copy, *words, "--log", log, "--snapshot", snapshot, processes=2)
     assert curve(log)[-1, 1] < curve(log)[0, 1], "it learns"
@@ -206,12 +206,11 @@ def test_mistakes_in_a_section_are_told(attempt, mine, tmp_path, name):
     assert status and message in err and not (tmp_path / "s.pt").exists(), err
 
 
-def test_a_set_numbers_the_columns(start, mine):
-    """Python orders a set of strings anew in each process, but for those that multigpu starts."""
-    columns = "[int(name[1:]) for name in {f'x{number}' for number in range(8)}]"
-    job = start(mine({"table[:, :-1], table": f"table[:, {columns}], table"}), processes=2)
-    status, _, err = job.wait()
-    assert status == 0, err
+def test_sets_of_strings_have_one_order(run, mine):
+    """In all processes that multigpu starts: it tells Python so."""
+    told = "print('seed of hashes', os.environ['PYTHONHASHSEED'])"
+    out = run(mine({NETWORK: f"{told}\n    {NETWORK}"}), processes=2)
+    assert out.count("seed of hashes 0\n") == 2, out
 
 
 def test_weights_that_are_not_finite(refused, mine, tmp_path):
@@ -283,7 +282,7 @@ def test_what_is_drawn_at_random(run, mine, tmp_path):
         run(script, *words, tmp_path / f"{name}.pt", "--max_steps", steps, processes=2)
     assert_same_weights(tmp_path / "whole.pt", tmp_path / "resumed.pt")
     whole, resumed = (load(tmp_path / f"{name}.pt")["scaler"] for name in ("whole", "resumed"))
-    assert whole == resumed and whole["_growth_tracker"] == 4
+    assert whole == resumed and whole
     orders = [(drawn / f"order{epoch}").read_text().splitlines() for epoch in (0, 1)]
     assert [len({*lines}) for lines in orders] == [1, 1] and orders[0][0] != orders[1][0]
     drawn = [set(path.read_text().split()) for path in drawn.glob("[0-9]*")]

@@ -154,10 +154,11 @@ def test_gpt_snapshots_move(run, logged, words, changed, tmp_path):
     snapshot, moved, base = tmp_path / "moved", [], [*words, "--eval_every", 3]
     for number, (script, processes) in enumerate(MOVES, start=1):
         more = (*base, "--snapshot", snapshot, "--max_steps", 3 * number)
-        moved.append(curve(logged(changed(script, CONSTANT), *more, processes=processes)))
+        log = logged(changed(script, CONSTANT), *more, processes=processes)
+        moved.append(curve(log)[-1])  # shards have been saved before their row: it comes again
         snapshot = as_file(snapshot)
     stayed = curve(logged(changed("singlegpu/gpt.py", CONSTANT), *base, "--max_steps", 12))
-    np.testing.assert_allclose(np.concatenate(moved), stayed, rtol=1e-5)
+    np.testing.assert_allclose(moved, stayed, rtol=1e-5)
     loss = stayed[-1, 1]
     for script in (FSDP, PIPELINE):
         more = ("--init_from", snapshot, "--learning_rate", 0, "--max_steps", 1)
@@ -211,10 +212,10 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     assert "steps 12 to 12" in out, "the second time, nothing is left to do"
     assert [row["step"] for row in rows(log)[::2]] == [*range(step + step % 2, 13, 2)]
     run(script, *base, "--snapshot", whole, processes=2)
-    assert_same_weights(as_file(cut), as_file(whole))
+    assert_same_weights(as_file(cut), last := as_file(whole))
     files = [next(path.glob("step-*/run.pt")) if path.is_dir() else path for path in (cut, whole)]
     assert load(files[0])["scaler"] == load(files[1])["scaler"] and load(files[0])["step"] == 12
-    first, last = torch.load(tmp_path / "first.pt"), load(as_file(whole))["model"]
+    first, last = torch.load(tmp_path / "first.pt"), load(last)["model"]
     kept = {name for name, weight in first.items() if torch.equal(weight, last[name])}
     assert kept == {name for name in first if name.startswith(frozen)}
 
