@@ -41,7 +41,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONGEST = """test_slurm test_emulator test_gpu test_launchers test_hybrid test_training test_stops
-    test_images test_mnist test_project test_habits test_quantize test_flags test_benchmark
+    test_images test_mnist test_project test_quantize test_flags test_benchmark
     test_examples""".split()
 
 

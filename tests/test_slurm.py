@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -102,49 +103,48 @@ def test_jobs_of_a_sweep_train_and_are_reported(site, data):
     assert list(out.glob("phases*.png"))
 
 
-def test_mnist_jobs(site, data):
-    """Two launches of one task on two nodes: one loss curve."""
+def test_jobs_train_stop_and_fail(site, run, data):
+    """A task by two launches on two nodes: one loss curve. --export=NONE takes nothing of a shell.
+
+    A job on two nodes that is stopped goes on in a new one: the weights of an undisturbed run. One
+    that gets the signal before its first step, and two that fail, are not queued again.
+    """
+    early = site.submit("multinode_gpt", options=ONE_PROCESS)
+    wait_for(lambda: f"{early}.0" in site.command("squeue", "--steps", "--noheader"), pause=0.1)
+    time.sleep(1)  # Python starts; it still imports
+    site.command("scancel", "--signal=USR2", early)
+
     job_file = site.folder / "slurm/hybrid_mnist.slurm"
     path = f"PATH={site.environment['PATH']}"  # from the job file alone, as --export=NONE says
     text, count = re.subn("^# EDIT: activate.*", path, job_file.read_text(), flags=re.M)
     assert job_file.write_text(text) and count == 1
+    words = "--model mlp --dropout 0.5 --max_steps 500 --eval_every 50 --num_workers 1".split()
+    words += ["--dataset", "mnist", "--data_dir", data]
+    stopped = site.submit("multinode_images", *words, options=ONE_PROCESS)
+    wrong = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
+    twice = site.submit("singlegpu_gpt", options=["--nodes=2", "--cpus-per-task=1"])
     small, losses = ("--data_dir", data, "--batch_size", "48", "--epochs", "1"), []
-    jobs = {
+    tasks = {
         folder: site.submit(f"{folder}_mnist", *small, options=[*ONE_PROCESS, *more])
         for folder, more in (("multinode", []), ("hybrid", ["--export=NONE"]))
     }
-    for folder, job in jobs.items():
-        assert site.wait(job) == "COMPLETED", site.output(job)
-        assert f"| {folder} | 2 |" in site.output(job), site.output(job)
-        losses.append(float(re.search(r"train_loss ([\d.]+)", site.output(job))[1]))
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
-
-def test_stopped_at_the_time_limit(site, run, data):
-    """Stop a job on two nodes; it goes on in a new one: the weights of an undisturbed run."""
-    words = "--model mlp --dropout 0.5 --max_steps 500 --eval_every 100 --num_workers 1".split()
-    words += ["--dataset", "mnist", "--data_dir", data]
-    job = site.submit("multinode_images", *words, options=ONE_PROCESS)
-    snapshot = site.folder / f"multinode_images-{job}.pt"
-    wait_for(lambda: snapshot.exists() or site.show(job)["JobState"] in ENDED, pause=0.3)
-    site.reach_limit(job)
-    assert site.wait(job) == "COMPLETED", site.output(job)
-    assert int(site.show(job)["Restarts"]) == 1
-    starts = re.findall(r"steps (\d+) to 500", site.output(job))
+    snapshot = site.folder / f"multinode_images-{stopped}.pt"
+    wait_for(lambda: snapshot.exists() or site.show(stopped)["JobState"] in ENDED, pause=0.1)
+    site.reach_limit(stopped)
+    assert site.wait(stopped) == "COMPLETED", site.output(stopped)
+    assert int(site.show(stopped)["Restarts"]) == 1
+    starts = re.findall(r"steps (\d+) to 500", site.output(stopped))
     assert len(starts) == 2 and starts[1] != "0", "it began again"
     more = ("--num_workers", 0, "--snapshot", site.folder / "whole.pt")
     run("multinode/images.py", *words, *more, processes=(2, 1))
     assert_same_weights(site.folder / "whole.pt", snapshot)
 
-
-def test_jobs_that_are_not_queued_again(site):
-    """One that gets the signal before its first step, with nothing saved; and two that fail."""
-    early = site.submit("multinode_gpt", options=ONE_PROCESS)
-    wrong = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
-    twice = site.submit("singlegpu_gpt", options=["--nodes=2", "--cpus-per-task=1"])
-    wait_for(lambda: site.show(early)["JobState"] == "RUNNING", pause=0.1)
-    time.sleep(1)
-    site.reach_limit(early)
+    for folder, job in tasks.items():
+        assert site.wait(job) == "COMPLETED", site.output(job)
+        assert f"| {folder} | 2 |" in site.output(job), site.output(job)
+        losses.append(float(re.search(r"train_loss ([\d.]+)", site.output(job))[1]))
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     for job in (early, wrong, twice):
         assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "0", site.output(job)
     assert "argument --batch_size: invalid int value: 'many'" in site.output(wrong)
@@ -152,24 +152,50 @@ def test_jobs_that_are_not_queued_again(site):
 
 
 def test_sweep_refuses(site):
-    """Mistakes, before anything is submitted. --dry_run submits nothing, and a refused run cancels
-    those before it: here it asks for more GPUs than a node has."""
-
-    def sweep(*words):
-        where = {"cwd": site.folder, "env": site.environment, "capture_output": True, "text": True}
-        return subprocess.run(["bash", "slurm/sweep.sh", *words], **where)
-
+    """Mistakes, before anything is submitted. A refused run cancels those before it: here it asks
+    for more GPUs than a node has."""
     too_many = ("--gpus", "1 64", "--sbatch", "--begin=now+1hour", "images")
-    cases = {
-        ("--gpus", "1 many", "images"): "--gpus many",
-        ("nothing",): "multigpu_nothing.slurm",
-        ("mnist",): "no --log",
-        too_many: "sbatch refused the run of 64",
-    }
+    cases = {("mnist",): "no --log", too_many: "sbatch refused the run of 64"}
     for words, message in cases.items():
-        done = sweep(*words)
+        where = {"cwd": site.folder, "env": site.environment, "capture_output": True, "text": True}
+        done = subprocess.run(["bash", "slurm/sweep.sh", *words], **where)
         assert done.returncode == 2 and message in done.stderr, done.stderr
-    out = sweep("--dry_run", "--gpus", "1 2x4 4", "--weak", "images").stdout
+    assert "singlegpu_images" not in site.command("squeue", "--format=%j")
+
+
+def dry_run(*words):
+    """The lines that sweep.sh would give to Slurm."""
+    command = ["bash", "slurm/sweep.sh", "--dry_run", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_sizes_of_a_sweep():
+    out = dry_run("--gpus", "1 2x4 4", "--weak", "images")
     assert out.count("--num_gpus") == out.count("--num_gpus 4 ") == 1
     assert "--batch_size 512" in out and out.count("sbatch --parsable") == 4
-    assert "singlegpu_images" not in site.command("squeue", "--format=%j")
+
+
+STUDIES = {"agnews": 2, "imdb": 1, "gpt": 2, "mnist": 4, "six": 10}  # their runs, on 1 GPU and 4/2
+
+
+def test_studies(refused):
+    """The scripts have all flags of the studies, and see --batch_size, the only one that is wrong.
+
+    bigMNIST is made before it is trained on, and a GPT is trained before it is quantized.
+    """
+    for study, count in STUDIES.items():
+        lines = dry_run("--gpus", "1 4/2", "study", study)
+        runs = [line for line in map(shlex.split, lines.splitlines()) if "--log" in line]
+        assert len(runs) == count, lines
+        for words in runs:
+            [place] = [place for place, word in enumerate(words) if word.endswith(".slurm")]
+            script = Path(words[place]).stem.replace("_", "/", 1) + ".py"
+            refused("--batch_size must be", script, *words[place + 1 :], "--batch_size", 0)
+            if script.startswith("hybrid"):
+                assert "--ntasks-per-node=2" in words and "--gpus-per-node=4" in words
+        if study == "gpt":
+            snapshot = runs[0][runs[0].index("--snapshot") + 1]
+            last = next(line for line in lines.splitlines() if "quantize_gpt.slurm" in line)
+            assert "--dependency=afterok:ID " in last and f" --snapshot {snapshot} " in last
+        if study == "mnist" and not (ROOT / "data/bigmnist").exists():
+            assert lines.index("make_bigmnist.slurm") < lines.index("--dependency=afterok:ID")

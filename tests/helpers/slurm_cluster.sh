@@ -6,11 +6,10 @@
 #   bash tests/helpers/slurm_cluster.sh down FOLDER
 #
 # Each node is a network namespace with its own address, hostname and /etc/hosts, so that they are
-# two hosts to torchrun and gloo. The GPUs are fake: Slurm counts them and sets
-# CUDA_VISIBLE_DEVICES, nothing more; GPUS=8 gives a node 8 instead of 4.
+# two hosts to torchrun and gloo. The four GPUs are fake: Slurm counts them, nothing more.
 # As on most clusters, Slurm tracks the processes of a job with cgroups and kills what outlives its
-# task (here with the freezer of cgroup v1). Where there is none, or with PROCTRACK=linuxproc, it
-# looks for child processes instead, which orphans escape. REQUIRE_SLURM makes that an error.
+# task (here with the freezer of cgroup v1). Where there is none, it looks for child processes
+# instead, which orphans escape. REQUIRE_SLURM makes that an error.
 set -euo pipefail
 
 die() { echo "slurm_cluster: $2" >&2; exit "$1"; }
@@ -76,8 +75,8 @@ namespaces() { # joined by a bridge, in a range set aside for testing networks (
 }
 
 up() {
-    local gpus=${GPUS:-4} proctrack=${PROCTRACK:-cgroup} address net=none n
-    if [ "$proctrack" = cgroup ] && [ ! -w "$freezer/tasks" ]; then
+    local proctrack=cgroup address net=none n
+    if [ ! -w "$freezer/tasks" ]; then
         [ -z "${REQUIRE_SLURM:-}" ] || die 1 "no cgroup can track processes: $freezer is missing"
         echo "slurm_cluster: no $freezer: orphans of a job escape, which they do on no cluster" >&2
         proctrack=linuxproc
@@ -88,8 +87,8 @@ up() {
     echo none >"$dir/net"
     trap 'tail -n 20 "$dir"/log/* >&2 || true; down; exit 1' EXIT
     chmod 755 "$dir"
-    mkdir -p "$dir"/{dev,log,pid,state}
-    for ((n = 0; n < gpus; n++)); do mknod "$dir/dev/gpu$n" c 1 3; done
+    mkdir "$dir"/{dev,log,pid,state}
+    for n in {0..3}; do mknod "$dir/dev/gpu$n" c 1 3; done
     (umask 077 && head -c 128 /dev/urandom >"$dir/munge.key")
     namespaces
     mkdir -p "$dir/spool/${net}n1" "$dir/spool/${net}n2"
@@ -98,7 +97,7 @@ CgroupMountpoint=${freezer%/*}
 CgroupPlugin=cgroup/v1
 CgroupAutomount=no
 CONF
-    echo "NodeName=${net}n[1-2] Name=gpu File=$dir/dev/gpu[0-$((gpus - 1))]" >"$dir/gres.conf"
+    echo "NodeName=${net}n[1-2] Name=gpu File=$dir/dev/gpu[0-3]" >"$dir/gres.conf"
     # cred_expire is also how long a requeued job waits before it starts again: 120 s by default,
     # no less than 5. The machine need not have what its nodes are said to have (config_overrides).
     cat >"$dir/slurm.conf" <<CONF
@@ -121,7 +120,7 @@ ReturnToService=2
 MinJobAge=600
 GresTypes=gpu
 SlurmdParameters=config_overrides
-NodeName=DEFAULT CPUs=64 RealMemory=500000 Gres=gpu:$gpus Port=6818
+NodeName=DEFAULT CPUs=64 RealMemory=500000 Gres=gpu:4 Port=6818
 NodeName=${net}n1 NodeAddr=${address[0]}
 NodeName=${net}n2 NodeAddr=${address[1]}
 PartitionName=main Nodes=${net}n1,${net}n2 Default=YES
