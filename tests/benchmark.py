@@ -96,18 +96,11 @@ def nanogpt(options):
     Path(options.log).write_text(json.dumps(row) + "\n")
 
 
-def predict(options):
-    """Speedup of many nodes: as predict.py says it beforehand, and as it is."""
+def on_links(options):
+    """Held against training on slow links: what predict.py says."""
     import prediction  # here, as the other commands need no torch
 
-    prediction.predict(options)
-
-
-def changes(options):
-    """What would help on four nodes: as predict.py says it beforehand, and as it is."""
-    import prediction
-
-    prediction.changes(options)
+    getattr(prediction, options.command)(options)
 
 
 def main():
@@ -115,10 +108,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=wide)
     commands = parser.add_subparsers(dest="command", required=True)
     add = {}
-    for command in (ratio, predict, changes, nanogpt):
-        words = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
-        words.set_defaults(run=command)
-        add[command.__name__] = words.add_argument
+    runs = {"ratio": ratio, "nanogpt": nanogpt, "predict": on_links, "changes": on_links}
+    for name, run in runs.items():
+        words = commands.add_parser(name, help=run.__doc__)
+        words.set_defaults(run=run)
+        add[name] = words.add_argument
     add["ratio"]("sides", nargs="+")
     add["ratio"]("--rounds", type=int, default=5)
     add["ratio"]("--columns", nargs="+", default=[], help="further columns of the logs")

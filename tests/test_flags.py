@@ -49,12 +49,11 @@ FLAGS = f"""
 --data_dir --epochs --batch_size | {MNIST} | test_mnist.test_trains_as_one_process
 --num_gpus | multigpu/mnist | test_mnist.test_times_add_up
 --data_dir --model | quantize/mnist | test_mnist.test_int8_is_small_and_as_good
---num_gpus --min_bytes --max_bytes --out | */allreduce \
+--num_gpus --min_bytes --max_bytes --seconds --out | */allreduce \
     | test_allreduce.test_table_is_that_of_the_file
---seconds | */allreduce | test_allreduce.test_more_seconds_are_more_repeats
---timeout | multigpu/allreduce | test_allreduce.test_a_hung_process_ends_the_measurement
+--timeout | multigpu/allreduce | test_allreduce.test_a_fault_ends_the_measurement
 --timeout | multinode/allreduce | test_allreduce.test_who_is_missing_is_named
---pairs --expect | multinode/allreduce | test_allreduce.test_pairs_of_three_nodes
+--pairs --expect | multinode/allreduce | test_allreduce.test_pairs_name_the_slow_node_and_link
 --dataset --data_dir | */make_bigmnist | test_images.test_images_of_mnist
 --num_images --versions --copies --out | */make_bigmnist \
     | test_images.test_labels_copies_and_augmented_versions
@@ -70,9 +69,8 @@ FLAGS = f"""
 --out | report | test_report.test_speedup_and_efficiency_by_hand
 --step | report | test_report.test_the_last_step_is_drawn_and_written
 --out | predict | test_predict.test_what_helps
---processes | predict | test_predict.test_any_number_of_processes_and_nodes
+--processes --steps | predict | test_predict.test_any_number_of_processes_and_nodes
 --noise | predict | test_predict.test_time_to_the_same_loss
---steps | predict | test_predict.test_steps_of_a_longer_training
 """
 
 

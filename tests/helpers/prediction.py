@@ -15,7 +15,6 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 import predict as foretell  # noqa: E402
-from fork_server import run_all, torchrun_env  # noqa: E402
 
 # Batch; seconds of forward, backward and optimizer; bytes of the buckets; shares of the backward
 # pass. These are of logs on one core of an AMD EPYC.
@@ -61,13 +60,9 @@ class Network:
             (self.folder / f"multinode/{name}.py").write_text(script)
         os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-    def run(self, nodes, *words):
-        """Runs a command on so many nodes."""
-        common = {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(29400 + next(self.numbers))}
-        common["GLOO_SOCKET_IFNAME"] = "veth"
-        envs = [torchrun_env(rank, nodes, 1) | common for rank in range(nodes)]
-        envs = [env | {"NETWORK": space} for env, space in zip(envs, self.spaces)]
-        ended = run_all([words] * nodes, envs, ROOT)
+    def run(self, nodes, script, *words):
+        """Runs a script on so many nodes."""
+        ended = link.run(self.spaces[:nodes], script, *words)
         if any(status != 0 for status, *_ in ended):
             sys.exit(f"failed: {words}: {ended}")
 
@@ -89,7 +84,7 @@ class Network:
             words = ["--min_bytes", 1 << 20, "--max_bytes", self.options.max_bytes]
             words += ["--seconds", self.options.seconds / 2]
             words += ["--out", path := self.folder / f"{next(self.numbers)}.json"]
-            self.run(2, ROOT / "multinode/allreduce.py", *words)
+            self.run(2, "multinode/allreduce.py", *words)
             # Sending does not slow down who sleeps.
             path.write_text(json.dumps(json.loads(path.read_text()) | {"compute_rate": 1.0}))
             self.known[mbit] = foretell.read_links([path])
