@@ -266,5 +266,5 @@ def test_compiled_rows(attempt, trained, tmp_path):
     rows = table(out)
     modes = [(each["row"], each["mode"]) for each in rows]
     assert modes == [(each, mode) for mode in ("eager", "compiled") for each in ("fp32", row)]
-    assert len({each["val_acc"].split()[0] for each in rows}) == 1, rows
-    assert [*tmp_path.glob("**/*.cpp")], "kernels"
+    assert all(abs(float(each["val_acc"].split()[1])) < 0.01 for each in rows), rows
+    assert [*tmp_path.glob("**/*.py")], "of torch.compile"

@@ -80,6 +80,9 @@ class Network:
     def step(self, model, mbit):
         """Slows the links. Returns what predict.py needs of one process, and of two nodes' link."""
         link.shape(self.spaces, mbit)
+        if model not in self.known:
+            batch, forward, backward, *_ = MODELS[model]
+            self.known[model] = self.train(model, 1, batch, forward + backward)
         if mbit not in self.known:
             words = ["--min_bytes", 1 << 20, "--max_bytes", self.options.max_bytes]
             words += ["--seconds", self.options.seconds / 2]
@@ -88,44 +91,31 @@ class Network:
             # Sending does not slow down who sleeps.
             path.write_text(json.dumps(json.loads(path.read_text()) | {"compute_rate": 1.0}))
             self.known[mbit] = foretell.read_links([path])
-        if model not in self.known:
-            batch, forward, backward, *_ = MODELS[model]
-            self.known[model] = self.train(model, 1, batch, forward + backward)
         [run] = self.known[model].to_dict("records")
         return foretell.step_of(run, self.known[model], self.known[mbit])
 
 
 @contextlib.contextmanager
-def network_of(options):
-    """Gives a network of as many nodes as the largest case has."""
+def table_of(options, *columns):
+    """Gives a network of as many nodes as the largest case has, the cases, and what adds a row.
+
+    A row has how many times as fast something was to be, and was.
+    """
     if missing := link.what_is_missing():
         sys.exit(missing)
+    errors = []
+
+    def add(*cells):
+        *case, predicted, measured = cells
+        errors.append(predicted / measured - 1)
+        words = [*map(str, case), f"{predicted:.2f}", f"{measured:.2f}", f"{errors[-1]:+.1%}"]
+        print("|", " | ".join(words), "|", flush=True)
+
+    names = ["model", "Mbit/s", "nodes", *columns, "predicted", "measured", "error"]
+    print("|", " | ".join(names), "|\n|" + " --- |" * len(names), flush=True)
+    cases = itertools.product(options.models or MODELS, options.mbit, options.nodes)
     with tempfile.TemporaryDirectory() as folder, link.nodes(max(options.nodes)) as spaces:
-        yield Network(spaces, options.logs or folder, options)
-
-
-def cases_of(options):
-    """Yields the speed of the links, nodes and model of each case."""
-    return itertools.product(options.mbit, options.nodes, options.models or MODELS)
-
-
-def print_row(*cells):
-    print("|", " | ".join(map(str, cells)), "|", flush=True)
-
-
-def print_head(*columns):
-    print_row("model", "Mbit/s", "nodes", *columns, "predicted", "measured", "error")
-    print_row(*["---"] * (6 + len(columns)))
-
-
-def print_gain(errors, predicted, measured, *case):
-    """Prints how many times as fast it was to be, and was. Adds the relative error."""
-    errors.append(predicted / measured - 1)
-    print_row(*case, f"{predicted:.2f}", f"{measured:.2f}", f"{errors[-1]:+.1%}")
-
-
-def print_errors(errors):
-    """Prints the sentence on the relative errors of a table."""
+        yield Network(spaces, options.logs or folder, options), cases, add
     errors = pd.Series(errors).abs()
     good = f"{(errors < 0.1).sum()} of {len(errors)} are within 10%"
     print(f"\n{good}, the median is off by {errors.median():.1%}.")
@@ -138,35 +128,30 @@ def predict(options):
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. The
     prediction knows a run of one process, and what multinode/allreduce.py measures on two nodes.
     """
-    errors = []
-    print_head()
-    with network_of(options) as network:
-        for mbit, nodes, model in cases_of(options):
+    with table_of(options) as (network, cases, add):
+        for model, mbit, nodes in cases:
             row = foretell.predict(network.step(model, mbit), "strong", [nodes]).iloc[-1]
             batch = nodes * row["local batch"]
             run = network.train(model, nodes, batch, row["ms a step"] / 1000)
             [speedup] = run["samples/s"] / network.known[model]["samples/s"]
-            print_gain(errors, row["speedup"], speedup, model, mbit, nodes)
-    print_errors(errors)
+            add(model, mbit, nodes, row["speedup"], speedup)
 
 
 def changes(options):
     """What would help: how many times as fast predict.py says that it is, and as it is."""
-    errors = []
-    print_head("change")
-    with network_of(options) as network:
-        for mbit, nodes, model in cases_of(options):
+    with table_of(options, "change") as (network, cases, add):
+        for model, mbit, nodes in cases:
             step = network.step(model, mbit)
             batch = foretell.share_of(step["batch"], nodes) * nodes
             told = foretell.what_helps(step, nodes)[0].set_index("change")
-            speeds = {}
             for change in ["as it is", *options.changes]:
                 flags, times, faster = CHANGES[change]
                 link.shape(network.spaces, mbit * faster)
                 seconds = told["ms a step"][change] / 1000
                 run = network.train(model, nodes, int(batch * times), seconds, *flags)
-                [speeds[change]] = run["samples/s"]
-            for change in options.changes:
-                gain = speeds[change] / speeds["as it is"]
-                print_gain(errors, told["times as fast"][change], gain, model, mbit, nodes, change)
-    print_errors(errors)
+                [speed] = run["samples/s"]
+                if change == "as it is":
+                    before = speed
+                else:
+                    gain = told["times as fast"][change]
+                    add(model, mbit, nodes, change, gain, speed / before)
