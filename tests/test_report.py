@@ -179,9 +179,13 @@ def test_what_is_one_run(tmp_path):
     """Two starts with one snapshot and one hook. A copy of a snapshot keeps the id of its run."""
     parts = [("a.pt", 8, "none"), ("a.pt", 4, "none"), ("b.pt", 2, "none"), ("a.pt", 1, "bf16")]
     runs = [rows_of("b", 2, [time], snapshot=path, comm_hook=hook) for path, time, hook in parts]
-    text, *found = tables(write(tmp_path / "a.jsonl", rows_of("a", 1, [6], snapshot=None), *runs))
+    ones = [rows_of(name, 1, [time], snapshot=None) for name, time in (("a", 6), ("slow", 12))]
+    text, *found = tables(write(tmp_path / "a.jsonl", *ones, *runs))
     assert re.findall(r"^## strong .* 64(.*)", text, re.M) == [", comm_hook bf16", ""], text
-    assert [column(group, "speedup") for group in found] == ["1.00 6.00", "1.00 1.00 3.00"]
+    assert [column(group, "speedup") for group in found] == [
+        "1.00 0.500 6.00",
+        "1.00 0.500 1.00 3.00",
+    ]
 
 
 def test_launches_are_compared(tmp_path):
