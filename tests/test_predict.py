@@ -264,7 +264,7 @@ def test_a_known_noise_scale():
         data, args = TensorDataset(x, y), SimpleNamespace(seed=seed, precision="fp32")
         requests = tool.random_requests(script, data, args, size)
         batches = (data[indices] for _, indices in requests)
-        return tool.noise_scale(*tool.gradient_norms(script, model, batches, args, 50), size)
+        return tool.noise_scale(*tool.gradient_norms(script, model, batches, args, 100), size)
 
     expected = dim + 1 + sigma**2 * dim  # as |w| = 1
     estimates, widths = np.array([measure(seed) for seed in range(20)]).T
