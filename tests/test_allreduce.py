@@ -15,7 +15,7 @@ from conftest import LOOPBACK, free_port
 from fork_server import run_all, torchrun_env
 from test_models import module
 
-SIZES = ("--min_bytes", 1 << 12, "--max_bytes", 1 << 16)
+SIZES = ("--min_bytes", 1 << 12, "--max_bytes", 1 << 14)
 REPEATS = "        times = [time_all_reduce"
 CHECK = "        if (buffer !="
 
@@ -27,18 +27,18 @@ def test_table_is_that_of_the_file(run, changed, tmp_path):
     """
     told = f"        dist.get_rank() or print('repeats', repeats)\n{REPEATS}"
     copy, counts = changed("multigpu/allreduce.py", {REPEATS: told}), []
-    for seconds in ("0.001", "0.3"):
+    for seconds in ("0.001", "0.5"):
         start, path = time.monotonic(), tmp_path / seconds
         out = run(copy, *SIZES, "--seconds", seconds, "--out", path, processes=3)
         took, found = time.monotonic() - start, json.loads(path.read_text())
         repeats = list(map(int, re.findall(r"^repeats (\d+)", out, re.M)))
         assert 3 * np.dot(repeats, found["seconds"]) < took, "three of five took that or longer"
         counts.append(sum(repeats))
-    assert counts[1] > 5 * counts[0], counts
+    assert counts[1] > 2 * counts[0], counts
     table = [line.split("|")[1:-1] for line in out.splitlines() if line[:1] == "|"]
     names = [cell.strip() for cell in table[0][:4]]
     assert names == ["bytes", "time_us", "algbw_GB/s", "busbw_GB/s"]
-    assert found["sizes"] == [1 << n for n in range(12, 17)]
+    assert found["sizes"] == [1 << n for n in range(12, 15)]
     for row, size, seconds in zip(table[2:], found["sizes"], found["seconds"], strict=True):
         bytes_, microseconds, *rates = map(float, row[:4])
         assert bytes_ == size and microseconds == pytest.approx(1e6 * seconds, abs=0.06)
