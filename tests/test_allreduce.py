@@ -27,14 +27,14 @@ def test_table_is_that_of_the_file(run, changed, tmp_path):
     """
     told = f"        dist.get_rank() or print('repeats', repeats)\n{REPEATS}"
     copy, counts = changed("multigpu/allreduce.py", {REPEATS: told}), []
-    for seconds in ("0.001", "0.5"):
+    for seconds in ("0", "0.5"):
         start, path = time.monotonic(), tmp_path / seconds
         out = run(copy, *SIZES, "--seconds", seconds, "--out", path, processes=3)
         took, found = time.monotonic() - start, json.loads(path.read_text())
         repeats = list(map(int, re.findall(r"^repeats (\d+)", out, re.M)))
         assert 3 * np.dot(repeats, found["seconds"]) < took, "three of five took that or longer"
         counts.append(sum(repeats))
-    assert counts[1] > 2 * counts[0], counts
+    assert counts[0] == 3 < counts[1], "one for each size"
     table = [line.split("|")[1:-1] for line in out.splitlines() if line[:1] == "|"]
     names = [cell.strip() for cell in table[0][:4]]
     assert names == ["bytes", "time_us", "algbw_GB/s", "busbw_GB/s"]
