@@ -1,13 +1,17 @@
 """Nodes on links of known speed: network namespaces, each with a veth to one bridge."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from fork_server import run_all, torchrun_env
+
 ROOT = Path(__file__).resolve().parents[2]
+PORTS = itertools.count(29400)
 
 
 def what_is_missing():
@@ -47,23 +51,17 @@ def nodes(count):
 
 
 def shape(spaces, mbit):
-    """Slow what these nodes send down to so many Mbit/s; or, with None or 0, let it be."""
+    """Slow what these nodes send down to so many Mbit/s."""
+    limit = ("burst", max(100_000, int(mbit * 160)), "latency", "500ms")
     for space in spaces:
-        qdisc, device = ("tc", "-n", space, "qdisc"), ("dev", "veth", "root")
-        if mbit:
-            burst = max(100_000, int(mbit * 160))
-            rate = ("rate", f"{mbit}mbit", "burst", burst, "latency", "500ms")
-            command(*qdisc, "replace", *device, "tbf", *rate)
-        else:
-            subprocess.run([*qdisc, "del", *device], stderr=subprocess.DEVNULL)  # if any
+        qdisc = ("tc", "-n", space, "qdisc", "replace", "dev", "veth", "root", "tbf")
+        command(*qdisc, "rate", f"{mbit}mbit", *limit)
 
 
-def commands_on(spaces, port, script, *arguments):
-    """The commands that run the script, one in each namespace, under torchrun."""
-    for number, space in enumerate(spaces, start=1):
-        enter = ["ip", "netns", "exec", space, sys.executable, "-m", "torch.distributed.run"]
-        torchrun = [f"--nnodes={len(spaces)}", "--nproc_per_node=1"]
-        torchrun += [f"--local_addr=10.99.0.{number}"]
-        torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=10.99.0.1:{port}"]
-        torchrun += [f"--rdzv_conf=is_host={number == 1}"]  # names mean nothing there
-        yield list(map(str, [*enter, *torchrun, "--", ROOT / script, *arguments]))
+def run(spaces, script, *arguments, timeout=600):
+    """Run a script of multinode, a process on each of these nodes: [(exit status, out, err)]."""
+    common = {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": str(next(PORTS))}
+    common["GLOO_SOCKET_IFNAME"] = "veth"
+    envs = [torchrun_env(rank, len(spaces), 1) | common for rank in range(len(spaces))]
+    envs = [env | {"NETWORK": space} for env, space in zip(envs, spaces)]
+    return run_all([[ROOT / script, *arguments]] * len(spaces), envs, ROOT, timeout)

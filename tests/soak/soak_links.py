@@ -4,7 +4,7 @@ import json
 
 import link
 import pytest
-from conftest import ROOT, Job, free_port, rows
+from conftest import rows
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +16,7 @@ def run_on_link():
 
         def run_on_link(script, *arguments, mbit):
             link.shape(spaces, mbit)
-            commands = link.commands_on(spaces, free_port(), script, *arguments)
-            jobs = [Job(command, ROOT, GLOO_SOCKET_IFNAME="veth") for command in commands]
-            ended = [job.wait() for job in jobs]
+            ended = link.run(spaces, script, *arguments)
             assert all(status == 0 for status, *_ in ended), ended
 
         yield run_on_link
