@@ -230,6 +230,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   Stream getStream(Device d) const override { return stream_of(d); }
+  Stream getDefaultStream(Device d) const override {
+    return Stream(Stream::UNSAFE, stream_of(d).device(), 0);
+  }
   Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
   Stream getNewStream(Device d, int) const override {  // as of CUDA, there are but so many
     check_start();
@@ -698,16 +701,17 @@ struct EmuCCL final : c10d::Backend {
       return sends ? gloo->send(list, other, tag) : gloo->recv(list, other, tag);
     };
     auto first = call(time), second = call(data);
-    auto end = [=, self = message.get()] {
-      if (SIM && !sends) (*kernel)->begin = std::max((*kernel)->begin, time[0].item<double>());
-      kernel->reset();  // the stream is free
-      self->complete(self->kept);
-    };
-    if (sends) end();
-    message->arrive = [=] {
+    if (sends) {
+      message->complete(ts);  // at once: who sends does not wait for the other one
+      kernel->reset();
+    }
+    message->arrive = [=, self = message.get()] {
       first->wait();
       second->wait();
-      if (!sends) end();
+      if (sends) return;
+      if (SIM) (*kernel)->begin = std::max((*kernel)->begin, time[0].item<double>());
+      kernel->reset();  // the stream is free
+      self->complete(self->kept);
     };
     return message;
   }
