@@ -47,7 +47,7 @@ TOLD = {  # part: patterns of lines of gpu.md, without "- "
         HIDDEN,
         ran("multinode/allreduce.py", 2, rf"fit: {NUMBER} us \+ .*"),
         lost("multigpu") + ".*SIGKILL",
-        lost("multinode") + ".*SIGKILL",
+        lost("multinode"),
         lost("multigpu") + r"\w+Error: .*",
     ],
     "hybrid": [
@@ -72,7 +72,7 @@ TOLD = {  # part: patterns of lines of gpu.md, without "- "
         r"emu, .*",
         r"\| int8-weights \| eager \| left out: torchao has no kernels for emu \|",
         # the first score is the emulator's, the second one the CPU's
-        r"\| fp32 \| eager \| [\d.]+ \| ([\d.]+) (.*\n)*- \| fp32 \| eager \| [\d.]+ \| \1 .*",
+        r"\| fp32 \| eager \| [\d.]+ \| (?P<score>[\d.]+) (.*\n)*- \| fp32 .* (?P=score) .*",
     ],
 }
 
