@@ -47,7 +47,7 @@ TOLD = {  # part: patterns of lines of gpu.md, without "- "
         HIDDEN,
         ran("multinode/allreduce.py", 2, rf"fit: {NUMBER} us \+ .*"),
         lost("multigpu") + ".*SIGKILL",
-        lost("multinode"),
+        lost("multinode") + ".*",
         lost("multigpu") + r"\w+Error: .*",
     ],
     "hybrid": [
