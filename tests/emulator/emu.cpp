@@ -1,23 +1,17 @@
-// An emulated accelerator: a device "emu" for PyTorch that computes on the CPU and behaves as a
-// GPU. What would be wrong on a GPU ends with an error, or shows in a number: how often the host
-// has waited, or the times of events. It shows no numerics, kernels, limits of memory or speed of a
-// GPU, and none of NCCL's hangs.
+// An emulated accelerator: a device "emu" that computes on the CPU and behaves as a GPU. What would
+// be wrong on a GPU ends with an error, or shows in a number: how often the host has waited, or the
+// times of events. It has no numerics, kernels or speed of a GPU, and none of NCCL's hangs.
 //
 // Memory. An address on the device is an address of the host with tag bits, which no host code can
-// follow. The block behind it knows which streams have used it, and keeps a CPU storage of the same
-// bytes. Fresh memory is NaN. Memory of the host is pinned or not, and a copy waits accordingly.
-//
-// Operators. A call of any operator takes CPU tensors for the device's ("aliases", which copy
-// nothing), runs the CPU's kernel at once, and wraps what comes out. Random numbers are the CPU's.
-//
+// follow. The block behind it knows which streams have used it. Fresh memory is NaN.
+// Operators. A call takes CPU tensors for the device's ("aliases", which copy nothing), runs the
+// CPU's kernel at once, and wraps what comes out. Random numbers are the CPU's.
 // Streams. Results are always those of the order in which the host calls. Whether a GPU would have
 // kept this order is for the clocks to say: each stream counts its kernels and events, and knows of
 // each other stream up to which of them it has waited for it. An access that is not ordered is a
 // race. The host has such a clock, too: it tells events that are read too early.
-//
 // Time. A stream is busy until its last kernel ends, and the host runs ahead. Without EMU_SIM, a
 // kernel takes the time that it takes here. With it, time is simulated, and each run has the same.
-//
 // emu_ccl. Collectives as NCCL has them, by gloo, on a stream for each communicator. A future makes
 // the current stream wait, as that of the backend nccl2 does.
 #include <ATen/ATen.h>
@@ -32,7 +26,6 @@
 #include <c10/core/StreamGuard.h>
 #include <pthread.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -251,10 +244,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[s.device_index()] = (int)s.id();
     return old;
   }
-  bool queryStream(const Stream& s) const override { return queues[queue_of(s)].free_at <= now(); }
   void synchronizeStream(const Stream& s) const override { host_waits_for(s); }
   void synchronizeDevice(const c10::DeviceIndex d) const override {
-    const int first = queue_of(getDefaultStream(d < 0 ? getDevice() : device_of(d)));
+    const int first = (d < 0 ? current_device : d) * (POOL + 1);
     Queue all;
     for (int i = first; i <= first + POOL; i++) {
       all.free_at = std::max(all.free_at, queues[i].free_at);
@@ -262,9 +254,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     host_waits_until(all.free_at, all.known);
   }
-  void record(void** e, const Stream& s, const c10::DeviceIndex d,
+  void record(void** e, const Stream& s, const c10::DeviceIndex,
               const c10::EventFlag flag) const override {
-    TORCH_CHECK(d < 0 || d == s.device_index(), "emu: event of device ", d, " recorded on ", s);
     check_start();
     Lock guard(mutex);
     const int queue = queue_of(s);
@@ -698,46 +689,36 @@ struct EmuCCL final : c10d::Backend {
     return collective(OpType::BARRIER, options.asyncOp, {}, {},
                       [&] { return gloo->barrier(options); });
   }
-  // Messages between two processes: first the time at which it is sent, then the tensor.
-  WorkPtr send(Tensors& ts, int to, int tag) override {
-    auto message = begin(OpType::SEND, ts, {}, true);
-    Kernel kernel(*stream, COMM, "SEND");
-    note_access(ts.at(0), kernel, false);
-    Tensors time = {at::full({1}, kernel.begin, at::kDouble)}, data = {on_cpu(ts)[0].clone()};
-    auto first = gloo->send(time, to, tag), second = gloo->send(data, to, tag);
-    message->arrive = [=] {
-      first->wait();
-      second->wait();
-    };
-    message->complete(ts);
-    return message;
-  }
-  WorkPtr recv(Tensors& ts, int from, int tag) override {
-    auto message = begin(OpType::RECV, {}, ts, true);
+  // A message between two processes: first the time at which it is sent, then the tensor.
+  WorkPtr transfer(bool sends, Tensors& ts, int other, int tag) {
+    auto message = begin(sends ? OpType::SEND : OpType::RECV, {}, ts, true);
     auto kernel = std::make_shared<optional<Kernel>>();
-    kernel->emplace(*stream, COMM, "RECV");
-    note_access(ts.at(0), **kernel, true);
-    Tensors time = {at::empty({1}, at::kDouble)}, data = on_cpu(ts);
-    auto first = gloo->recv(time, from, tag), second = gloo->recv(data, from, tag);
+    kernel->emplace(*stream, COMM, sends ? "SEND" : "RECV");
+    note_access(ts.at(0), **kernel, !sends);
+    Tensors time = {at::full({1}, (*kernel)->begin, at::kDouble)}, data = on_cpu(ts);
+    if (sends) data[0] = data[0].clone();
+    auto call = [&](Tensors& list) {
+      return sends ? gloo->send(list, other, tag) : gloo->recv(list, other, tag);
+    };
+    auto first = call(time), second = call(data);
+    if (sends) {
+      message->complete(ts);  // at once: who sends does not wait for the other one
+      kernel->reset();
+    }
     message->arrive = [=, self = message.get()] {
       first->wait();
       second->wait();
+      if (sends) return;
       if (SIM) (*kernel)->begin = std::max((*kernel)->begin, time[0].item<double>());
       kernel->reset();  // the stream is free
       self->complete(self->kept);
     };
     return message;
   }
-};
-
-struct Timer final : c10d::Timer {  // of DDP's logger, which asks for one
-  explicit Timer(Device) {}
-  optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+  WorkPtr send(Tensors& ts, int to, int tag) override { return transfer(true, ts, to, tag); }
+  WorkPtr recv(Tensors& ts, int from, int tag) override { return transfer(false, ts, from, tag); }
 };
 }  // namespace
-namespace c10d {
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kPrivateUse1, ::Timer)
-}
 
 // == Python ==
 PYBIND11_MODULE(emu_C, m) {

@@ -1,6 +1,6 @@
-"""Train gpt.py's model in a compiled loop that has nothing but a step, and print its tokens/s:
+"""Train gpt.py's model in a compiled loop that has nothing but a step, and log its samples/s:
 
-    python tests/helpers/plain_gpt.py --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024
+    python tests/helpers/plain_gpt.py --d_model 768 ... --log log.jsonl
 
 and the TFLOP/s of a bf16 matmul, which no model is faster than. --attention names the backend of
 scaled_dot_product_attention.
@@ -39,7 +39,7 @@ def matmul_tflops(size):
     return 2 * size**3 * count / seconds / 1e12
 
 
-def tokens_per_second(args):
+def samples_per_second(args):
     model = gpt.GPT(args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     compiled = torch.compile(model)
@@ -53,7 +53,7 @@ def tokens_per_second(args):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return args.max_steps * args.batch_size * args.seq_len / (now() - moment)
+    return args.max_steps * args.batch_size / (now() - moment)
 
 
 if __name__ == "__main__":
@@ -63,6 +63,7 @@ if __name__ == "__main__":
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--matmul", type=int, default=8192, help="length of its matrices")
     parser.add_argument("--attention")
+    parser.add_argument("--log", type=Path)
     args = parser.parse_args()
     args.dropout = 0.0
     torch.set_float32_matmul_precision("high")
@@ -71,5 +72,5 @@ if __name__ == "__main__":
         torch._functorch.config.enable_autograd_cache = False  # it does not know backends apart
         attention = sdpa_kernel(SDPBackend.__members__[args.attention])
     with attention:
-        found = {"tokens/s": tokens_per_second(args)}
-    print(json.dumps(found | {"matmul": matmul_tflops(args.matmul)}))
+        row = {"samples/s": samples_per_second(args), "matmul": matmul_tflops(args.matmul)}
+    args.log.write_text(json.dumps(row))
