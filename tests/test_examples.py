@@ -184,7 +184,7 @@ FROZEN = f"""model = {LAYERS}
 THAWED = "late.requires_grad_(done > 0.3)\n    return 1.0"
 DIFFERS = "step 20: 0.weight is not the same in all processes. Does forward() change it"
 COLUMNS = "np.random.default_rng(os.getpid()).permutation(8)"
-OTHERS = "the processes have different data or snapshots. Sort what comes from a set"
+OTHERS = "the processes have different code, flags, data or snapshots. Sort what comes from"
 MISTAKES = {  # name: (changes of the section, the message)
     "infinite at last": ({LOSS: AT_LAST}, "the loss is not finite at step 20"),
     "sample": ({DATA: UNREADABLE}, "sample 77 cannot be read"),
@@ -243,12 +243,18 @@ def test_an_optimizer_that_draws_numbers_has_a_tensor_as_rate(run, mine, tmp_pat
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
 
 
-def test_sums_in_bfloat16(run, mine, tmp_path):
-    """Added up in bfloat16, 300 ones would be 256."""
-    script = mine({'"count"': '"ones": torch.ones((), dtype=torch.bfloat16), "count"'}, "singlegpu")
-    run(script, "--max_steps", 300, "--eval_every", 300, "--log", tmp_path / "log.jsonl")
-    (row,) = rows(tmp_path / "log.jsonl")
-    assert row["train_ones"] * row["batch_size"] == pytest.approx(1)
+SUMS = """[("ones", torch.ones((), dtype=torch.bfloat16)), ("trues", torch.tensor(True)),
+    ("bytes", torch.tensor(200, dtype=torch.uint8))]"""
+
+
+def test_sums_of_any_type_and_order(run, mine, tmp_path):
+    """300 ones are 256 in bfloat16 and 1 in bool. Each process names its sums in another order."""
+    script = mine({'"count"': f'**dict({SUMS}[:: 1 - 2 * dist.get_rank()]), "count"'})
+    words = ("--max_steps", 300, "--eval_every", 300, "--log", tmp_path / "log.jsonl")
+    run(script, *words, processes=2)
+    row, _ = rows(tmp_path / "log.jsonl")
+    found = [row[f"train_{name}"] * row["batch_size"] for name in ("ones", "trues", "bytes")]
+    assert found == pytest.approx([2, 2, 400])
 
 
 DRAWING = """

@@ -111,16 +111,18 @@ def test_gpt_one_loss_curve(attempt, logged, words, changed, tmp_path, script):
 
 DRAWN = "starts = np.array(indices)[:, None] * self.args.seq_len"
 COUNT = '"count": targets.numel()'
+TARGETS = "ids[:, 1:].contiguous()"
 
 
 def test_what_a_section_of_a_pipeline_may_do(run, words, changed, tmp_path):
-    """Data draws random numbers, the same in all stages. Sums have any name.
+    """Data draws random numbers, the same in all stages, and masks targets. Sums have any name.
 
     In the end, rank 0 has the weights of all stages, also without a snapshot: it writes words.
     """
     changes = {
         DRAWN: f"{DRAWN} - np.random.randint(3, size=(len(indices), 1))",
         COUNT: f'{COUNT}, "acc": targets.numel() / 2',
+        TARGETS: "ids[:, 1:].clone().index_fill_(1, torch.tensor(0), -100)",
     }
     curves, log = [], tmp_path / "log"
     words = (*words, "--learning_rate", 0.01, "--max_steps", 30, "--sample", 60, "--log", log)
@@ -177,9 +179,11 @@ def created(path, parts="()"):
 
 
 MATRICES = "[parameter for parameter in model.parameters() if parameter.dim() >= 2]"
-TURNED = {MATRICES: f"{MATRICES}[:: -1 if os.path.exists(args.snapshot) else 1]"}
+TRAINED = MATRICES.replace("]", " and parameter.requires_grad]")
+TURNED = {MATRICES: f"{TRAINED}[:: -1 if os.path.exists(args.snapshot) else 1]"}
+FIXED = "(model.blocks[0], model.blocks[3], model.positions)"
 RESUMED = {  # frozen parts: a whole stage; a block in the middle of one; their names; other changes
-    PIPELINE: ("(model.blocks[0], model.positions)", ("blocks.0.", "positions"), TURNED),
+    PIPELINE: (FIXED, ("blocks.0.", "blocks.3.", "positions"), TURNED),
     IMAGES: ("(model[:3].eval(),)", ("1.",), {}),
     FSDP: ("()", (), {}),
 }
@@ -314,6 +318,14 @@ def test_a_half_written_snapshot_is_not_resumed(run, attempt, words, changed, tm
     status, _, err = attempt(FSDP, *base, "--snapshot", folder, processes=1)
     assert status and "os.mkdir is not of a snapshot" in err, err
     assert not (tmp_path / "called").exists()
+
+
+def test_buffers_of_a_snapshot_are_those_of_rank_0(run, words, changed, tmp_path):
+    buffer = '\n    model.register_buffer("ranks", torch.zeros(9))'
+    changes = {CREATE: CREATE + buffer, STEP: f"{STEP}        model.ranks += rank\n"}
+    more = ("--max_steps", 1, "--snapshot", tmp_path / "folder")
+    run(changed(FSDP, changes), *words, *more, processes=3)
+    assert not load(as_file(tmp_path / "folder"))["model"]["ranks"].any()
 
 
 def test_a_disk_that_is_not_shared(refused, words, changed, tmp_path):

@@ -142,11 +142,14 @@ def test_what_cannot_work_is_said_in_a_line(refused, run, base, tmp_path):
     for script, told, *words in cases:
         err = refused(told, script, *words, processes=2)
         assert err.count("\n") == 1 or "allreduce" in script, (script, words, err)
-    words = (*base, "--max_steps", 4, "--snapshot")  # nodes that see different files
-    (one, other), envs = forks_of("multinode/images.py", words, (2, 1))
-    answers = run_all([[*one, good], [*other, tmp_path / "none.pt"]], envs, tmp_path)
-    told = "the processes have different data or snapshots"
-    assert any(status == 1 and told in err for status, _, err in answers), answers
+    words = (*base, "--max_steps", 4, "--snapshot")  # nodes with other files, or flags
+    told = "the processes have different code, flags, data or snapshots"
+    none = tmp_path / "none.pt"
+    for ends in ([good], [none]), ([none], [none, "--dropout", 0.1]):
+        nodes, envs = forks_of("multinode/images.py", words, (2, 1))
+        commands = [[*node, *end] for node, end in zip(nodes, ends)]
+        answers = run_all(commands, envs, tmp_path)
+        assert any(status == 1 and told in err for status, _, err in answers), answers
     assert before == good.read_bytes()
 
 
