@@ -189,6 +189,8 @@ def test_all_rows(run, changed, tiny):
     for name in ("prompts", "texts"):
         assert rows["fp32"][name].endswith(" 1.00x")
         assert float(rows["int8-weights"][name].split()[1].removesuffix("x")) < 1
+    (before, _), (after, more) = (map(float, rows[row]["val_ppl"].split()) for row in ROWS[::4])
+    assert more == pytest.approx(after - before, rel=0.06, abs=2e-4 * before) != 0
     same = [float(row["same %"]) for row in rows.values()]
     assert same[0] == 100 and 30 < min(same) < 100
 
