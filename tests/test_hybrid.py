@@ -117,21 +117,24 @@ TARGETS = "ids[:, 1:].contiguous()"
 def test_what_a_section_of_a_pipeline_may_do(run, words, changed, tmp_path):
     """Data draws random numbers, the same in all stages, and masks targets. Sums have any name.
 
-    In the end, rank 0 has the weights of all stages, also without a snapshot: it writes words.
+    In the end, rank 0 has the weights of all stages: without a snapshot, it writes the same text.
     """
     changes = {
         DRAWN: f"{DRAWN} - np.random.randint(3, size=(len(indices), 1))",
         COUNT: f'{COUNT}, "acc": targets.numel() / 2',
         TARGETS: "ids[:, 1:].clone().index_fill_(1, torch.tensor(0), -100)",
     }
-    curves, log = [], tmp_path / "log"
+    curves, texts, log = [], [], tmp_path / "log"
     words = (*words, "--learning_rate", 0.01, "--max_steps", 30, "--sample", 60, "--log", log)
-    for processes, script in enumerate(("singlegpu/gpt.py", PIPELINE), start=1):
-        out = run(changed(script, changes), *words, processes=processes)
+    launches = [("singlegpu/gpt.py", 1, ()), (PIPELINE, 2, ())]
+    launches.append((PIPELINE, 2, ("--snapshot", tmp_path / "s.pt")))
+    for script, processes, more in launches:
+        out = run(changed(script, changes), *words, *more, processes=processes)
         curves.append(curve(log, "train_acc", "val_acc"))
+        texts.append(out.splitlines()[-1])
     assert curves[1][1, 0] == pytest.approx(curves[0][0, 0], rel=1e-4)
     assert (curves[1][:, 2:] == 0.5).all()
-    assert sum(letter in "abcdefghij " for letter in out.splitlines()[-1]) > 50, out
+    assert texts[1] == texts[2] and sum(letter in "abcdefghij " for letter in texts[1]) > 50, texts
 
 
 def as_file(snapshot):
