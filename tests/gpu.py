@@ -343,7 +343,7 @@ def check_lost(signum, *folders):
     for folder in folders:
         words = f"{options.size['images']} {in_rows(2, 24)}"
         err = run(changed(f"{folder}/images.py", *changes), words, 2, status=None)[2]
-        line = r".*\bSIGKILL\b.*" if signum == signal.SIGKILL else r"\w+Error: \w.*"
+        line = r".*\bSIGKILL\b.*" if signum == signal.SIGKILL else r"\w+Error: .*"
         told = re.findall(line, err) or ["nothing"]
         tell(f"- it said: {told[-1].strip()[:200]}")
 

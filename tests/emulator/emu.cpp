@@ -26,6 +26,7 @@
 #include <c10/core/StreamGuard.h>
 #include <pthread.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -718,7 +719,14 @@ struct EmuCCL final : c10d::Backend {
   WorkPtr send(Tensors& ts, int to, int tag) override { return transfer(true, ts, to, tag); }
   WorkPtr recv(Tensors& ts, int from, int tag) override { return transfer(false, ts, from, tag); }
 };
+struct Timer final : c10d::Timer {  // of DDP's logger, which asks for one
+  explicit Timer(Device) {}
+  optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
 }  // namespace
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kPrivateUse1, ::Timer)
+}
 
 // == Python ==
 PYBIND11_MODULE(emu_C, m) {
