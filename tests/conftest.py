@@ -1,6 +1,7 @@
 """Start the scripts as a user does: as processes, with files in a folder of the test's own."""
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -43,6 +44,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST = """test_slurm test_emulator test_gpu test_launchers test_hybrid test_training test_stops
     test_images test_mnist test_project test_quantize test_flags test_benchmark
     test_examples""".split()
+
+
+def module(script):
+    """Returns a script as a module."""
+    spec = importlib.util.spec_from_file_location("script", ROOT / script)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 def pytest_configure(config):

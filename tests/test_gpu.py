@@ -5,8 +5,7 @@ import re
 import sys
 
 import pytest
-from benchmark import module
-from conftest import ROOT, Job
+from conftest import ROOT, Job, module
 
 gpu = module("tests/gpu.py")
 NUMBER, RATE = r"\d+\.\d+", r"[\d,]+ \(\d+\.\d%\)"

@@ -9,8 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from benchmark import module
-from conftest import curve
+from conftest import curve, module
 
 SMALL_GPT = "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2"
 gpt, text, translation = (module(f"singlegpu/{name}.py") for name in ("gpt", "text", "translation"))

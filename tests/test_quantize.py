@@ -20,7 +20,7 @@ from torchao.utils import should_reduce_range
 TRAIN = {  # what the training scripts are given
     "gpt": "gpt.py --d_model 64 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --epochs 2 "
     "--learning_rate 3e-3 --dataset {data}/words.txt",
-    "text": "text.py --model transformer --seq_len 32 --epochs 1 --max_steps 8 "
+    "text": "text.py --model transformer --seq_len 32 --epochs 1 --max_steps 8 --dropout 0.9 "
     "--dataset {data}/tables",
     "nbow": "text.py --model nbow --seq_len 32 --max_steps 8 --dataset {data}/tables "
     "--learning_rate 1e-2",
