@@ -115,7 +115,9 @@ def test_tokens(run, tmp_path):
 
 def test_rows_of_a_log_in_tensorboard(run, tmp_path):
     """It has what rank 0 has measured, at its step."""
-    logged = [{"rank": rank, "step": step, "lr": step / 8} for step in (4, 8) for rank in (0, 1)]
+    logged = [
+        {"rank": rank, "step": step, "lr": step / 8 + rank} for step in (4, 8) for rank in (0, 1)
+    ]
     (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, logged)))
     run("examples/show_log.py", "run.jsonl", "runs/my_run", cwd=tmp_path)
     events = EventAccumulator(str(tmp_path / "runs/my_run")).Reload()
