@@ -48,14 +48,16 @@ def test_stopped_when_only_validation_is_left(attempt, run, base, changed, tmp_p
     words = [*base, "--max_steps", 4, "--log", tmp_path / "log", "--snapshot", tmp_path / "s.pt"]
     change = signalled("True", "SIGKILL", at="    model.eval()\n")
     assert attempt(changed("singlegpu/images.py", change), *words)[0] == signal.SIGKILL
-    change = signalled("rank == 1", at="        signal.signal(signum, note_stop)\n")
-    copy = changed("multinode/images.py", change)
-    status, out, _ = attempt(copy, *words, processes=3)
-    assert status == 143 and "stopped at step 4 of 4" in out
+    is_one = "os.environ.get('RANK', '1') == '1'"  # of all processes
+    change = signalled(is_one, at="        signal.signal(signum, note_stop)\n")
+    for folder, processes in ("singlegpu", 1), ("multinode", 3):
+        copy = changed(f"{folder}/images.py", change)
+        status, out, _ = attempt(copy, *words, processes=processes)
+        assert status == 143 and "stopped at step 4 of 4" in out
     for _ in range(2):
         run("multinode/images.py", *words, processes=3)
         is_validated = ["val_loss" in line for line in open(tmp_path / "log")]
-        assert is_validated == [False] * 3 + [True] * 3
+        assert is_validated == [False] * 4 + [True] * 3
 
 
 def test_a_run_that_saves_nothing_is_not_to_be_run_again(attempt, start, base, changed, tmp_path):
