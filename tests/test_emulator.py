@@ -41,6 +41,9 @@ WAITS = {
         print(f"waits {torch.emu.host_waits() - waits}\\n", end="") if step % 4 in (3, 0) else None
 """,
 }
+AUTOCAST = "            with autocast:\n                loss,"
+IS_ON = "assert torch.is_autocast_enabled(device.type)"
+IS_CAST = {AUTOCAST: AUTOCAST.replace("loss,", f"{IS_ON}\n                loss,")}
 MNIST_WAITS = {  # likewise, in the steps of an epoch
     "        for batch in loader:": """        waits = torch.emu.host_waits()
         for batch in loader:""",
@@ -86,7 +89,8 @@ def test_runs_train_alike(run, words, on_cpu, changed, tmp_path, name):
     task, script, processes, more = RUNS[name]
     log = tmp_path / "log.jsonl"
     flags = (*words(task)[1:], *more.split(), "--log", log)
-    out = run(changed(script, WAITS), *flags, processes=processes, EMU_DEVICES="4")
+    changes = WAITS | (IS_CAST if name == "fp16" else {})
+    out = run(changed(script, changes), *flags, processes=processes, EMU_DEVICES="4")
     assert {row["device"] for row in rows(log)} == {"Emulator"}
     assert max(row["peak_MB"] for row in rows(log)) < 100, "more than the device's memory"
     assert waits_of(out) == [0] * 4 * processes, out
