@@ -549,7 +549,7 @@ TWICE = {  # what a rehearsal leaves out: commands of which it runs one of the s
     "losses": ("images", "text", "translation"),
     "time": ("resume mlp",),
     "waits": ("gpt", "text", "translation"),
-    "ranks": ("images", "allreduce", "trace 4", "killed", "hung"),
+    "ranks": ("images", "trace 4", "killed", "hung"),
     "gpt": ("32", "64"),
     "cnn": ("256",),
     "precision": ("vgg11",),

@@ -19,13 +19,12 @@ TASKS["gpt"] += " --max_grad_norm 0.5"
 TASKS["fp16"] = f"{TASKS['gpt']} --precision fp16"
 # Batches of more than 64 KiB, since CUDA copies what is smaller aside: then no step waits for it
 TASKS["long"] = f"{TASKS['gpt']} --seq_len 352 --num_layers 1"
-TASKS["mlp"] += " --batch_size 240"
-TASKS["autoencoder"] += " --batch_size 240"
+TASKS["mlp"] += " --batch_size 600"
 RUNS = {  # task, script, processes, more flags. All tasks in all folders: the soak
     "fp16": ("fp16", "singlegpu/gpt.py", 1, "--num_workers 1"),
     "long": ("long", "singlegpu/gpt.py", 1, ""),
     "text": ("text", "multinode/text.py", 2, ""),
-    "accumulation": ("autoencoder", "multigpu/images.py", 3, "--grad_accum_steps 2"),
+    "accumulation": ("mlp", "multigpu/images.py", 3, "--grad_accum_steps 2"),
     "translation": ("translation", "multinode/translation.py", 2, ""),
     "bf16 sent": ("gpt", "multinode/gpt.py", 4, "--comm_hook bf16"),
     "stages": ("mlp", "hybrid/images.py", 2, "--num_stages 2 --grad_accum_steps 3"),

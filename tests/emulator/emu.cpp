@@ -213,7 +213,6 @@ void note_access(const Tensor& t, const Kernel& kernel, bool is_write) {
 
 // == Streams and events ==
 struct Event {
-  bool is_timed;
   int queue;
   double time;
   Clock known;
@@ -256,15 +255,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_waits_until(all.free_at, all.known);
   }
   void record(void** e, const Stream& s, const c10::DeviceIndex,
-              const c10::EventFlag flag) const override {
+              const c10::EventFlag) const override {
     check_start();
     Lock guard(mutex);
     const int queue = queue_of(s);
     learn(queues[queue].known, host_known);
     queues[queue].known[queue] += 1;  // to record is work of the stream, too
-    if (!*e) *e = new Event{flag == c10::EventFlag::BACKEND_DEFAULT};
-    auto& event = *(Event*)*e;
-    event = {event.is_timed, queue, std::max(queues[queue].free_at, now()), queues[queue].known};
+    if (!*e) *e = new Event;
+    *(Event*)*e = {queue, std::max(queues[queue].free_at, now()), queues[queue].known};
   }
   void block(void* e, const Stream& s) const override {
     if (!e) return;
@@ -280,7 +278,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* e1, void* e2, const c10::DeviceIndex) const override {
     TORCH_CHECK(e1 && e2, "Both events must be recorded before calculating elapsed time.");
     auto &a = *(Event*)e1, &b = *(Event*)e2;
-    TORCH_CHECK(a.is_timed && b.is_timed, "emu: an event was made without enable_timing=True");
     TORCH_CHECK(a.queue / (POOL + 1) == b.queue / (POOL + 1), "emu: events of two devices");
     for (Event* e : {&a, &b})
       TORCH_CHECK(host_known[e->queue] >= e->known[e->queue],
