@@ -52,6 +52,19 @@ def test_table(run, example, tmp_path):
         refuse(message, read_data, table=path)
 
 
+def test_series(example, tmp_path):
+    """Row numbers are no series, a constant column is zeros, a gap is named."""
+    path, script = tmp_path / "series.csv", module(example("forecast"))
+    table = pd.DataFrame({"constant": 20.0, "wave": np.sin(np.arange(300) / 4)})
+    table.to_csv(path)  # with row numbers
+    sizes = {"series": path, "skip": [], "window": 24, "horizon": 6}
+    (windows,) = script.read_data(namespace(**sizes))[0].tensors
+    assert windows.shape[1:] == (2, 30) and (windows[:, 0] == 0).all() and windows.isfinite().all()
+    table.loc[7, "wave"] = None
+    table.to_csv(path)
+    refuse("no number in wave", script.read_data, **sizes)
+
+
 def test_masks(run, example, tmp_path):
     """255 is no label, and no part of the mean. What does not fit is named."""
     for split in ("train", "val"):
