@@ -20,8 +20,8 @@ A part takes at most ten minutes on a fast GPU, by estimate.
     loading    images of 224 pixels by 0, 2 and 4 workers
     quantize   what gpt.py has trained: all rows eager, and one compiled
 
-It needs torch 2.11 or newer; `ranks` needs NCCL 2.30, which torch 2.14 installs: with an older one,
-processes cannot share a GPU. A line says what is left out, and why.
+It needs torch 2.11 or newer. In `ranks`, processes share a GPU by NCCL 2.30, which torch 2.14
+installs; with an older one, and on AMD, they meet over gloo. A line says what is left out, and why.
 """
 
 import argparse
@@ -79,6 +79,18 @@ PRECISIONS = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "EMU_DEVICES": "0"}
 # Each process takes few blocks of the GPU that they share, the only one.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "EMU_DEVICES": "1"}
+# Where NCCL cannot share a GPU: a script's groups of GPUs take gloo, which takes no device_id.
+OVER_GLOO = (
+    (
+        "import torch.distributed as dist\n",
+        "import torch.distributed as dist\n"
+        'dist.Backend.default_device_backend_map["cuda"] = "gloo"\n',
+    ),
+    ("backend = dist.get_default_backend_for_device(device)", 'backend = "cpu:gloo,cuda:gloo"'),
+    ("device_id=device if ON_GPU else None", "device_id=None"),
+    ("gpu = device if ON_GPU else None", "gpu = None"),
+    ("bound = devices if ON_GPU else", "bound ="),
+)
 PUBLISHED = (
     "Published for GPT-2 (124 M), tokens/s of a GPU: nanoGPT 273,000 (8 x H200), llm.c 468,000 "
     "(8 x H100); MFU of nanochat: 41 to 46% (H100)."
@@ -163,6 +175,8 @@ def run(script, words="", count=1, variables=None, status=0):
     more = [] if re.search("mnist|allreduce|quantize", script) else ["--log", str(log)]
     if "/photos" in words and not (photos := Path(options.folder, "photos")).exists():
         write_photos(photos)
+    if options.over_gloo and count > 1:
+        path = over_gloo(path)
     begin = time.monotonic()
     ended, out, err = options.execute(before, path, [*words.split(), *more], count, environment)
     variables = [f"{name}={value!r}" for name, value in environment.items()]
@@ -181,10 +195,16 @@ def changed(script, *replacements):
     for old, new in replacements:
         assert old in text, f"{script} has no {old!r}"
         text = text.replace(old, new)
-    copy = Path(tempfile.mkdtemp(prefix="changed_", dir=options.folder), script)
+    folder = tempfile.mkdtemp(prefix="changed_", dir=options.folder)
+    copy = Path(folder, *Path(script).parts[-2:])
     copy.parent.mkdir()
     copy.write_text(text)
     return str(copy)
+
+
+def over_gloo(script):
+    text = (ROOT / script).read_text()
+    return changed(script, *[pair for pair in OVER_GLOO if pair[0] in text])
 
 
 def in_rows(count, steps):
@@ -329,7 +349,7 @@ def check_trace(count):
         f"- hidden: by the script {1 - row['comm'] / row['comm_total']:.0%} of comm_total; by the "
         f"trace the process computes for {both / length(sends):.0%} of that time",
     )
-    assert options.rehearse or 0.8 < ours / traced < 1.5, "they differ"
+    assert options.rehearse or options.over_gloo or 0.8 < ours / traced < 1.5, "they differ"
 
 
 def check_lost(signum, *folders):
@@ -387,7 +407,8 @@ def of_mnist(*counts):
     commands = [("singlegpu/mnist.py", words)]
     for count in counts:
         commands += [(f"{folder}/mnist.py", words, count) for folder in ("multigpu", "multinode")]
-        commands += [("hybrid/mnist.py", words, count - count % 2)] if count > 1 else []
+        if count > 1 and not options.over_gloo:
+            commands.append(("hybrid/mnist.py", words, count - count % 2))
     data = words.partition(" --epochs")[0]
     return check_lines, "|", *commands, ("quantize/mnist.py", data)  # reads what they have saved
 
@@ -425,7 +446,7 @@ def of_shards(*counts):
         cases.append((2e-2, "hybrid/gpt_fsdp.py", words, count))
         if count > 2:
             cases.append((2e-2, "hybrid/gpt_fsdp.py", f"{words} --shard_size 2", count))
-        if count > 1:
+        if count > 1 and not options.over_gloo:
             cases.append((2e-2, "hybrid/gpt_pipeline.py", f"{words} --num_stages 2", count))
     return check_losses, *cases
 
@@ -607,12 +628,15 @@ def set_up_rehearsal(folder):
     options.execute, options.own_variables = execute_in_forks, {"EMU_DEVICES": "2"}
 
 
-def run_parts(names, parts, can_share):
+def run_parts(names, parts, count):
     for name in names or parts:
         begin, is_shared = time.monotonic(), name.startswith("ranks")
-        if is_shared and not can_share:
-            tell("", "- left out: ranks, which is for one GPU, and needs NCCL 2.30 (torch 2.14)")
+        if is_shared and count > 1 and not options.rehearse:
+            tell("", "- left out: ranks, which is for one GPU")
             continue
+        if is_shared and options.over_gloo:
+            tell("", "- ranks runs over gloo: only NCCL 2.30 lets processes share a GPU")
+            tell("- left out: pipelines and hybrid/mnist.py, as gloo cannot send from a GPU")
         if name == "quantize" and not importlib.util.find_spec("torchao"):
             tell("", "- left out: quantize, which needs the package torchao")
             continue
@@ -641,7 +665,7 @@ def main(words=None):
     options.name = torch.get_device_module(gpu).get_device_name() if gpu else "emulated GPU"
     options.execute, options.own_variables = execute, {}
     nccl = gpu and gpu.type == "cuda" and torch.cuda.nccl.version()
-    can_share = count == 1 and (not nccl or (nccl >= (2, 30) and not torch.version.hip))
+    options.over_gloo = count == 1 and nccl and (nccl < (2, 30) or torch.version.hip is not None)
     scripts = ["images", "gpt", "text", "translation"]
     has_datasets = importlib.util.find_spec("datasets")
     with tempfile.TemporaryDirectory() as options.folder:
@@ -664,7 +688,7 @@ def main(words=None):
             tell(
                 "- left out of mnist, ddp and hybrid: what several GPUs do. The part ranks does it"
             )
-        run_parts(names, parts, can_share or options.rehearse)
+        run_parts(names, parts, count)
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 
 

@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, Job, module
@@ -104,6 +106,19 @@ def test_as_a_user_starts_it(tmp_path):
     for folder in ("multigpu", "multinode"):
         assert re.search(f"^- {lost(folder)}.*SIGKILL", told, re.M), told
     assert "- left out of mnist, ddp and hybrid: what several GPUs do." in told
+
+
+@pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py", "hybrid/gpt_fsdp.py"))
+def test_groups_over_gloo(run, data, monkeypatch, tmp_path, script):
+    """Where NCCL cannot share a GPU. There is none here: the copies train, and name no backend."""
+    monkeypatch.setattr(gpu, "options", SimpleNamespace(folder=tmp_path))
+    flags = ["--dataset", data / "words.txt", *"--d_model 16 --n_heads 2 --num_layers 2".split()]
+    images = ["--dataset", "mnist", "--data_dir", data, "--model", "mlp", "--batch_size", 24]
+    flags = flags if "gpt" in script else images
+    copy = gpu.over_gloo(script)
+    text = Path(copy).read_text()
+    assert 'backend = "cpu:gloo,cuda:gloo"' in text and "if ON_GPU else None" not in text
+    run(copy, *flags, "--max_steps", 2, processes=2)
 
 
 def test_what_it_cannot_run(refused, tmp_path):
