@@ -143,19 +143,23 @@ def test_precision(seen, script, processes, precisions):
                 assert sent == {("gather", "bfloat16"), ("scatter", "float32")}
 
 
+HOOKS = {"": "float32", "--comm_hook bf16": "bfloat16", "--comm_hook fp16": "float16"}
+
+
 @pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py", "hybrid/gpt_fsdp.py"))
 def test_comm_hook(seen, script):
-    """Half the bytes of gradients are sent, and the loss changes a little."""
+    """Gradients are sent in this type, in half the bytes, and the loss stays nearly the same."""
     sent, gathered, losses = [], [], []
-    for flags in ("", "--comm_hook bf16", "--comm_hook fp16"):
+    for flags, kind in HOOKS.items():
         found, logged = seen(script, flags, 2)
-        large = [(name, size) for name, _, size in found[1][1]["sent"] if size > 1000]
-        sent.append(sum(size for name, size in large if "reduce" in name))
-        gathered.append(sum(size for name, size in large if "gather" in name))  # FSDP's weights
+        large = [each for each in found[1][1]["sent"] if each[2] > 1000]
+        assert {each[1] for each in large if "reduce" in each[0]} == {kind}
+        sent.append(sum(size for name, _, size in large if "reduce" in name))
+        gathered.append(sum(size for name, _, size in large if "gather" in name))  # FSDP's weights
         losses.append(logged[-1]["train_loss"])
     assert sent[1] == sent[2] == sent[0] / 2 > 50_000
     assert len({*gathered}) == 1 and (gathered[0] > 0) == ("fsdp" in script)
-    assert len({*losses}) == 3 and losses == pytest.approx(losses[:1] * 3, rel=0.02)
+    assert losses == pytest.approx(losses[:1] * 3, rel=0.02)
 
 
 ACCUMULATING = [
