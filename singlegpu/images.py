@@ -25,6 +25,7 @@ import sys
 import textwrap
 import time
 import unicodedata
+import warnings
 import zlib
 from collections import Counter
 from multiprocessing import active_children
@@ -102,7 +103,9 @@ def read_images(args, split):
         return data
     print(f"the {split} images are those of {folder}/*.npy", flush=True)
     # The files of make_images.py are mapped, since they may be larger than memory.
-    images = torch.from_numpy(np.load(folder / f"{split}_images.npy", mmap_mode="c"))
+    images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
+    with warnings.catch_warnings(action="ignore"):  # nothing may write to it
+        images = torch.from_numpy(images)
     labels = np.load(folder / f"{split}_labels.npy").astype(np.int64, casting="same_kind")
     if images.dtype != torch.uint8 or images.dim() not in (3, 4) or len(labels) != len(images):
         sys.exit(f"{folder}: {split} images are not uint8 (N, C, H, W), or not as many as labels")

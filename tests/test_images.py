@@ -348,6 +348,19 @@ def test_other_data_and_weights_to_start_from(refused, run, tmp_path):
     refused(told, "singlegpu/images.py", *words, 1, "--init_from", old)
 
 
+def test_a_file_larger_than_memory_is_mapped(tmp_path):
+    """Twice as large, and sparse: it takes no space on the disk."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    count = 2 * memory // (3 << 20)
+    for split in ("train", "test"):
+        path = tmp_path / f"{split}_images.npy"
+        np.lib.format.open_memmap(path, "w+", np.uint8, (count, 3, 1024, 1024))
+        np.save(tmp_path / f"{split}_labels.npy", np.zeros(count, np.uint8))
+    args = namespace(dataset=str(tmp_path), data_dir="")
+    pixels, _ = images.read_data(args)[0].__getitems__([0, count - 1])
+    assert pixels.shape == (2, 3, 1024, 1024) and not pixels.any()
+
+
 def test_each_index_once_in_blocks():
     """Each index once; blocks of 2 MiB in random order, shuffled within pools; epochs differ."""
     count, size = 65_005, 13  # images of 3 x 224 x 224 in a block
