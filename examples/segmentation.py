@@ -23,8 +23,9 @@ class Photos(Dataset):
     def __init__(self, folder, args):
         self.args = args
         self.masks = sorted(Path(folder, "masks").glob("*.png"))
-        images = {path.stem: path for path in Path(folder, "images").iterdir()}
-        stems = Counter(path.stem for path in Path(folder, "images").iterdir())
+        paths = [*Path(folder, "images").iterdir()]
+        images = {path.stem: path for path in paths}
+        stems = Counter(path.stem for path in paths)
         odd = [path.name for path in self.masks if stems[path.stem] != 1]
         if odd or not self.masks:
             sys.exit(f"{folder}: there are no masks, or these have not one image: {odd[:9]}")

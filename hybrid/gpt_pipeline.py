@@ -429,7 +429,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)  # whole, and on the CPU
-    # Frozen parts stay in eval(). A whole model in eval(), as libraries return it, is trained.
+    # Parts in eval() stay so. A whole model in eval(), as libraries return it, is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -463,7 +463,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     elif args.init_from:
         load_weights(model, args)
     step = first_step = progress["step"]  # the steps done before this start
-    setup = zlib.crc32(f"{args.settings} {num_steps}".encode() + Path(__file__).read_bytes())
+    flags = f"{args.settings} {num_steps} {eval_every} {args.num_microbatches} {args.schedule}"
+    setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
     if differ(torch.tensor([*fingerprint, len(val_data), setup, step], device=device)).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
         sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
@@ -528,14 +529,14 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # this row is not validated again
+                    if args.snapshot and step >= num_steps:  # a restart does not validate again
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
                 rate = float(optimizer.param_groups[0]["lr"])
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows += log_row(row, totals, val_totals, model, device, args)
-            # The next look: after each of the first steps, then in a second or twice as many steps.
+            # Look after each of the first 3 steps, then in a second, or in at most twice the steps.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -600,7 +601,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. They ignore SIGTERM (see load_batches), so Python would wait forever."""
+    """Kills the workers. They block SIGTERM (see load_batches), so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()

@@ -106,7 +106,7 @@ def read_images(args, split):
     print(f"the {split} images are those of {folder}/*.npy", flush=True)
     # The files of make_images.py are mapped, since they may be larger than memory.
     images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
-    with warnings.catch_warnings(action="ignore"):  # nothing may write to it
+    with warnings.catch_warnings(action="ignore"):  # of memory that is read only
         images = torch.from_numpy(images)
     labels = np.load(folder / f"{split}_labels.npy").astype(np.int64, casting="same_kind")
     if images.dtype != torch.uint8 or images.dim() not in (3, 4) or len(labels) != len(images):
@@ -296,7 +296,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data).to(device)
-    # Frozen parts stay in eval(). A whole model in eval(), as libraries return it, is trained.
+    # Parts in eval() stay so. A whole model in eval(), as libraries return it, is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -387,14 +387,14 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # this row is not validated again
+                    if args.snapshot and step >= num_steps:  # a restart does not validate again
                         save(parts, progress, train_data, args)
                         mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
                 rate = float(optimizer.param_groups[0]["lr"])
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows += log_row(row, totals, val_totals, model, device, args)
-            # The next look: after each of the first steps, then in a second or twice as many steps.
+            # Look after each of the first 3 steps, then in a second, or in at most twice the steps.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -414,7 +414,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
             sums.update(as_tensors(batch_sums))
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # at the last, the hook marked backward
+            mark("comm" if is_last else "backward")  # if last, the hook has marked backward
         if args.max_grad_norm > 0:
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
@@ -453,7 +453,7 @@ def without_errors(write):
 
 
 def end_workers():
-    """Kills the workers. They ignore SIGTERM (see load_batches), so Python would wait forever."""
+    """Kills the workers. They block SIGTERM (see load_batches), so Python would wait forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()

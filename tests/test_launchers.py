@@ -145,10 +145,10 @@ def test_what_cannot_work_is_said_in_a_line(refused, run, base, tmp_path):
     words = (*base, "--max_steps", 4, "--snapshot")  # nodes with other files, or flags
     told = "the processes have different code, flags, data or snapshots"
     none = tmp_path / "none.pt"
-    for ends in ([good], [none]), ([none], [none, "--dropout", 0.1]):
+    others = ([good], [none, "--dropout", 0.1], [none, "--comm_hook", "bf16"])
+    for end in others:
         nodes, envs = forks_of("multinode/images.py", words, (2, 1))
-        commands = [[*node, *end] for node, end in zip(nodes, ends)]
-        answers = run_all(commands, envs, tmp_path)
+        answers = run_all([[*nodes[0], none], [*nodes[1], *end]], envs, tmp_path)
         assert any(status == 1 and told in err for status, _, err in answers), answers
     assert before == good.read_bytes()
 
