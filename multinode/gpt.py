@@ -591,7 +591,8 @@ def add_up(sums, device):
     names = sorted(sums)  # the same order in all processes
     totals = torch.tensor([float(sums[name]) for name in names], device=device)
     dist.all_reduce(totals)
-    return dict(zip(names, totals.tolist()))
+    totals = dict(zip(names, totals.tolist()))
+    return {name: totals[name] for name in sums}  # the order of a row's columns
 
 
 @torch.no_grad()

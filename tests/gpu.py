@@ -14,10 +14,7 @@ A part takes at most ten minutes on a fast GPU, by estimate.
     hybrid     shards, a pipeline and stages: the losses of one process, and memory
     ranks      with one GPU: what mnist, ddp and hybrid do with several, by 2 and 4 processes on it
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model
-    attention  GPT-2 with FlashAttention and with cuDNN's; texts with and without cuDNN's
-    cnn        the cnn at batch 64 and 256: eager, compiled, and with CUDA graphs
-    precision  vgg11, resnet18 at 224 pixels: fp32, TF32, bf16, channels_last
-    loading    images of 224 pixels by 0, 2 and 4 workers
+    attention  texts, whose batches have ever new shapes, with cuDNN's attention and without
     quantize   what gpt.py has trained: all rows eager, and one compiled
 
 It needs torch 2.11 or newer. In `ranks`, processes share a GPU by NCCL 2.30, which torch 2.14
@@ -55,7 +52,6 @@ SHORT = {  # a small case of each script, whose batch divides by up to 6 process
     "mnist": "--synthetic --epochs 1 --batch_size 1200",
     "allreduce": "--max_bytes 67108864 --seconds 0.1",
     "large": "--model vgg11 --learning_rate 1e-4 --batch_size",  # much to send
-    "photos": "--dataset {folder}/photos --num_workers 2 --model resnet18 --batch_size 256",
     "gpt2": "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024",
     "loop": "--max_steps 24",
 }
@@ -69,7 +65,6 @@ TINY = {  # of a rehearsal, whose few steps must change the loss
     "mnist": "--data_dir {folder}/data --epochs 1 --batch_size 120",
     "allreduce": "--max_bytes 65536 --seconds 0.01",
     "large": "--dataset {folder}/photos --batch_size",
-    "photos": "--dataset {folder}/photos --num_workers 2 --batch_size 24",
     "gpt2": "--vocab_size 64 --d_model 16 --n_heads 2 --num_layers 1 --seq_len 16",
     "loop": "--max_steps 4 --warmup 2 --matmul 64",
 }
@@ -173,8 +168,6 @@ def run(script, words="", count=1, variables=None, status=0):
         environment.pop("EMU_DEVICES", None)
     (log := Path(options.folder, "log.jsonl")).unlink(missing_ok=True)
     more = [] if re.search("mnist|allreduce|quantize", script) else ["--log", str(log)]
-    if "/photos" in words and not (photos := Path(options.folder, "photos")).exists():
-        write_photos(photos)
     if options.over_gloo and count > 1:
         path = over_gloo(path)
     begin = time.monotonic()
@@ -482,39 +475,6 @@ def of_shapes(name):
     return check_speeds, what, {"without": (script, words), "with": (on, words)}
 
 
-def of_attention():
-    kinds = ["MATH"] if options.rehearse else ["FLASH_ATTENTION", "CUDNN_ATTENTION"]
-    words = f"{options.size['gpt2']} --batch_size 32 {options.size['loop']} --attention"
-    return check_speeds, "GPT-2, samples/s", {each: (LOOP, f"{words} {each}") for each in kinds}
-
-
-def of_cnn(batch):
-    """The cnn, whose steps are launches of kernels."""
-    words = f"{options.size['images']} --batch_size {batch} {in_rows(3, 400)}"
-    compiled = "torch.compile(model"
-    graphs = changed(IMAGES, (compiled, f'{compiled}, mode="reduce-overhead"'))
-    sides = {"eager": (IMAGES, words), "compiled": (IMAGES, f"{words} --compile")}
-    return check_speeds, "images/s", sides | {"CUDA graphs": (graphs, f"{words} --compile")}
-
-
-def of_precision(words):
-    """A network of many convolutions."""
-    to_device = "create_model(args, train_data).to(device"
-    last = changed(IMAGES, (to_device, f"{to_device}, memory_format=torch.channels_last"))
-    words = f"{words} {in_rows(2, 30)} --precision"
-    sides = {"fp32": (IMAGES, f"{words} fp32")}
-    for precision in ("tf32", "bf16"):
-        sides[precision] = (IMAGES, f"{words} {precision}")
-        sides[f"{precision}, channels_last"] = (last, f"{words} {precision}")
-    return check_speeds, "images/s", sides, 0.0, 2
-
-
-def of_loading():
-    words = f"{options.size['photos']} --precision bf16 {in_rows(3, 16)} --num_workers"
-    sides = {str(workers): (IMAGES, f"{words} {workers}") for workers in (0, 2, 4)}
-    return check_speeds, "images/s by the number of workers", sides
-
-
 def of_quantize():
     snapshot = f"--snapshot {options.folder}/gpt.pt"
     training = f"{options.size['gpt']} {in_rows(1, 24)} {snapshot}"
@@ -554,14 +514,7 @@ def parts_of(count, scripts):
         "hybrid": {"stages": of_stages(count), "shards": of_shards(count - count % 2 or 1)},
         "ranks": shared | lost,
         "gpt": {str(batch): (check_gpt, batch) for batch in (8, 32, 64)},
-        "attention": {"gpt": of_attention()}
-        | {name: of_shapes(name) for name in scripts if name[0] == "t"},
-        "cnn": {str(batch): of_cnn(batch) for batch in (64, 256)},
-        "precision": {
-            "vgg11": of_precision(f"{options.size['large']} 192"),
-            "resnet18": of_precision(options.size["photos"]),
-        },
-        "loading": {"": of_loading()},
+        "attention": {name: of_shapes(name) for name in scripts if name[0] == "t"},
         "quantize": {"": of_quantize()},
     }
 
@@ -572,8 +525,6 @@ TWICE = {  # what a rehearsal leaves out: commands of which it runs one of the s
     "waits": ("gpt", "text", "translation"),
     "ranks": ("images", "trace 4", "killed", "hung"),
     "gpt": ("32", "64"),
-    "cnn": ("256",),
-    "precision": ("vgg11",),
 }
 
 
@@ -597,12 +548,11 @@ def attempt(name, check, *arguments):
 
 
 def write_photos(folder):
-    """Makes a --dataset of images, each of which is one grey. The real ones have 1.2 GB."""
+    """Makes a --dataset of images, each of which is one grey."""
     folder.mkdir()
-    train, test, pixels = (192, 24, 28) if options.rehearse else (8192, 256, 224)
-    for split, count in {"train": train, "test": test}.items():
+    for split, count in {"train": 192, "test": 24}.items():
         labels = np.arange(count) % 10
-        images = np.broadcast_to(labels.reshape(-1, 1, 1, 1), (count, 3, pixels, pixels))
+        images = np.broadcast_to(labels.reshape(-1, 1, 1, 1), (count, 3, 28, 28))
         np.save(folder / f"{split}_images.npy", images.astype(np.uint8))
         np.save(folder / f"{split}_labels.npy", labels)
 
@@ -623,6 +573,7 @@ def set_up_rehearsal(folder):
         atexit.register(conftest.pytest_sessionfinish)
     from conftest import write_mnist, write_tables
 
+    write_photos(folder / "photos")
     write_mnist(folder / "data")
     write_tables(folder / "data/tables")
     options.execute, options.own_variables = execute_in_forks, {"EMU_DEVICES": "2"}

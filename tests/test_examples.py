@@ -257,6 +257,8 @@ def test_sums_of_any_type_and_order(run, mine, tmp_path):
     row, _ = rows(tmp_path / "log.jsonl")
     found = [row[f"train_{name}"] * row["batch_size"] for name in ("ones", "trues", "bytes")]
     assert found == pytest.approx([2, 2, 400])
+    names = [name for name in row if name.startswith("train_")]
+    assert names == [f"train_{name}" for name in ("loss", "mae", "ones", "trues", "bytes")]
 
 
 DRAWING = """

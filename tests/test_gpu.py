@@ -62,13 +62,7 @@ TOLD = {  # part: patterns of lines of gpu.md, without "- "
         alike("hybrid/gpt_fsdp.py .* --shard_size 2", 4),
     ],
     "gpt": [rf"\| 8 \| [\d,]+ \| .* \| [\d,]+ \| {NUMBER} \|"],
-    "attention": [
-        f"GPT-2, samples/s: MATH {RATE}",
-        rf"translation, samples/s by cuDNN's attention: without {RATE}, with {RATE}",
-    ],
-    "cnn": [f"images/s: eager {RATE}, compiled {RATE}, CUDA graphs {RATE}"],
-    "precision": [f"images/s: fp32 {RATE}, tf32 {RATE}, .*, bf16, channels_last {RATE}"],
-    "loading": [f"images/s by the number of workers: 0 {RATE}, 2 {RATE}, 4 {RATE}"],
+    "attention": [rf"translation, samples/s by cuDNN's attention: without {RATE}, with {RATE}"],
     "quantize": [
         r"emu, .*",
         r"\| int8-weights \| eager \| left out: torchao has no kernels for emu \|",

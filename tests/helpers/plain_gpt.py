@@ -2,19 +2,16 @@
 
     python tests/helpers/plain_gpt.py --d_model 768 ... --log log.jsonl
 
-and the TFLOP/s of a bf16 matmul, which no model is faster than. --attention names the backend of
-scaled_dot_product_attention.
+and the TFLOP/s of a bf16 matmul, which no model is faster than.
 """
 
 import argparse
-import contextlib
 import json
 import sys
 import time
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "singlegpu"))
 import gpt  # noqa: E402
@@ -62,15 +59,9 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--matmul", type=int, default=8192, help="length of its matrices")
-    parser.add_argument("--attention")
     parser.add_argument("--log", type=Path)
     args = parser.parse_args()
     args.dropout = 0.0
     torch.set_float32_matmul_precision("high")
-    attention = contextlib.nullcontext()
-    if args.attention:
-        torch._functorch.config.enable_autograd_cache = False  # it does not know backends apart
-        attention = sdpa_kernel(SDPBackend.__members__[args.attention])
-    with attention:
-        row = {"samples/s": samples_per_second(args), "matmul": matmul_tflops(args.matmul)}
+    row = {"samples/s": samples_per_second(args), "matmul": matmul_tflops(args.matmul)}
     args.log.write_text(json.dumps(row))
