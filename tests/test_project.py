@@ -54,6 +54,10 @@ def test_an_edit_is_carried_to_its_copies(tmp_path):
             assert sum(carried) == 8, "four in each folder"
     assert done.returncode == 1 and "set_seeds\ndiffers" in done.stderr, done.stderr
     assert before == {path.read_text() for path in copies}
+    with open(tmp_path / "slurm/multinode_gpt.slurm", "a") as file:
+        file.write("sleep 1\n")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert re.search("multinode_gpt.slurm.* differ in more than a name", done.stderr), done.stderr
 
 
 def test_scripts_stand_alone():
