@@ -46,22 +46,22 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
-# No two runs have all of these in common. A copied snapshot keeps the id of its run. A resumed run
-# may change the last three.
-RUN = "run snapshot script processes nodes comm_hook compile grad_accum_steps".split()
 # The flags that say how a model and a batch are split. They do not change the loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
 LAUNCH += ["checkpoint_activations"]
+# No two runs have all of these in common. A copied snapshot keeps the id of its run, and a resumed
+# run may change what follows it.
+RUN = "run snapshot script processes nodes comm_hook compile num_workers".split() + LAUNCH
 COMPUTE = ["forward", "backward", "bubble", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
 
 # The columns that each row must hold, and what is taken where a script does not log them.
-WORDS = ["run", "snapshot", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
+WORDS = "run snapshot script host device comm_hook compile num_workers".split() + LAUNCH
 COUNTS = "processes nodes batch_size parameters trained threads steps_per_epoch".split()
 NUMBERS = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds"]
 NUMBERS += ["steps", "step", "rank", "peak_MB", "epochs", "eval_every"]
 FLAGS = {"snapshot": "-", "comm_hook": "none", "compile": "-", "epochs": 1, "eval_every": 0}
-FLAGS |= dict.fromkeys(LAUNCH, "-") | {"stages": [1]}  # hybrid/images.py has several
+FLAGS |= {"num_workers": 0, "stages": [1]} | dict.fromkeys(LAUNCH, "-")
 RESULTS = {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "trained": 0}
 RESULTS |= {"train_loss": math.nan, "val_loss": math.nan}
 
@@ -92,7 +92,8 @@ def read_row(line):
         row |= {name: str(row[name]) for name in WORDS}
         row |= {name: int(row[name]) for name in COUNTS}
         row |= {name: float(row[name]) for name in NUMBERS}
-        row["devices"] = row["processes"] * len(row["stages"])
+        stages = 1 if row["device"] == "CPU" else len(row["stages"])  # of hybrid/images.py
+        row["devices"] = row["processes"] * stages
         same = {name: str(value) for name, value in settings.items()}
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
@@ -134,13 +135,14 @@ def read_logs(paths):
 
 def with_speedups(runs):
     """Returns the table of runs with their speedups."""
-    ratio = runs["processes"] / runs["processes"].min()
+    ratio = runs["devices"] / runs["devices"].min()
     speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].max()
     return runs.assign(ratio=ratio, speedup=speedup, efficiency=speedup / ratio)
 
 
 def pays_up_to(runs):
     """Returns up to how many processes it pays, and a sentence on it."""
+    runs = runs[runs["devices"] == runs["processes"]]
     speedups = runs.groupby("processes")["speedup"].max()  # the fastest run with a number counts
     for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
         needed = 1.5 ** math.log2(many / few)
@@ -286,7 +288,8 @@ def predict_step(step, processes, local_batch):
         link_free = max(link_free, bucket_ready) + all_reduce
     seconds |= {"backward": bucket_ready, "comm": link_free - bucket_ready}
     training = sum(seconds[name] for name in PHASES)
-    row = network | seconds | {"processes": processes, "local batch": local_batch}
+    row = network | seconds | {"processes": processes, "devices": processes}
+    row["local batch"] = local_batch
     row |= {"samples/s": processes * local_batch / training, "ms a step": 1000 * training}
     sending = all_reduces.sum() or math.nan
     compute = sum(seconds[name] for name in COMPUTE)

@@ -14,7 +14,7 @@ matter how long a run was, or how often it was resumed or validated. A dash mean
     seconds       time of an epoch without warmup, validation and saves
     samples/s     speed of the training alone
     speedup       samples/s divided by those of the fastest run with the fewest processes
-    efficiency    speedup divided by how many times as many processes there are
+    efficiency    speedup divided by how many times as many devices there are
     device-hours  of an epoch: devices x seconds / 3600
     comm %        exposed communication as a share of the seconds
     hidden %      share of the communication that goes on beside other phases
@@ -23,7 +23,8 @@ matter how long a run was, or how often it was resumed or validated. A dash mean
     late rank     the process that comes last, on the node late host
     R             compute / sending, where compute is forward, backward, bubble and optimizer
     warmup        seconds of the first three steps after each start of the run, in all
-    eval, save    seconds of one validation, and of one snapshot
+    step          the last one: val_loss and its like are those of that moment
+    eval, save    seconds of one validation, and of the snapshots of a row: the last row has two
     peak_MB       memory of the process that has held the most
 
 For pipelines, sending, waiting, late rank and R are dashes: hybrid/gpt_pipeline.py prints those of
@@ -45,22 +46,22 @@ import pandas as pd
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 from matplotlib.patches import Patch
 
-# No two runs have all of these in common. A copied snapshot keeps the id of its run. A resumed run
-# may change the last three.
-RUN = "run snapshot script processes nodes comm_hook compile grad_accum_steps".split()
 # The flags that say how a model and a batch are split. They do not change the loss.
 LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
 LAUNCH += ["checkpoint_activations"]
+# No two runs have all of these in common. A copied snapshot keeps the id of its run, and a resumed
+# run may change what follows it.
+RUN = "run snapshot script processes nodes comm_hook compile num_workers".split() + LAUNCH
 COMPUTE = ["forward", "backward", "bubble", "optimizer"]
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
 
 # The columns that each row must hold, and what is taken where a script does not log them.
-WORDS = ["run", "snapshot", "script", "host", "device", "comm_hook", "compile", *LAUNCH]
+WORDS = "run snapshot script host device comm_hook compile num_workers".split() + LAUNCH
 COUNTS = "processes nodes batch_size parameters trained threads steps_per_epoch".split()
 NUMBERS = [*PHASES, "comm_total", "warmup", "eval", "save", "seconds"]
 NUMBERS += ["steps", "step", "rank", "peak_MB", "epochs", "eval_every"]
 FLAGS = {"snapshot": "-", "comm_hook": "none", "compile": "-", "epochs": 1, "eval_every": 0}
-FLAGS |= dict.fromkeys(LAUNCH, "-") | {"stages": [1]}  # hybrid/images.py has several
+FLAGS |= {"num_workers": 0, "stages": [1]} | dict.fromkeys(LAUNCH, "-")
 RESULTS = {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "trained": 0}
 RESULTS |= {"train_loss": math.nan, "val_loss": math.nan}
 
@@ -68,7 +69,7 @@ SPEED = "processes nodes batch_size steps seconds samples/s speedup efficiency".
 SPEED += ["device-hours", "split"]
 COMMUNICATION = ["processes", "comm %", "hidden %", "R", "sending", "waiting"]
 COMMUNICATION += ["late rank", "late host"]
-BESIDE = ["processes", "warmup", "eval", "save", "peak_MB"]
+BESIDE = ["processes", "step", "warmup", "eval", "save", "peak_MB"]
 
 # Colours that colour-blind people can tell apart (Okabe and Ito 2008), the same in all pictures.
 COLOURS = {"data": "#E69F00", "forward": "#56B4E9", "backward": "#0072B2", "bubble": "#BBBBBB"}
@@ -93,7 +94,8 @@ def read_row(line):
         row |= {name: str(row[name]) for name in WORDS}
         row |= {name: int(row[name]) for name in COUNTS}
         row |= {name: float(row[name]) for name in NUMBERS}
-        row["devices"] = row["processes"] * len(row["stages"])
+        stages = 1 if row["device"] == "CPU" else len(row["stages"])  # of hybrid/images.py
+        row["devices"] = row["processes"] * stages
         same = {name: str(value) for name, value in settings.items()}
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
@@ -153,16 +155,19 @@ def runs_of(rows, notes):
     runs["peak_MB"] = of_run["peak_MB"].max()
     runs["warmup"] = of_rank["warmup"].sum().groupby(RUN).mean()
     runs["eval"] = of_run["eval"].sum() / of_run["val_loss"].count()
-    runs["save"] = of_run["save"].mean()  # each row comes after a save
+    runs["save"] = of_run["save"].mean()
+    runs["step"] = runs["step"].astype(int)
     runs["steps"] = steps.groupby(RUN).mean().round().astype(int)
     runs[times.columns] = times.groupby(RUN).mean()
     sends = (runs.index.get_level_values("processes") > 1) & (totals.min() > 0)
-    sends &= runs["num_microbatches"] == "-"  # stages do not send the same, whoever is late
+    # Stages of a pipeline do not send the same, whoever is late.
+    sends &= runs.index.get_level_values("num_microbatches") == "-"
     runs["sending"] = totals.min().where(sends)
     runs["waiting"] = (totals.mean() - totals.min()).where(sends)
     last = totals.idxmin()
     runs["late rank"] = last.str[-1].map("{:.0f}".format).where(sends, "-")
-    runs["late host"] = of_rank["host"].last().reindex(last).set_axis(last.index).where(sends, "-")
+    hosts = of_rank["host"].agg(lambda names: " or ".join(names.unique())).reindex(last)
+    runs["late host"] = hosts.set_axis(last.index).where(sends, "-")
     columns = [*times, "sending", "waiting"]
     runs[columns] = runs[columns].mul(runs["steps_per_epoch"], axis=0)
 
@@ -171,11 +176,12 @@ def runs_of(rows, notes):
     runs["local batch"] = runs["batch_size"] / runs["processes"]
     runs["samples/s"] = runs["batch_size"] * runs["steps_per_epoch"] / runs["seconds"]
     runs["device-hours"] = runs["devices"] * runs["seconds"] / 3600
-    runs["comm %"] = 100 * runs["comm"] / runs["seconds"]
+    # FSDP on GPUs counts what its communication holds up as forward and backward.
+    is_known = (runs["device"] == "CPU") | (runs["shard_size"] == "-")
+    runs["comm %"] = (100 * runs["comm"] / runs["seconds"]).where(is_known)
     hidden = (100 - 100 * runs["comm"] / runs["comm_total"]).clip(lower=0)
-    is_known = (runs["device"] == "CPU") | (runs["shard_size"] == "-")  # FSDP on GPUs cannot tell
     runs["hidden %"] = hidden.where((runs["processes"] > 1) & is_known)
-    runs["R"] = runs[COMPUTE].sum(axis=1) / runs["sending"]
+    runs["R"] = (runs[COMPUTE].sum(axis=1) / runs["sending"]).where(is_known)
     runs["split"] = "-"  # the whole model is in each process
     for name, parts in ("num_stages", " stages"), ("shard_size", " shards"):
         runs["split"] = runs["split"].where(runs[name] == "-", runs[name] + parts)
@@ -201,13 +207,14 @@ def groups_of(runs):
 
 def with_speedups(runs):
     """Returns the table of runs with their speedups."""
-    ratio = runs["processes"] / runs["processes"].min()
+    ratio = runs["devices"] / runs["devices"].min()
     speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].max()
     return runs.assign(ratio=ratio, speedup=speedup, efficiency=speedup / ratio)
 
 
 def pays_up_to(runs):
     """Returns up to how many processes it pays, and a sentence on it."""
+    runs = runs[runs["devices"] == runs["processes"]]
     speedups = runs.groupby("processes")["speedup"].max()  # the fastest run with a number counts
     for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
         needed = 1.5 ** math.log2(many / few)
@@ -247,7 +254,7 @@ def tables(columns, runs):
 def comparison(group):
     """Returns the lines on a group."""
     facts = [pair for pair in group["same"].iloc[0] if pair[1] not in ("", "0", "0.0", "False")]
-    for name in ("threads", "steps_per_epoch", *LAUNCH):
+    for name in ("threads", "steps_per_epoch", "num_workers", *LAUNCH):
         if set(group[name]) != {"-"}:
             facts.append((name, " / ".join(map(str, group[name].unique()))))
     facts = ", ".join(map(" ".join, facts)) + ". Times are those of an epoch."
@@ -280,7 +287,9 @@ def draw_phases(group, path):
     steps = phases.sum(axis=1)
     few, many = phases.index[[0, -1]]
     sentence = f"On {many} processes a step takes {steps.iloc[-1] / steps.iloc[0]:.2f} times "
-    sentence += f"as long as on {few}; {phases['comm'].iloc[-1] / steps.iloc[-1]:.0%} of it is comm"
+    sentence += f"as long as on {few}"
+    if math.isfinite(share := group["comm %"].iloc[-1]):
+        sentence += f"; {share:.0f}% of it is comm"
     save(axes.figure, f"{sentence}\n{group['title'].iloc[0]}", path, reverse=True)
 
 

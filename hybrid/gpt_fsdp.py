@@ -301,9 +301,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)
+    fingerprint = fingerprint_of(train_data, args)
     newest = newest_snapshot(args)
     if args.init_from and not newest:
-        load_weights(model, args)
+        load_weights(model, fingerprint, args)
     shard(model, device, args)
     add_marks(model)
     # Parts in eval() stay so. A whole model in eval(), as libraries return it, is trained.
@@ -316,7 +317,6 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
     # The step of the last row, and the sums of batch_loss since that row.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
@@ -526,17 +526,19 @@ def check_weights(model, step):
         sys.exit(f"the weights are not finite at step {step}")
 
 
-def load_weights(model, args):
+def load_weights(model, fingerprint, args):
     """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
+    snapshot = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)
+    weights = snapshot["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    left_out = sorted(shapes.keys() - fitting.keys())
+    others = ", ".join(sorted((shapes.keys() | weights.keys()) - fitting.keys()))
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
-    if dist.get_rank() == 0 and left_out:
-        names = ", ".join(left_out)
-        print(f"{len(left_out)} are not in {args.init_from}, or in another shape: {names:.60}")
+    if dist.get_rank() == 0 and others:
+        print(f"weights that do not match those of {args.init_from}: {others:.60}")
+    if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
+        print(f"{args.init_from} is of other data: do its words and classes have the same numbers?")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -895,7 +897,7 @@ def print_marks(rows):
     num_ranks = rows[0]["processes"]
     mean = {name: sum(row[name] for row in rows) / num_ranks for name in TIMES}
     mean |= speed_of(mean, rows[0]["batch_size"])
-    print(f"\ntime by phase, {mean['seconds']:.2f} s in all (mean over processes)")
+    print(f"\ntime by phase since this start, {mean['seconds']:.2f} s in all (mean over processes)")
     for phase in PHASES:
         share = mean[phase] / mean["seconds"]
         print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")

@@ -309,7 +309,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees its memory
     elif args.init_from:
-        load_weights(model, args)
+        load_weights(model, fingerprint, args)
     step = first_step = progress["step"]  # the steps done before this start
     flags = f"{args.settings} {num_steps} {eval_every} {args.comm_hook}"
     setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
@@ -494,17 +494,19 @@ def check_weights(model, step):
         sys.exit(f"the weights are not finite at step {step}")
 
 
-def load_weights(model, args):
+def load_weights(model, fingerprint, args):
     """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
+    snapshot = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)
+    weights = snapshot["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    left_out = sorted(shapes.keys() - fitting.keys())
+    others = ", ".join(sorted((shapes.keys() | weights.keys()) - fitting.keys()))
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
-    if dist.get_rank() == 0 and left_out:
-        names = ", ".join(left_out)
-        print(f"{len(left_out)} are not in {args.init_from}, or in another shape: {names:.60}")
+    if dist.get_rank() == 0 and others:
+        print(f"weights that do not match those of {args.init_from}: {others:.60}")
+    if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
+        print(f"{args.init_from} is of other data: do its words and classes have the same numbers?")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -783,7 +785,7 @@ def print_marks(rows):
     num_ranks = rows[0]["processes"]
     mean = {name: sum(row[name] for row in rows) / num_ranks for name in TIMES}
     mean |= speed_of(mean, rows[0]["batch_size"])
-    print(f"\ntime by phase, {mean['seconds']:.2f} s in all (mean over processes)")
+    print(f"\ntime by phase since this start, {mean['seconds']:.2f} s in all (mean over processes)")
     for phase in PHASES:
         share = mean[phase] / mean["seconds"]
         print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")

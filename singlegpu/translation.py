@@ -374,7 +374,7 @@ def main(args):
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees its memory
     elif args.init_from:
-        load_weights(model, args)
+        load_weights(model, fingerprint, args)
     step = first_step = progress["step"]  # the steps done before this start
     compiled_model = torch.compile(model) if args.compile else model
 
@@ -516,17 +516,19 @@ def check_weights(model, step):
         sys.exit(f"the weights are not finite at step {step}")
 
 
-def load_weights(model, args):
+def load_weights(model, fingerprint, args):
     """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
+    snapshot = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)
+    weights = snapshot["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    left_out = sorted(shapes.keys() - fitting.keys())
+    others = ", ".join(sorted((shapes.keys() | weights.keys()) - fitting.keys()))
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
-    if left_out:
-        names = ", ".join(left_out)
-        print(f"{len(left_out)} are not in {args.init_from}, or in another shape: {names:.60}")
+    if others:
+        print(f"weights that do not match those of {args.init_from}: {others:.60}")
+    if snapshot.get("progress", {}).get("fingerprint") != fingerprint:
+        print(f"{args.init_from} is of other data: do its words and classes have the same numbers?")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -733,7 +735,11 @@ def take_marks(args):
     count_marks()
     row = {name: times[name] for name in TIMES}
     times.clear()
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6  # from KiB
+    if sys.platform == "darwin":
+        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    else:  # getrusage() would count the memory of the process that has started this one, too
+        sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
+        row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
     if HAS_EVENTS:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
     return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}
@@ -752,7 +758,7 @@ def print_marks(rows):
         return
     total = {name: sum(row[name] for row in rows) for name in TIMES}
     total |= speed_of(total, rows[0]["batch_size"])
-    print(f"\ntime by phase, {total['seconds']:.2f} s in all")
+    print(f"\ntime by phase since this start, {total['seconds']:.2f} s in all")
     for phase in PHASES:
         share = total[phase] / total["seconds"]
         print(f"{phase:9} {total[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")

@@ -335,14 +335,18 @@ def test_other_data_and_weights_to_start_from(refused, run, tmp_path):
     write(tmp_path / "data", (8, 8), (48, 12), num_classes=5, seed=1)
     told = f"the training data is not that of {old}. --init_from {old} starts anew"
     refused(told, "multigpu/images.py", *words, 3, "--snapshot", old, processes=2)
+    snapshot = load(old)
+    snapshot["model"]["7.weight"] = torch.ones(1)
+    torch.save(snapshot, old)
     more = ("--init_from", old, "--snapshot", new, "--learning_rate", 0)
     out = run("multinode/images.py", *words, 1, *more, processes=2)
-    assert f"not in {old}, or in another shape: 6.bias, 6.weight\n" in out
+    assert f"weights that do not match those of {old}: 6.bias, 6.weight, 7.weight\n" in out
+    assert f"{old} is of other data: " in out
     before, after = load(old)["model"], load(new)["model"]
     changed = [name for name in after if not torch.equal(before[name], after[name])]
     assert changed == ["6.weight", "6.bias"]
     out = run("multinode/images.py", *words, 2, *more, processes=2)
-    assert "another shape" not in out, "a snapshot counts more"
+    assert "do not match" not in out, "a snapshot counts more"
     words[3] = "cnn"
     told = f"{old} has no weights of this model"
     refused(told, "singlegpu/images.py", *words, 1, "--init_from", old)

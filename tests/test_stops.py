@@ -159,12 +159,13 @@ def test_looks_follow_a_device_that_is_behind(run, base, changed):
     assert all(later <= 2 * steps for steps, later in zip(waits, waits[1:])), waits
 
 
-def test_memory_is_that_of_the_process():
+@pytest.mark.parametrize("folder", ("singlegpu", "multigpu"))
+def test_memory_is_that_of_the_process(folder):
     """What the process that has started it held before does not count."""
-    code = """import numpy, os, sys
+    code = f"""import numpy, os, sys
 if len(sys.argv) > 1:
     numpy.ones(10**9, "u1"), os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
-sys.path.insert(0, "multigpu")
+sys.path.insert(0, "{folder}")
 import argparse, images
 print(images.take_marks(argparse.Namespace(batch_size=1))["peak_MB"])"""
     words = [sys.executable, "-c", code, code]
