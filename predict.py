@@ -465,7 +465,8 @@ def main():
     rows, notes = read_logs(args.logs)
     runs = runs_of(rows)
     print("".join(f"note: {note}\n" for note in notes), end="")
-    singles = runs[runs["devices"] == 1]  # hybrid/images.py has several in a process
+    is_whole = runs["stages"].map(len) == 1  # hybrid/images.py has several in a process
+    singles = runs[(runs["processes"] == 1) & is_whole]
     singles = singles.sort_values("line")  # of equal runs, the last one counts
     singles = singles.drop_duplicates(["same", *LAUNCH, "batch_size"], keep="last")
     if singles.empty:
