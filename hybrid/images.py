@@ -386,7 +386,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)
     stages = Chain(*split_model(model, devices))
-    # Parts in eval() stay so. A whole model in eval(), as libraries return it, is trained.
+    # Parts that the task left in eval() stay so. If all are, as libraries return them, all train.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -395,13 +395,13 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps states by place: the model's order, also if they came from a set.
+        # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
         group["params"].sort(key=lambda parameter: places.get(parameter, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The step of the last row, and the sums of batch_loss since that row.
+    # The steps done, the step of the last row, and the sums of batch_loss since that row.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
@@ -452,7 +452,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=step, total=num_steps, disable=rank > 0, mininterval=pause)
     # The sums of batch_loss since the last row: of this process, on its device. Names with a slash
-    # are the run's own. A resumed run gives the saved sums to rank 0.
+    # are the run's own. After a resume, rank 0 alone has the saved sums: they count once.
     sums = Counter(progress["totals"] if rank == 0 else dict.fromkeys(progress["totals"], 0.0))
     rows = []  # of all processes since the start, in rank 0 alone
     look_step, look_time, next_look = step, time.perf_counter(), step + 1
@@ -460,8 +460,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     mark("start")
     while True:
         is_row = step > progress["row_step"] and (step % eval_every == 0 or step >= num_steps)
-        # A look: about once a second, after the same step, all processes add up their sums, and ask
-        # each other whether to stop. Python waits for the GPU only here.
+        # A look, about once a second: after the same step, all processes add up their sums, and agree
+        # whether to stop. Python waits for the GPU only here.
         if is_row or step == next_look:
             own = {name: float(value) for name, value in sums.items()}  # waits for the GPU
             seconds = time.perf_counter() - look_time
@@ -576,8 +576,8 @@ def fingerprint_of(data, args):
     samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
     samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
     set_seeds(args.seed, 0)
-    order = np.asarray(training_order(data, args, 0))  # of a long one, str() takes the ends
-    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses in memory differ
+    order = np.asarray(training_order(data, args, 0))  # of a long one, str() shows both ends
+    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses of objects differ
     return [len(data), zlib.crc32(text.encode())]
 
 
@@ -599,7 +599,7 @@ def check_weights(model, step):
     checksums = torch.stack([checksum(p).cpu() for p in weights.values()])
     different = [name for name, differs in zip(weights, differ(checksums)) if differs]
     if different:
-        causes = "Does forward() change it, or was it frozen at the start? Then DDP does not see it"
+        causes = "Does forward() change it? Or was it frozen at the start, so that DDP left it out?"
         sys.exit(f"step {step}: {different[0]} is not the same in all processes. {causes}")
     if not all(p.isfinite().all() for p in weights.values()):
         sys.exit(f"the weights are not finite at step {step}")
@@ -617,7 +617,7 @@ def load_weights(model, fingerprint, args):
     if dist.get_rank() == 0 and others:
         print(f"weights that do not match those of {args.init_from}: {others:.60}")
     if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
-        print(f"{args.init_from} is of other data: do its words and classes have the same numbers?")
+        print(f"{args.init_from} is of other data: are its words and classes numbered alike?")
     model.load_state_dict(fitting, strict=False)
 
 
@@ -666,7 +666,7 @@ class Batches:
 
 def load_batches(data, requests, device, args):
     """Yields a batch on the device for each request."""
-    if args.num_workers and len(get_temp_dir()) > 89:  # the names of its sockets have at most 107
+    if args.num_workers and len(get_temp_dir()) > 89:  # a socket's path has at most 107 characters
         sys.exit("TMPDIR is too long for workers")
     loader = DataLoader(
         Batches(data),
@@ -676,7 +676,7 @@ def load_batches(data, requests, device, args):
         multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
         pin_memory=ON_GPU,
     )
-    # Workers inherit the block. Slurm signals all processes, and the run needs them until it stops.
+    # Workers inherit the blocked signals: Slurm signals them, too, and the run still needs them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     batches = iter(loader)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -842,9 +842,9 @@ def with_marks(comm_hook, device):
             events.append(("all-reduce", start, now(), size))
             return future.value()
 
-        # A hook can make its stream wait for its all-reduce, such as to convert the result from
-        # bf16. In a side stream, this does not stop the backward pass. Two streams take turns: a
-        # bucket does not wait for the all-reduce of the bucket before it.
+        # A hook may make its stream wait for its all-reduce, to convert the result from bf16. If
+        # this is a side stream, the backward pass goes on. Two streams take turns, so that a bucket
+        # need not wait for the one before it.
         stream = streams[bucket.index() % 2]
         if ON_GPU:
             stream.wait_stream(torch.accelerator.current_stream())  # it computes the gradients
@@ -859,7 +859,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # since the last mark, which all processes set after the same all-reduce
+    def seconds(moment):  # until the last mark, negative. All set it after the same collective
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []
