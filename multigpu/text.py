@@ -368,7 +368,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     mark("start")
     while True:
         is_row = step > progress["row_step"] and (step % eval_every == 0 or step >= num_steps)
-        # A look, about once a second, at the same step in all processes: they add up their sums, and
+        # A look, about once a second, at the same step in all processes: they add their sums, and
         # agree whether to stop. Python waits for the GPU only here.
         if is_row or step == next_look:
             own = {name: float(value) for name, value in sums.items()}  # waits for the GPU
