@@ -255,7 +255,7 @@ def comparison(group):
     """Returns the lines on a group."""
     facts = [pair for pair in group["same"].iloc[0] if pair[1] not in ("", "0", "0.0", "False")]
     for name in ("threads", "steps_per_epoch", "num_workers", *LAUNCH):
-        if set(group[name]) != {"-"}:
+        if set(group[name]) - {"-", "0"}:
             facts.append((name, " / ".join(map(str, group[name].unique()))))
     facts = ", ".join(map(" ".join, facts)) + ". Times are those of an epoch."
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
