@@ -33,6 +33,7 @@ ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
+RUN = "# == The run: "  # begins the title of the section after the task
 FACTOR = "def learning_rate_factor(args, done):\n"
 CONSTANT = {FACTOR: f"{FACTOR}    return 1.0\n"}  # a change: --max_steps shapes no weights
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
@@ -52,10 +53,6 @@ def module(script):
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
-
-
-def pytest_configure(config):
-    config.option.loadscopereorder = False  # of pytest-xdist, to which the longest has most tests
 
 
 def pytest_collection_modifyitems(items):
@@ -239,6 +236,18 @@ def run(attempt):
     return run
 
 
+@pytest.fixture
+def logged(run, tmp_path):
+    """logged(script, *arguments, processes=1) runs it, and returns the path of its log."""
+
+    def logged(script, *arguments, **more):
+        log = tmp_path / f"log{len([*tmp_path.glob('log*')])}.jsonl"
+        run(script, *arguments, "--log", log, **more)
+        return log
+
+    return logged
+
+
 @pytest.fixture(scope="session")
 def refused(attempt):
     """refused(message, script, *arguments): it ends, and its error has the message; the errors."""
@@ -257,6 +266,16 @@ def replaced(text, changes):
         assert text.count(piece) == 1, piece
         text = text.replace(piece, other)
     return text
+
+
+class Bomb:
+    """Pickled, and then unpickled, it would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
 
 
 @pytest.fixture

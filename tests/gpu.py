@@ -56,15 +56,16 @@ SHORT = {  # a small case of each script, whose batch divides by up to 6 process
     "loop": "--max_steps 24",
 }
 TABLES = "--dataset tables --data_dir {folder}/data --model transformer --seq_len 8 --batch_size 24"
+MNIST = "--dataset mnist --data_dir {folder}/data"
 TINY = {  # of a rehearsal, whose few steps must change the loss
-    "images": "--dataset {folder}/photos --model cnn --batch_size 24 --learning_rate 3e-3",
+    "images": f"{MNIST} --model cnn --batch_size 24 --learning_rate 3e-3",
     "gpt": "--dataset {folder}/tokens --vocab_size 64 --d_model 16 --num_layers 2 --seq_len 16 "
     "--batch_size 24 --learning_rate 1e-2",
     "text": TABLES,
     "translation": f"{TABLES} --source number --target name",
     "mnist": "--data_dir {folder}/data --epochs 1 --batch_size 120",
     "allreduce": "--max_bytes 65536 --seconds 0.01",
-    "large": "--dataset {folder}/photos --batch_size",
+    "large": f"{MNIST} --batch_size",
     "gpt2": "--vocab_size 64 --d_model 16 --n_heads 2 --num_layers 1 --seq_len 16",
     "loop": "--max_steps 4 --warmup 2 --matmul 64",
 }
@@ -129,13 +130,9 @@ def execute(before, script, words, count, environment):
     is_last = folder == "multigpu"  # else they are torchrun's
     command = [*([] if is_last else launch), *before, script, *(launch if is_last else []), *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
-        cwd=options.folder,
-        start_new_session=True,
-        **pipes,
-    )
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
+    place = {"cwd": options.folder, "env": environment, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, *command], **place, **pipes)
     try:
         out, err = process.communicate(timeout=options.timeout)
     finally:
@@ -371,11 +368,9 @@ def check_gpt(batch):
     """GPT-2 (124 M) in bf16, compiled, beside a loop of the same model without our timers."""
     size = f"{options.size['gpt2']} --batch_size {batch}"
     tokens = f"--dataset {options.folder}/tokens --precision bf16 --compile"
-    commands = [
-        (LOOP, f"{size} {options.size['loop']}"),
-        (GPT, f"{size} {tokens} {in_rows(3, 24)}"),
-    ]
-    before, row, after = (run(*commands[number])[0][-1] for number in (0, 1, 0))
+    loop = (LOOP, f"{size} {options.size['loop']}")
+    ours = (GPT, f"{size} {tokens} {in_rows(3, 24)}")
+    before, row, after = (run(*command)[0][-1] for command in (loop, ours, loop))
     of_loop = statistics.mean(each["samples/s"] for each in (before, after)) * row["seq_len"]
     speed = row["samples/s"] * row["seq_len"]  # tokens/s
     # of a token: 6 a parameter, and the attention (Chowdhery et al. 2022, "PaLM", appendix B)
@@ -493,12 +488,9 @@ def parts_of(count, scripts):
     lost = {"killed": (check_lost, signal.SIGKILL, "multigpu", "multinode")}
     lost["hung"] = (check_lost, signal.SIGSTOP, "multigpu")
     ranks = (4,) if options.rehearse else (2, 4)
-    shared = {
-        "mnist": of_mnist(*ranks)[:-1],
-        "stages": of_stages(*ranks),
-        "shards": of_shards(*ranks),
-    }
-    shared |= {"images": of_ddp(*ranks), "allreduce": of_allreduce(*ranks)}
+    shared = {"mnist": of_mnist(*ranks)[:-1], "stages": of_stages(*ranks)}
+    shared |= {"shards": of_shards(*ranks), "images": of_ddp(*ranks)}
+    shared |= {"allreduce": of_allreduce(*ranks)}
     shared |= {f"trace {each}": (check_trace, each) for each in ranks}
     return {
         "mnist": {"": of_mnist(count)},
@@ -547,16 +539,6 @@ def attempt(name, check, *arguments):
         tell(f"- **{name} failed**: {error}")
 
 
-def write_photos(folder):
-    """Makes a --dataset of images, each of which is one grey."""
-    folder.mkdir()
-    for split, count in {"train": 192, "test": 24}.items():
-        labels = np.arange(count) % 10
-        images = np.broadcast_to(labels.reshape(-1, 1, 1, 1), (count, 3, 28, 28))
-        np.save(folder / f"{split}_images.npy", images.astype(np.uint8))
-        np.save(folder / f"{split}_labels.npy", labels)
-
-
 def write_tokens(folder):
     """Makes a --dataset of random tokens, 0 to 15."""
     folder.mkdir()
@@ -573,7 +555,6 @@ def set_up_rehearsal(folder):
         atexit.register(conftest.pytest_sessionfinish)
     from conftest import write_mnist, write_tables
 
-    write_photos(folder / "photos")
     write_mnist(folder / "data")
     write_tables(folder / "data/tables")
     options.execute, options.own_variables = execute_in_forks, {"EMU_DEVICES": "2"}
@@ -636,9 +617,8 @@ def main(words=None):
         if not has_datasets:
             tell("- left out: text.py and translation.py, which need the package datasets")
         if count == 1:
-            tell(
-                "- left out of mnist, ddp and hybrid: what several GPUs do. The part ranks does it"
-            )
+            several = "what several GPUs do. The part ranks does it"
+            tell(f"- left out of mnist, ddp and hybrid: {several}")
         run_parts(names, parts, count)
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 

@@ -42,9 +42,8 @@ def test_table_is_that_of_the_file(run, changed, tmp_path):
     for row, size, seconds in zip(table[2:], found["sizes"], found["seconds"], strict=True):
         bytes_, microseconds, *rates = map(float, row[:4])
         assert bytes_ == size and microseconds == pytest.approx(1e6 * seconds, abs=0.06)
-        assert rates == pytest.approx(
-            [size / seconds / 1e9, 4 / 3 * size / seconds / 1e9], abs=6e-4
-        )
+        rate = size / seconds / 1e9
+        assert rates == pytest.approx([rate, 4 / 3 * rate], abs=6e-4)
     assert (found["processes"], found["nodes"]) == (3, 1) and 0 < found["compute_rate"] <= 1
 
 

@@ -1,5 +1,6 @@
 """Scripts on an emulated accelerator: they train alike, and what a GPU would punish is told."""
 
+import functools
 import json
 import re
 
@@ -65,15 +66,13 @@ def words(data):
 @pytest.fixture(scope="module")
 def on_cpu(run, words, tmp_path_factory):
     """on_cpu(task) is its loss curve on the CPU, in one process."""
-    curves = {}
 
+    @functools.cache
     def on_cpu(task):
-        if task not in curves:
-            script, *flags = words(task)
-            log = tmp_path_factory.mktemp("cpu") / "log.jsonl"
-            run(f"singlegpu/{script}", *flags, "--log", log)
-            curves[task] = curve(log)
-        return curves[task]
+        script, *flags = words(task)
+        log = tmp_path_factory.mktemp("cpu") / "log.jsonl"
+        run(f"singlegpu/{script}", *flags, "--log", log)
+        return curve(log)
 
     return on_cpu
 
@@ -259,15 +258,13 @@ TIMES = {  # script, processes, changes; flags; the ms of a layer's forward, of 
 
 
 @pytest.mark.parametrize("name", TIMES)
-def test_times_are_those_that_must_be(run, words, changed, tmp_path, name):
+def test_times_are_those_that_must_be(logged, words, changed, name):
     """In each process. What a layer really computes takes no time. The look is taken off."""
     (script, processes, changes, flags, (forward, backward, comm)), times = TIMES[name]
-    log = tmp_path / "log.jsonl"
-    flags = (*words(task_of(script))[1:], *flags.split(), "--eval_every", 8, "--log", log)
+    flags = (*words(task_of(script))[1:], *flags.split(), "--eval_every", 8)
     env = {"EMU_DEVICES": "4", "EMU_SIM": f"comm={1000 * comm}"}
     env |= {"FORWARD": str(forward / 1000), "BACKWARD": str(backward / 1000)}
-    run(changed(script, changes), *flags, processes=processes, **env)
-    for row in rows(log):
+    for row in rows(logged(changed(script, changes), *flags, processes=processes, **env)):
         for phase in ("comm", "comm_total"):
             row[phase] -= IN_A_LOOK.get(script, 1) * comm / 1000
         found = {phase: 1000 * row.get(phase, 0.0) / row["steps"] for phase in PHASES}

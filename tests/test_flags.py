@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, rows
+from conftest import ROOT, SCRIPTS, curve, rows
 from PIL import Image
 
 RUNS = "singlegpu/TASK multigpu/TASK multinode/TASK hybrid/images hybrid/gpt_*"
@@ -124,9 +124,8 @@ def test_precision(seen, script, processes, precisions):
     """The types in which layers compute. With tf32, GPUs may round factors of float32."""
     found, logged = seen(script, "", processes)
     plain = losses_of(logged)
-    assert {(*step["dtypes"], step["matmul"]) for step in sum(found, [])} == {
-        ("float32", "highest")
-    }
+    kinds = {(*step["dtypes"], step["matmul"]) for step in sum(found, [])}
+    assert kinds == {("float32", "highest")}
     for name in precisions.split():
         found, logged = seen(script, f"--precision {name}", processes)
         losses, steps = losses_of(logged), sum(found, [])
@@ -137,9 +136,8 @@ def test_precision(seen, script, processes, precisions):
             assert step["dtypes"] == [DTYPES[name]]
             assert step["matmul"] == ("high" if name == "tf32" else "highest")
             if "fsdp" in script:  # parameters are sent in bf16, gradients in fp32
-                sent = {
-                    (op.split("_")[1], kind) for op, kind, _ in step["sent"] if op[4:] != "reduce"
-                }
+                sent = {(operation.split("_")[1], kind) for operation, kind, _ in step["sent"]}
+                sent = {each for each in sent if each[0] != "reduce"}
                 assert sent == {("gather", "bfloat16"), ("scatter", "float32")}
 
 
@@ -199,9 +197,8 @@ def test_grad_accum_steps(seen, script, processes):
 )
 def test_num_workers(seen, script, processes):
     """So many processes load data for each that trains, and the losses stay the same."""
-    (found, one), (loaded, other) = (
-        seen(script, flags, processes) for flags in ("", "--num_workers 2")
-    )
+    found, one = seen(script, "", processes)
+    loaded, other = seen(script, "--num_workers 2", processes)
     np.testing.assert_allclose(losses_of(other), losses_of(one), rtol=1e-6)
     assert [{each[0]["workers"] for each in some} for some in (found, loaded)] == [{0}, {2}]
 
@@ -260,7 +257,7 @@ def test_steps_and_rows(seen, script, processes, flags, at):
 
 
 @pytest.mark.parametrize("folder", ("multigpu", "hybrid"))
-def test_compile(run, data, tmp_path, folder):
+def test_compile(logged, data, tmp_path, folder):
     """Kernels are generated for a network of torch.nn's layers, and the loss is the eager one."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data)
@@ -268,23 +265,17 @@ def test_compile(run, data, tmp_path, folder):
     words += ("--num_stages", 1) if folder == "hybrid" else ()
     losses, made = [], []
     for more in ((), ("--compile",)):
-        log = tmp_path / f"{len(more)}.jsonl"
-        run(f"{folder}/images.py", *words, *more, "--log", log, **env)
+        losses.append(curve(logged(f"{folder}/images.py", *words, *more, **env)))
         made.append(len([*tmp_path.glob("**/*.py")]))
-        losses.append(losses_of(rows(log)))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
     assert made[0] == 0 and made[1] >= 2, "forward and backward"
 
 
 def test_pipeline(seen):
     """A process has its part of the layers, and passes and holds micro-batches by the schedule."""
-    for num_stages, count, schedule, order in (
-        (2, 4, "gpipe", "FB"),
-        (4, 6, "1f1b", "FBFBFB"),
-    ):
+    for num_stages, count, schedule, order in (2, 4, "gpipe", "FB"), (4, 6, "1f1b", "FBFBFB"):
         flags = f"--num_stages {num_stages} --num_microbatches {count} --schedule {schedule}"
-        flags = f"--num_layers 4 {flags}"
-        found, _ = seen("hybrid/gpt_pipeline.py", flags, 4)
+        found, _ = seen("hybrid/gpt_pipeline.py", f"--num_layers 4 {flags}", 4)
         first = found[0][1]
         assert first["calls"] == 4 * 4 / num_stages * count, "a block has four linear layers"
         assert first["shape"][0] == 24 * num_stages / 4 / count
@@ -297,9 +288,8 @@ def test_pipeline(seen):
 
 def test_checkpoint_activations(seen):
     """The backward pass computes the blocks again, and the losses stay the same."""
-    (one, plain), (two, again) = (
-        seen("hybrid/gpt_fsdp.py", flags, 2) for flags in ("", "--checkpoint_activations")
-    )
+    one, plain = seen("hybrid/gpt_fsdp.py", "", 2)
+    two, again = seen("hybrid/gpt_fsdp.py", "--checkpoint_activations", 2)
     assert re.fullmatch("F{8}B{8}", one[0][1]["order"])
     assert re.fullmatch("F{8}(BF+B+){2}", two[0][1]["order"])
     np.testing.assert_allclose(losses_of(again), losses_of(plain), rtol=1e-6)

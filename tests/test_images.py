@@ -34,9 +34,8 @@ def test_each_photograph_once_with_its_class(run, tmp_path):
         for number in range(30):
             shape = (60 + 2 * number, 40)[:: -1 if number % 2 else 1]
             image = Image.new("RGB", shape)
-            image.paste(
-                color, (shape[0] // 2 - 20, shape[1] // 2 - 20, *(n // 2 + 20 for n in shape))
-            )
+            x, y = (length // 2 for length in shape)
+            image.paste(color, (x - 20, y - 20, x + 20, y + 20))
             image.save(tmp_path / f"photos/{name}/{number}.{'png' if number % 5 else 'jpg'}")
     os.truncate(tmp_path / "photos/red/7.png", 50)
     assert "1 broken ones left out" in run(MAKE, "photos", "--size", 32, cwd=tmp_path)
@@ -97,9 +96,8 @@ def test_photographs(tmp_path, monkeypatch):
         path = tmp_path / f"0.{suffix}"
         Image.fromarray(np.full((8, 8), 40_000, dtype)).save(path)
         assert (decode(path, 8, grey=True) == 40_000 // 256).all()
-        with pytest.raises(
-            ValueError, match="has more than 8 bits a channel. make_images.py scales"
-        ):
+        told = "has more than 8 bits a channel. make_images.py scales"
+        with pytest.raises(ValueError, match=told):
             images.read_photo(path)
 
 
@@ -242,10 +240,8 @@ def test_augmentation_is_torchvisions(monkeypatch):
     image, noise = generator.integers(0, 256, (28, 28), np.uint8), np.zeros((4, 2, 28, 28))
     noise[3] = generator.uniform(-1, 1, (2, 28, 28))
     # A row for each: angle, shear, scale, flip if negative, shifts. A column for each image.
-    strengths = np.array(
-        [[1, 0, 0, 0], [-0.5, 0, 0, 0], [1, 0, 0, 0], [1, -1, 1, 1]] + 2 * [[0, 0, 1, 0]]
-    )
-    draws = iter((strengths, noise))
+    strengths = [[1, 0, 0, 0], [-0.5, 0, 0, 0], [1, 0, 0, 0], [1, -1, 1, 1]] + 2 * [[0, 0, 1, 0]]
+    draws = iter((np.array(strengths), noise))
     drawing = namespace(uniform=lambda low, high, shape: next(draws))
     monkeypatch.setattr(make.np.random, "default_rng", lambda seed: drawing)
     found = make.augment(np.repeat(image[None], 4, 0), 0, torch.device("cpu"))
@@ -311,12 +307,12 @@ def test_networks_and_folders_that_do_not_fit_are_named(tmp_path):
             images.read_data(namespace(dataset=str(tmp_path / name), data_dir=""))
 
 
-def test_validation_is_of_what_is_saved(run, tmp_path):
+def test_validation_is_of_what_is_saved(logged, tmp_path):
     """With BatchNorm, too, whose statistics differ between the processes while they train."""
     folder = write(tmp_path / "small", (16, 16), (48, 20))  # without channels
-    log, snapshot = tmp_path / "log.jsonl", tmp_path / "s.pt"
     words = ("--dataset", folder, "--model", "resnet18", "--batch_size", 24, "--epochs", 1)
-    run("multigpu/images.py", *words, "--snapshot", snapshot, "--log", log, processes=3)
+    words = (*words, "--snapshot", snapshot := tmp_path / "s.pt")
+    log = logged("multigpu/images.py", *words, processes=3)
     args = namespace(model="resnet18", dataset=str(folder), data_dir="data", pretrained=False)
     _, val_data = images.read_data(args)
     model = images.create_model(args, val_data)

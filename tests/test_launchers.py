@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CONSTANT, ROOT, SCRIPTS, assert_same_weights, forks_of, load, rows
+from conftest import CONSTANT, ROOT, SCRIPTS, Bomb, assert_same_weights, forks_of, load, rows
 from conftest import wait_for, wait_for_saves
 from fork_server import run_all
 
@@ -33,7 +33,7 @@ TURNED = {"model.parameters(), args.learning_rate": TURNED}
 def test_resumed_weights_are_those_of_an_undisturbed_run(
     start, fork, run, changed, base, tmp_path, chance, folder
 ):
-    """Killed, suspended, stopped and started again: the same weights, bit for bit; none is left.
+    """Killed, stopped and started again: the same weights, bit for bit; none is left.
 
     A worker loads its data, and none those of the undisturbed run. The snapshot is a link.
     """
@@ -48,11 +48,6 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
         wait_for_saves(job, link, 1 + cut.exists())  # a resumed run may begin with one
         time.sleep(chance.uniform(0, 0.3))
         assert len(job.processes()) >= 2 * processes, "workers, too"
-        if folder == "multinode":  # as `scontrol suspend` does
-            for suspend in (signal.SIGSTOP, signal.SIGCONT):
-                for pid in job.processes():
-                    os.kill(pid, suspend)
-                time.sleep(0.5)
         os.kill(job.workers()[-1] if who == "rank" else job.process.pid, signum)
         status, out, err = job.wait()
         assert status == expected, (out, err)
@@ -91,16 +86,6 @@ def test_a_late_process_is_named(run, changed, base, tmp_path):
     compute = sum(row[name] for row in logged for name in ("forward", "backward", "optimizer"))
     ratio = float(re.search(r"^R = compute / sending = ([\d.]+)", out, re.M)[1])
     assert ratio == pytest.approx(compute / 3 / min(totals), abs=0.051)
-
-
-class Bomb:
-    """Pickled, and then unpickled, it would leave a file behind."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 def test_files_cannot_run_code(base, tmp_path):

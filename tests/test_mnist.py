@@ -103,14 +103,9 @@ def test_make_demo_and_int8(run, data, tmp_path, trained):
         (folder / name / "mnist.py").write_text(text.replace("range(20)", "range(1)"))
     shutil.copy(ROOT / "Makefile", folder)
     (folder / ".venv").symlink_to(sys.prefix)
-    words = [
-        "make",
-        "-o",
-        ".venv/installed",
-        "demo",
-        "DEMO=--synthetic --epochs 1 --batch_size 120",
-    ]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    command = "make -o .venv/installed demo".split()
+    command.append("DEMO=--synthetic --epochs 1 --batch_size 120")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     totals = re.findall(r"^total +([\d.]+)", done.stdout, re.M)
     told = float(re.search(r"Two processes are ([\d.]+) times as fast as one", done.stdout)[1])
@@ -118,10 +113,8 @@ def test_make_demo_and_int8(run, data, tmp_path, trained):
     assert 0.5 < losses(done.stdout)[0] and 0.9 < accuracies(done.stdout)[-1] < 0.999
     place, printed = trained("singlegpu")
     words = ("--data_dir", data, "--model", place / "mnist.pt")
-    for before, out in (
-        (printed, run(folder / "quantize/mnist.py", *words, cwd=tmp_path)),
-        (done.stdout, done.stdout),
-    ):
+    quantized = run(folder / "quantize/mnist.py", *words, cwd=tmp_path)
+    for before, out in (printed, quantized), (done.stdout, done.stdout):
         found = re.findall(r"^\| quantize \| (\w+) \| (.*) \|$", out, re.M)
         rows = {precision: list(map(float, cells.split(" | "))) for precision, cells in found}
         (fp32_size, fp32_acc, *speeds), (int8_size, int8_acc, *_) = rows["fp32"], rows["int8"]

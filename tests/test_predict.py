@@ -153,9 +153,8 @@ def test_any_number_of_processes_and_nodes(log, link):
     whole = link("w", 6, 0.01, 1e8, nodes=2, device="H100")
     gpus = log(device="H100", epochs=3)
     text, strong, *_, ask = predicted(gpus, whole, "--processes", 3, 5, 6, 12)
-    assert (
-        column(strong, "processes") == "3 5 6 12" and column(strong, "local batch") == "21 13 11 5"
-    )
+    assert column(strong, "processes") == "3 5 6 12"
+    assert column(strong, "local batch") == "21 13 11 5"
     assert [row["link"] for row in strong] == ["from 6", "from 6", "measured", "from 6"]
     assert column(ask, "nodes") == "1 1 2 2 4"
     assert "64 is no multiple of 3, 5, 6, 12" in text
@@ -164,10 +163,9 @@ def test_any_number_of_processes_and_nodes(log, link):
     assert float(ask[3]["device-hours"]) == pytest.approx(6 * hours[0], rel=0.01)
     text, *_, ask = predicted(gpus, whole, "--processes", 6, "--steps", 100_000)
     assert float(ask[1]["hours"]) == pytest.approx(hours[1], rel=0.01)
-    job = (
-        r"sbatch --nodes=2 --gpus-per-node=3 --ntasks-per-node=3 --time=(\d+):(\d+):00 slurm/multi"
-    )
-    minutes = [60 * int(words[0]) + int(words[1]) for words in re.findall(job, text)]
+    counts = "--nodes=2 --gpus-per-node=3 --ntasks-per-node=3"
+    limits = re.findall(rf"sbatch {counts} --time=(\d+):(\d+):00 slurm/multi", text)
+    minutes = [60 * int(limit[0]) + int(limit[1]) for limit in limits]
     assert minutes == [pytest.approx(1.2 * 60 * hours[1] + 5, rel=0.01)], "a fifth, and 5 minutes"
     _, strong, *_ = predicted(gpus, link("b", 6, 1e-5, 1e8, nodes=2, device="H100"))
     assert column(strong, "processes") == "2 3 6 12 24 48"
@@ -217,9 +215,8 @@ def test_jobs(log, link, device, script):
     links = link("i", device=device), link("b", 4, nodes=2, device=device)
     out = run_predict(log(device=device, script=script), *links, "--processes", 4).stdout
     gpus, job = JOBS[device, script]
-    assert (
-        f"sbatch --nodes=2 --gpus-per-node={gpus} --ntasks-per-node=2 --time=0:06:00 {job}" in out
-    )
+    counts = f"--nodes=2 --gpus-per-node={gpus} --ntasks-per-node=2"
+    assert f"sbatch {counts} --time=0:06:00 {job}" in out
     assert (ROOT / job).exists()
 
 

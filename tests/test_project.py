@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, curve, free_port, rows
+from conftest import FOLDERS, LOOPBACK, ROOT, RUN, SCRIPTS, TRAINING, curve, free_port, rows
 from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
@@ -25,9 +25,7 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
 README = (ROOT / "README.md").read_text()
-LIBRARIES = set(
-    "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm".split()
-)
+LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
@@ -67,7 +65,7 @@ def test_scripts_stand_alone():
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             tops = {name.split(".")[0] for name in names}
-            assert tops <= LIBRARIES | sys.stdlib_module_names, (script, tops)
+            assert tops <= {*LIBRARIES.split(), *sys.stdlib_module_names}, (script, tops)
 
 
 def test_each_script_has_its_job_file(tmp_path):
@@ -187,28 +185,14 @@ def test_readme_shards(run, tmp_path):
     assert run(script, processes=2).count(f"shards {'32 4 ' * 3}8 1\n") == 2
 
 
-def test_readme_table(run, tmp_path):
-    """The functions of "Your own data and model" train alike in place of those of each folder."""
+def test_readme_table(logged, changed, tmp_path):
+    """The functions of "Your own data and model" train alike in each folder: a later def counts."""
     example, curves = block_with("table.csv"), []
     np.savetxt(tmp_path / "table.csv", np.random.default_rng(0).random((300, 4)), delimiter=",")
     example = example.replace("table.csv", str(tmp_path / "table.csv"))
-    functions = re.split(r"^(?=def )", example, flags=re.M)[1:]
     for processes, folder in enumerate(("singlegpu", "multinode", "multigpu"), start=1):
-        script = (ROOT / folder / "images.py").read_text()
-        for function in functions:
-            name = function.partition("(")[0]
-            script, count = re.subn(
-                rf"^{name}\(.*?\n\n\n",
-                lambda _, text=function: f"{text}\n\n",
-                script,
-                flags=re.M | re.S,
-            )
-            assert count == 1, name
-        (copy := tmp_path / folder / "mine.py").parent.mkdir()
-        copy.write_text(script)
-        log = tmp_path / f"{folder}.jsonl"
-        run(copy, "--batch_size", 12, "--log", log, processes=processes)
-        curves.append(curve(log))
+        copy = changed(f"{folder}/images.py", {RUN: f"{example}\n\n{RUN}"})
+        curves.append(curve(logged(copy, "--batch_size", 12, processes=processes)))
         assert curves[-1][1, 0] < curves[-1][0, 0]
         np.testing.assert_allclose(curves[-1], curves[0], rtol=1e-3)
 

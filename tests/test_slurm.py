@@ -67,15 +67,6 @@ class Site:
         wait_for(lambda: self.show(job)["JobState"] in ENDED, pause=0.3)
         return self.show(job)["JobState"]
 
-    def reach_limit(self, job):
-        """Do what Slurm does two minutes before the time limit; wait for the next start or end."""
-        restarts = self.show(job)["Restarts"]
-        self.command("scancel", "--signal=USR2", job)
-        wait_for(
-            lambda: self.show(job)["Restarts"] != restarts or self.show(job)["JobState"] in ENDED,
-            pause=0.3,
-        )
-
 
 @pytest.fixture
 def site(tmp_path, cluster):
@@ -124,14 +115,13 @@ def test_jobs_train_stop_and_fail(site, run, data):
     wrong = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
     twice = site.submit("singlegpu_gpt", options=["--nodes=2", "--cpus-per-task=1"])
     small, losses = ("--data_dir", data, "--batch_size", "48", "--epochs", "1"), []
-    tasks = {
-        folder: site.submit(f"{folder}_mnist", *small, options=[*ONE_PROCESS, *more])
-        for folder, more in (("multinode", []), ("hybrid", ["--export=NONE"]))
-    }
+    tasks = {}
+    for folder, more in ("multinode", []), ("hybrid", ["--export=NONE"]):
+        tasks[folder] = site.submit(f"{folder}_mnist", *small, options=[*ONE_PROCESS, *more])
 
     snapshot = site.folder / f"multinode_images-{stopped}.pt"
     wait_for(lambda: snapshot.exists() or site.show(stopped)["JobState"] in ENDED, pause=0.1)
-    site.reach_limit(stopped)
+    site.command("scancel", "--signal=USR2", stopped)  # as two minutes before the time limit
     assert site.wait(stopped) == "COMPLETED", site.output(stopped)
     assert int(site.show(stopped)["Restarts"]) == 1
     starts = re.findall(r"steps (\d+) to 500", site.output(stopped))

@@ -21,22 +21,20 @@ def signalled(where, name="SIGTERM", at="        bar.update()\n"):
     return {at: at + send}
 
 
-def test_other_numbers_of_processes_carry_on(attempt, run, base, changed, tmp_path):
+def test_other_numbers_of_processes_carry_on(attempt, logged, base, changed, tmp_path):
     """One of three, not rank 0, is asked to stop in mid-epoch. In all folders the run goes on."""
     begun, whole = tmp_path / "begun.pt", tmp_path / "whole"
-    words = (*base, "--dropout", 0, "--max_steps", 60, "--eval_every", 37)
-    run("multigpu/images.py", *words, "--snapshot", whole, "--log", f"{whole}.jsonl", processes=3)
-    words = (*words, "--snapshot")
+    words = (*base, "--dropout", 0, "--max_steps", 60, "--eval_every", 37, "--snapshot")
+    expected = curve(logged("multigpu/images.py", *words, whole, processes=3))
     copy = changed("multinode/images.py", signalled("step == 28 and rank == 2"))
     status, out, err = attempt(copy, *words, begun, processes=3)
     step = load(begun)["step"]
     assert status == 75 and 28 <= step <= 37 and f"stopped at step {step} of 60" in out, (out, err)
     moves = ("singlegpu", 1), ("multigpu", 3), ("multinode", (2, 2)), ("hybrid", 2)
     for folder, processes in moves:
-        snapshot, log = tmp_path / f"{folder}.pt", tmp_path / f"{folder}.jsonl"
-        shutil.copy(begun, snapshot)
-        run(f"{folder}/images.py", *words, snapshot, "--log", log, processes=processes)
-        np.testing.assert_allclose(curve(log), curve(f"{whole}.jsonl"), rtol=1e-4)
+        snapshot = shutil.copy(begun, tmp_path / f"{folder}.pt")
+        log = logged(f"{folder}/images.py", *words, snapshot, processes=processes)
+        np.testing.assert_allclose(curve(log), expected, rtol=1e-4)
     assert_same_weights(tmp_path / "multigpu.pt", whole, rounding=1e-5)
 
 

@@ -7,7 +7,8 @@ from conftest import ROOT, replaced
 
 README = (ROOT / "README.md").read_text()
 PAUSES = {"data": 0.1, "forward": 0.2, "backward": 0.3, "optimizer": 0.4, "other": 0.05}  # seconds
-TRAIN = """
+# What a script has in place of the three "..." of README.
+START = """
 import os
 import time
 
@@ -45,49 +46,21 @@ class Loader:
 
 num_epochs, loader, loss_function = 2, Loader(), nn.functional.cross_entropy
 model = Model().to(device)
-model = DistributedDataParallel(model)
+"""
+OPTIMIZER = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer.register_step_post_hook(lambda *_: pause(0.02))
-for epoch in range(num_epochs):
-    for inputs, targets in loader:
-        inputs, targets = inputs.to(device), targets.to(device)
-        loss = loss_function(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    pause(0.05)
-dist.destroy_process_group()
 """
-
-
-def paste(difference, script):
-    """Returns the script with the lines that have a +, and their number.
-
-    A line stands after the line that it follows or, where "..." is above it, before the next one.
-    """
-    lines, at, waiting, count = script.splitlines(), 0, None, 0
-    for sign, text in re.findall(r"^([+ ])(.*)$", difference, re.M):
-        count += sign == "+"
-        if text == "...":
-            waiting = []
-        elif sign == "+" and waiting is not None:
-            waiting.append(text)
-        elif sign == "+":
-            lines.insert(at, text)
-            at += 1
-        else:
-            at = lines.index(text, at)
-            lines[at:at] = waiting or []
-            at, waiting = at + len(waiting or []) + 1, None
-    return "\n".join(lines), count
+PAUSE = "    pause(0.05)\n"
 
 
 def pasted(changes):
-    """TRAIN with README's lines, and then with these changes."""
+    """README's lines with those parts, and then with these changes."""
     [difference] = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
-    script, count = paste(difference, TRAIN)
-    assert count == 10
-    return replaced(script, changes)
+    assert len(re.findall(r"^\+", difference, re.M)) == 10
+    lines = re.sub("^[+ ]", "", difference, flags=re.M)
+    first, model, loop, end = lines.split("...\n")
+    return replaced(first + START + model + OPTIMIZER + loop + PAUSE + end, changes)
 
 
 def phases_of(out):

@@ -1,15 +1,13 @@
 """Run commands in forks of one process that has imported torch: that takes four seconds.
 
 Processes that a command starts by torch.multiprocessing are forks, too. A command whose environment
-has NETWORK runs in the network namespace of this name (ip netns). One whose rank is AHEAD has a
-clock that is 5 s ahead. One that has EMU_DEVICES runs on the emulated accelerator, as with
-PYTHONPATH=tests/emulator. In the folders of PYTHONPATH, torch's own entry points are obeyed.
+has NETWORK runs in the network namespace of this name (ip netns). One that has EMU_DEVICES runs on
+the emulated accelerator, as with PYTHONPATH=tests/emulator.
 """
 
 import contextlib
 import ctypes
 import functools
-import importlib.metadata
 import multiprocessing.connection
 import multiprocessing.process
 import os
@@ -39,15 +37,6 @@ def torchrun_env(rank, agents, each):
     return {name: str(value) for name, value in env.items()}
 
 
-def set_clock_ahead():
-    """Goes on in a child with another clock, and ends as it does."""
-    if ctypes.CDLL(None, use_errno=True).unshare(0x80):  # CLONE_NEWTIME
-        raise OSError(ctypes.get_errno(), "unshare")
-    Path("/proc/self/timens_offsets").write_text("monotonic 5 0")
-    if child := os.fork():
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
-
-
 def enter(network):
     with open(f"/run/netns/{network}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
@@ -67,15 +56,11 @@ def run(command, cwd, env, files):
     os.environ.update(env)
     if "NETWORK" in env:
         enter(env["NETWORK"])
-    if env.get("AHEAD") == env.get("RANK", "none"):
-        set_clock_ahead()
-    folders = env.get("PYTHONPATH", "").split(":")
-    folders += [str(Path(__file__).parents[1] / "emulator")] if "EMU_DEVICES" in env else []
-    for folder in filter(None, folders):
-        sys.path.insert(0, folder)
-        for found in importlib.metadata.distributions(path=[folder]):
-            for each in found.entry_points.select(group="torch.backends"):
-                each.load()()  # as torch does at its import
+    if "EMU_DEVICES" in env:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+        import emu
+
+        emu.register()  # as torch does at its import
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__")

@@ -8,8 +8,7 @@ and of the gradients of their outputs, a B each; `attention`, the shape of the q
 attention; `dropped`, the share of zeros that dropout made; `validated`, the samples of a validation
 since the step before; `norm` of the gradients that the optimizer gets, `rate`, the learning rate;
 `matmul`, PyTorch's precision of float32 products; `workers`, the processes that load data; `sent`,
-(operation, dtype, bytes) of each collective between steps; `waits`, how often the host waited for
-an emulated device.
+(operation, dtype, bytes) of each collective between steps.
 """
 
 import json
@@ -43,7 +42,7 @@ def note_layer(module, inputs, output):
     if not module.training:
         validated[module] += len(inputs[0])
         return
-    if isinstance(module, nn.Dropout) and module.p > 0 and inputs[0].device.type == "cpu":
+    if isinstance(module, nn.Dropout) and module.p > 0:
         zeros = (output == 0)[inputs[0] != 0]
         seen["dropped"].append(zeros.float().mean().item())
     if isinstance(module, (nn.Linear, nn.Conv2d)):
@@ -56,14 +55,11 @@ def note_layer(module, inputs, output):
 
 
 def note_step(optimizer, args, kwargs):
-    waits = torch.emu.host_waits() if hasattr(torch, "emu") else 0
     [group, *_] = optimizer.param_groups
-    news = {"rate": group["lr"], "workers": len(multiprocessing.active_children()), "waits": waits}
+    news = {"rate": group["lr"], "workers": len(multiprocessing.active_children())}
     news["matmul"] = torch.get_float32_matmul_precision()
-    if waits == 0:  # to read a norm is to wait
-        own = [each.grad for each in group["params"] if each.grad is not None]
-        norm = nn.utils.get_total_norm(own)
-        news["norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
+    norm = nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+    news["norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
     news["validated"] = max(validated.values(), default=0)
     steps.append(seen | news | {"dtypes": sorted(seen["dtypes"])})
     forget()

@@ -1,10 +1,11 @@
 """Run a script in which one process is slow at one thing, as on a cluster.
 
-    python tests/helpers/slow.py WHAT RANK SECONDS multigpu/images.py ...
+    python tests/helpers/slow.py WHAT RANK SECONDS multinode/images.py ...
 
-WHAT is a name of SLOW.
+WHAT is a name of SLOW. Started by torchrun, this process also has a clock that is 5 s ahead.
 """
 
+import os
 import runpy
 import sys
 import time
@@ -30,5 +31,8 @@ def slow(*args, **kwargs):
 
 
 setattr(owner, name, slow)
+if os.environ.get("RANK") == sys.argv[2]:
+    clock = time.perf_counter
+    time.perf_counter = lambda: clock() + 5
 sys.argv = sys.argv[4:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -18,11 +18,10 @@ FLAGS = ("", "--compile", "--precision bf16", "--num_workers 2")
 
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize(("script", "task"), RUNS)
-def test_each_script_trains_alike(run, words, on_cpu, tmp_path, script, task, flags):  # noqa: F811
+def test_each_script_trains_alike(logged, words, on_cpu, script, task, flags):  # noqa: F811
     """The losses are those of the CPU in one process; those of bf16 to its rounding."""
-    log = tmp_path / "log.jsonl"
-    more = (*words(task)[1:], *flags.split(), "--log", log)
-    run(script, *more, processes=PROCESSES[script.split("/")[0]], EMU_DEVICES="4")
+    more = (*words(task)[1:], *flags.split())
+    log = logged(script, *more, processes=PROCESSES[script.split("/")[0]], EMU_DEVICES="4")
     assert {row["device"] for row in rows(log)} == {"Emulator"}
     rounding = 2e-2 if "bf16" in flags else 1e-3 if task == "fp16" else 1e-5
     np.testing.assert_allclose(curve(log), on_cpu(task), rtol=rounding)

@@ -24,15 +24,6 @@ SHAPES = {  # of jobs: script, processes, arguments
 }
 
 
-@pytest.fixture
-def shape(request, data, tmp_path):
-    """Script, processes and arguments of a job that saves every 5 steps to job.pt."""
-    script, processes, words = SHAPES[request.param]
-    source = ("--dataset", data / "words.txt") if "gpt" in script else ("--data_dir", data)
-    files = ("--snapshot", tmp_path / "job.pt", "--log", tmp_path / "job.jsonl")
-    return script, processes, [*words.split(), *source, *files, "--eval_every", 5]
-
-
 def wait_for_moment(job, folder, moment, chance):
     """Returns while the job starts, or after a snapshot, or while one is written."""
     if moment == "start":
@@ -45,14 +36,17 @@ def wait_for_moment(job, folder, moment, chance):
     time.sleep(chance.uniform(0, 0.1 if moment == "step" else 0.02))
 
 
-@pytest.mark.parametrize("shape", SHAPES, indirect=True)
-def test_killed_jobs_end_with_undisturbed_weights(start, run, tmp_path, chance, shape):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_killed_jobs_end_with_undisturbed_weights(start, run, data, tmp_path, chance, shape):
     """SIGKILL or SIGTERM for a process or for what launched it. No process is left.
 
     While they train, they listen on loopback alone, but for torchrun's own store. Started a last
     time, the job ends with the weights and the losses of an undisturbed one.
     """
-    script, processes, words = shape
+    script, processes, words = SHAPES[shape]
+    source = ("--dataset", data / "words.txt") if "gpt" in script else ("--data_dir", data)
+    files = ("--snapshot", tmp_path / "job.pt", "--log", tmp_path / "job.jsonl")
+    words = [*words.split(), *source, *files, "--eval_every", 5]
     moments, heard = ("start", "step") if "fsdp" in script else ("start", "step", "save"), set()
     for number in range(KILLS):
         job = start(script, *words, processes=processes)

@@ -6,49 +6,38 @@ import link
 import pytest
 from conftest import rows
 
-
-@pytest.fixture(scope="module")
-def run_on_link():
-    """run_on_link(script, *arguments, mbit=...) runs it as two nodes of one process."""
-    if missing := link.what_is_missing():
-        pytest.skip(missing)
-    with link.nodes(2) as spaces:
-
-        def run_on_link(script, *arguments, mbit):
-            link.shape(spaces, mbit)
-            ended = link.run(spaces, script, *arguments)
-            assert all(status == 0 for status, *_ in ended), ended
-
-        yield run_on_link
+pytestmark = pytest.mark.skipif(link.what_is_missing(), reason=f"{link.what_is_missing()}")
 
 
 @pytest.mark.parametrize("model, batch", [("mlp", 32), ("cnn", 128)])
-def test_sending_is_bytes_over_bandwidth(run_on_link, tmp_path, model, batch):
+def test_sending_is_bytes_over_bandwidth(tmp_path, model, batch):
     """Within 10% on a slow link, and half of it in bf16. The better of up to three runs counts.
 
     The first bucket of the cnn, nearly all of it, is under way when its second one starts and
     ends: that must not be counted twice, nor be missing.
     """
 
-    def share(hook):
+    def share(spaces, hook):
         log = tmp_path / "log.jsonl"
         log.unlink(missing_ok=True)
         words = ("--model", model, "--batch_size", batch, "--max_steps", 20, "--eval_every", 10)
         more = ("--comm_hook", hook, "--log", log)
-        run_on_link("multinode/images.py", *words, *more, mbit=200)
+        ended = link.run(spaces, "multinode/images.py", *words, *more)
+        assert all(status == 0 for status, *_ in ended), ended
         later = [row for row in rows(log) if row["step"] == 20]
         sending = min(row["comm_total"] for row in later) / 10  # in the process that comes last
         return sending / (later[0]["parameters"] * 4 / (200e6 / 8))
 
-    for hook, expected in (("none", 1), ("bf16", 0.5)):
-        found = []
-        while len(found) < 3 and not (found and found[-1] < 1.1 * expected):
-            found.append(share(hook))
-        print(hook, found)
-        assert 0.9 * expected < min(found) < 1.1 * expected
+    with link.nodes(2) as spaces:
+        link.shape(spaces, 200)
+        for hook, expected in (("none", 1), ("bf16", 0.5)):
+            found = []
+            while len(found) < 3 and not (found and found[-1] < 1.1 * expected):
+                found.append(share(spaces, hook))
+            print(hook, found)
+            assert 0.9 * expected < min(found) < 1.1 * expected
 
 
-@pytest.mark.skipif(link.what_is_missing(), reason=f"{link.what_is_missing()}")
 def test_predicted_beside_measured(run):
     """Four nodes, from what is measured on one and two. Only a wrong model misses by a quarter."""
     words = "--nodes 4 --mbit 100 --seconds 0.5 --max_bytes 4194304".split()
@@ -63,7 +52,6 @@ def test_predicted_beside_measured(run):
     assert error < 25, row
 
 
-@pytest.mark.skipif(link.what_is_missing(), reason=f"{link.what_is_missing()}")
 def test_what_would_help_is_tried(run, tmp_path):
     """On such a link each of these is nearly twice as fast. On three nodes, 64 becomes 63."""
     words = "--nodes 3 --mbit 100 --seconds 0.5 --max_bytes 4194304 --models".split()

@@ -38,13 +38,13 @@ def real_data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: " ".join(figure[:2]))
-def test_quality(run, real_data, tmp_path, figure):
+def test_quality(logged, real_data, figure):
     """At most four standard deviations worse than the mean of five seeds."""
     script, command, processes, column = figure
-    log, folder = tmp_path / "log.jsonl", "singlegpu" if processes == 1 else "multigpu"
-    words = [*command.format(data=real_data).split(), "--log", log]
+    folder = "singlegpu" if processes == 1 else "multigpu"
+    words = command.format(data=real_data).split()
     words += ["--data_dir", real_data] if "{data}" not in command else []
-    run(f"{folder}/{script}", *words, processes=processes)
+    log = logged(f"{folder}/{script}", *words, processes=processes)
     value, (mean, deviation) = rows(log)[-1][column], FIGURES[figure]
     print("FIGURE", *figure, value)
     worse = (value - mean) * (-1 if column == "val_acc" else 1)
@@ -62,17 +62,15 @@ KERNELS = {  # of the first and the last stage; of a block, and of the head
 
 @needs_compiler
 @pytest.mark.parametrize("script", KERNELS)
-def test_gpt_compile_compiles_all_parts(run, data, tmp_path, script):
+def test_gpt_compile_compiles_all_parts(logged, data, tmp_path, script):
     """Kernels are generated for each of them, and there is one loss curve."""
-    words, cache = arguments_of("gpt", data), tmp_path / "cache"
-    run("singlegpu/gpt.py", *words, "--log", tmp_path / "one.jsonl")
+    words, env = arguments_of("gpt", data), {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    one = curve(logged("singlegpu/gpt.py", *words))
     splits = ("--shard_size 1 --grad_accum_steps 2", "--shard_size 2") if script == FSDP else ("",)
-    for number, more in enumerate(splits):
-        log = tmp_path / f"{number}.jsonl"
-        more = (*more.split(), "--compile", "--log", log)
-        run(script, *words, *more, processes=2, TORCHINDUCTOR_CACHE_DIR=str(cache))
-        np.testing.assert_allclose(curve(log), curve(tmp_path / "one.jsonl"), rtol=1e-4)
-    code = "".join(path.read_text() for path in cache.glob("**/*.py"))
+    for more in splits:
+        log = logged(script, *words, *more.split(), "--compile", processes=2, **env)
+        np.testing.assert_allclose(curve(log), one, rtol=1e-4)
+    code = "".join(path.read_text() for path in tmp_path.glob("cache/**/*.py"))
     assert all(name in code for name in KERNELS[script])
 
 
