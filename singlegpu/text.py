@@ -472,7 +472,7 @@ def load_weights(model, fingerprint, args):
     if others:
         print(f"weights that do not match those of {args.init_from}: {others:.60}")
     if snapshot.get("progress", {}).get("fingerprint") != fingerprint:
-        print(f"{args.init_from} is of other data: are its words and classes numbered alike?")
+        print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
     model.load_state_dict(fitting, strict=False)
 
 

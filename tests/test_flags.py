@@ -62,8 +62,8 @@ def flags_of(script):
             yield from (word for word in words if str(word).startswith("--"))
 
 
-def test_each_flag_has_a_test():
-    """Each row of the table names flags that its scripts have, and a file that names them, too."""
+def test_each_flag_is_listed():
+    """Each flag of a script is in the table, and the test file named there has it, too."""
     scripts = [script.removesuffix(".py") for script in (*SCRIPTS, "report.py", "predict.py")]
     missing = {(script, flag) for script in scripts for flag in flags_of(script)}
     assert len(missing) > 300 and ("hybrid/images", "--num_stages") in missing
@@ -86,7 +86,10 @@ def test_each_flag_has_a_test():
 
 @pytest.fixture(scope="module")
 def seen(run, data, tmp_path_factory):
-    """seen(script, flags, processes): what probe.py saw of each process, and rank 0's rows."""
+    """seen(script, flags, processes) returns what probe.py saw, and rank 0's rows of the log.
+
+    found[rank][step] is what it wrote of a step: a dictionary that its docstring explains.
+    """
 
     @functools.cache
     def seen(script, flags, processes=1):
@@ -170,7 +173,7 @@ ACCUMULATING = [
 
 @pytest.mark.parametrize(("script", "processes"), ACCUMULATING)
 def test_grad_accum_steps(seen, script, processes):
-    """Three micro-batches have the gradient of one, and send it as often; layers run thrice.
+    """Three micro-batches give the norm of one, and are sent as often; layers run thrice as often.
 
     --batch_size counts the samples of all micro-batches and processes. To validate, a process
     takes its share of the 401 images.
@@ -196,7 +199,7 @@ def test_grad_accum_steps(seen, script, processes):
     ("script", "processes"), [("singlegpu/images.py", 1), ("hybrid/gpt_pipeline.py", 2)]
 )
 def test_num_workers(seen, script, processes):
-    """So many processes load data for each that trains, and the losses stay the same."""
+    """Each process that trains has so many that load data, and the losses stay the same."""
     found, one = seen(script, "", processes)
     loaded, other = seen(script, "--num_workers 2", processes)
     np.testing.assert_allclose(losses_of(other), losses_of(one), rtol=1e-6)
@@ -204,12 +207,12 @@ def test_num_workers(seen, script, processes):
 
 
 def test_rate_and_norm(seen):
-    """The optimizer gets that rate and no longer gradient; the row has both.
+    """The optimizer gets the rate, which falls, and a gradient of at most --max_grad_norm.
 
-    The norm in the row is that before clipping, the mean over the steps, and the same on two
+    The row has the rate, and the norm before clipping: the mean over the steps, the same on two
     processes as on one. With fp16, it is that of the gradient without its scale.
     """
-    rates = 1e-3 * (1.05 - np.array([1, 2, 3]) / 3)  # after each third of the steps
+    rates = 1e-3 * (1.05 - np.array([1, 2, 3]) / 3)  # images.py's, after each third of the steps
     norms, means = [], []
     for more in ("1e9", "0.01 --precision fp16"):
         for script, processes in ("singlegpu/images.py", 1), ("multigpu/images.py", 2):
@@ -226,7 +229,7 @@ def test_rate_and_norm(seen):
 
 @pytest.mark.parametrize("script", ("hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"))
 def test_rate_and_norm_of_parts(seen, script):
-    """A stage of a pipeline has a part of the gradient."""
+    """Clipped is the norm over all processes. A stage of a pipeline has a part of the gradient."""
     found, _ = seen(script, "--learning_rate 0.25 --max_grad_norm 0.01", 2)
     parts = [[step["norm"] for step in each] for each in found]
     norms = np.hypot(*parts) if "pipeline" in script else np.array(parts[-1])
@@ -235,11 +238,16 @@ def test_rate_and_norm_of_parts(seen, script):
     assert 0.0099 < norms.max() < most
 
 
-def test_seed(seen):
-    """Other weights, which validation sees, and another order."""
-    flags = [f"--learning_rate 0 --seed {seed}" for seed in (1, 2)]
-    one, other = (losses_of(seen("singlegpu/images.py", each)[1]) for each in flags)
+def test_seed(seen, tmp_path):
+    """Another seed gives other weights. From the same weights, its order gives other losses."""
+    start, more = "singlegpu/images.py", "--learning_rate 0 --max_steps 3 --seed"
+    one, other = (losses_of(seen(start, f"{more} {seed}")[1]) for seed in (1, 2))
     assert (one != other).all()
+    seen(start, f"{more} 3 --snapshot {tmp_path}/s.pt")
+    one, other = (
+        losses_of(seen(start, f"{more} {seed} --init_from {tmp_path}/s.pt")[1]) for seed in (1, 2)
+    )
+    assert one[0, 0] != other[0, 0] and one[0, 1] == other[0, 1]
 
 
 STEPS = [  # 1,200 images are 5 steps of 240, and the text is 4. --max_steps is the total
@@ -258,7 +266,7 @@ def test_steps_and_rows(seen, script, processes, flags, at):
 
 @pytest.mark.parametrize("folder", ("multigpu", "hybrid"))
 def test_compile(logged, data, tmp_path, folder):
-    """Kernels are generated for a network of torch.nn's layers, and the loss is the eager one."""
+    """Kernels are generated for forward and backward, and the loss is the eager one."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data)
     words = (*words, "--batch_size", 401, "--max_steps", 4)  # no other length is validated
@@ -272,7 +280,10 @@ def test_compile(logged, data, tmp_path, folder):
 
 
 def test_pipeline(seen):
-    """A process has its part of the layers, and passes and holds micro-batches by the schedule."""
+    """A process runs its part of the layers. gpipe runs all micro-batches forward, then backward.
+
+    1f1b alternates, so that stage s of S holds at most S - s micro-batches.
+    """
     for num_stages, count, schedule, order in (2, 4, "gpipe", "FB"), (4, 6, "1f1b", "FBFBFB"):
         flags = f"--num_stages {num_stages} --num_microbatches {count} --schedule {schedule}"
         found, _ = seen("hybrid/gpt_pipeline.py", f"--num_layers 4 {flags}", 4)
@@ -287,7 +298,7 @@ def test_pipeline(seen):
 
 
 def test_checkpoint_activations(seen):
-    """The backward pass computes the blocks again, and the losses stay the same."""
+    """The backward pass runs each of the two blocks forward again, and the losses stay the same."""
     one, plain = seen("hybrid/gpt_fsdp.py", "", 2)
     two, again = seen("hybrid/gpt_fsdp.py", "--checkpoint_activations", 2)
     assert re.fullmatch("F{8}B{8}", one[0][1]["order"])
@@ -311,7 +322,7 @@ MODELS = {  # flags, and the shapes of the queries (B, H, T, D / H) of each atte
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(seen, data, name):
-    """The network has so many attentions, of this width, for sequences of this length.
+    """The network has as many attentions as it must, each of this shape.
 
     With --dropout, this share of values becomes zero.
     """
@@ -324,7 +335,7 @@ def test_models(seen, data, name):
 
 
 def test_reconstructions(run, data, tmp_path):
-    """16 images of 28 pixels, 2 pixels around each, above what the network makes of them."""
+    """16 images of 28 x 28, with gaps of 2 pixels, above what the network makes of them."""
     path = tmp_path / "drawn.png"
     words = ("--model", "autoencoder", "--dataset", "mnist", "--data_dir", data, "--max_steps", 200)
     run("multigpu/images.py", *words, "--batch_size", 24, "--reconstructions", path, processes=2)
