@@ -19,7 +19,7 @@ TASKS = {name: f"{script} {flags} {FEW}" for name, (script, flags) in TRAINED.it
 TASKS["gpt"] += " --max_grad_norm 0.5"
 TASKS["fp16"] = f"{TASKS['gpt']} --precision fp16"
 # Batches of more than 64 KiB, since CUDA copies what is smaller aside: then no step waits for it
-TASKS["long"] = f"{TASKS['gpt']} --seq_len 352"
+TASKS["long"] = f"{TASKS['gpt']} --seq_len 352 --num_layers 1"
 TASKS["mlp"] += " --batch_size 600"
 RUNS = {  # task, script, processes, more flags. All tasks in all folders: the soak
     "fp16": ("fp16", "singlegpu/gpt.py", 1, "--num_workers 1"),

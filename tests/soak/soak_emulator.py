@@ -13,6 +13,7 @@ for script in filter(TRAINING.search, SCRIPTS):
     folder, name = script.split("/")
     family = "gpt.py" if name.startswith("gpt") else name
     RUNS += [(script, task) for task, flags in TASKS.items() if flags.split()[0] == family]
+RUNS.remove(("hybrid/gpt_pipeline.py", "long"))  # one layer is not two stages
 FLAGS = ("", "--compile", "--precision bf16", "--num_workers 2")
 
 

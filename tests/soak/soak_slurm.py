@@ -43,7 +43,7 @@ def test_job_completes(site, name):  # noqa: F811
     job = site.submit(name, *WORDS.get(script, GPT), options=options(folder))
     state, out = site.wait(job), site.output(job)
     assert state == "COMPLETED", out
-    if (ROOT / f"slurm/{name}.slurm").read_text().count("--snapshot "):
+    if (ROOT / f"slurm/{name}.slurm").read_text().count('--snapshot "$'):
         assert re.search(rf"^\| *{folder}/{script}\.py ", out, re.M), "the row for results.md"
         paths = [site.folder / f"{name}-{job}{end}" for end in (".pt", "")]  # a file or a folder
         assert any(path.exists() for path in paths)
@@ -86,13 +86,13 @@ def long_job(site, data, folder, *more):  # noqa: F811
     return job, words
 
 
-LIMIT = ("--time=1", "--signal=USR2@40")  # Slurm sends the signal, until the training is done
+LIMIT = ("--time=2", "--signal=USR2@40")  # Slurm sends the signal, until the training is done
 RESTARTED = {"limit": ("singlegpu", 1, LIMIT), "preempted": ("multinode", (2, 1), ())}
 
 
 @pytest.mark.parametrize("why", RESTARTED)
 def test_restarted_jobs_go_on(site, run, data, why):  # noqa: F811
-    """At the real limit of a minute, and in another job of the same number: the same weights."""
+    """At a real limit of two minutes, and in another job of the same number: the same weights."""
     folder, processes, more = RESTARTED[why]
     job, words = long_job(site, data, folder, *more)
     if why == "preempted":
