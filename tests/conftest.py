@@ -322,12 +322,12 @@ def chance():
     return random.Random(seed)
 
 
-def write_mnist(folder):
-    """Make the folder a --data_dir with an MNIST of 1,200 + 401 images, a prime number."""
+def write_mnist(folder, num_test=401):
+    """Make the folder a --data_dir with an MNIST of 1,200 images, and a prime number to test on."""
     (folder / "MNIST/raw").mkdir(parents=True)
     generator = np.random.default_rng(0)
     patterns = generator.integers(0, 120, (10, 28, 28))
-    for split, size in (("train", 1200), ("t10k", 401)):
+    for split, size in (("train", 1200), ("t10k", num_test)):
         labels = generator.integers(0, 10, size)
         images = patterns[labels] + generator.integers(0, 136, (size, 28, 28))
         for name, kind, array in (("images-idx3", 2051, images), ("labels-idx1", 2049, labels)):

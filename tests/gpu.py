@@ -555,7 +555,7 @@ def set_up_rehearsal(folder):
         atexit.register(conftest.pytest_sessionfinish)
     from conftest import write_mnist, write_tables
 
-    write_mnist(folder / "data")
+    write_mnist(folder / "data", num_test=47)  # validations are short
     write_tables(folder / "data/tables")
     options.execute, options.own_variables = execute_in_forks, {"EMU_DEVICES": "2"}
 
