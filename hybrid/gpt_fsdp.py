@@ -461,6 +461,8 @@ def shard(model, device, args):
         if args.checkpoint_activations:  # block.compile() would not compile what is in checkpoint()
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block.to(device), mesh=mesh, mp_policy=policy)
+    if args.compile:  # the embedding, the head and the loss
+        model.forward = torch.compile(model.forward)
     fully_shard(model.to(device), mesh=mesh, mp_policy=policy)
 
 

@@ -314,7 +314,7 @@ def main(args):
                 if mode == "compiled":
                     # Else a model that does not compile runs eagerly, and so do all after it,
                     # fp32 too: PyTorch then skips the function that they share.
-                    model.compile(fullgraph=True)
+                    model.forward = torch.compile(model.forward, fullgraph=True)
                 score, answers = test(model, data, indices, batches, args)
                 run = partial(measure, row, model, data, batches, args)
                 run()  # warms up
