@@ -307,7 +307,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         load_weights(model, fingerprint, args)
     shard(model, device, args)
     add_marks(model)
-    # Parts that the task left in eval() stay so. If all are, as libraries return them, all train.
+    # What the task left in eval() stays so. A whole model in eval(), as libraries return it, trains.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:

@@ -257,7 +257,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data).to(device)
-    # Parts that the task left in eval() stay so. If all are, as libraries return them, all train.
+    # What the task left in eval() stays so. A whole model in eval(), as libraries return it, trains.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
