@@ -307,7 +307,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         load_weights(model, fingerprint, args)
     shard(model, device, args)
     add_marks(model)
-    # What the task left in eval() stays so. A whole model in eval(), as libraries return it, trains.
+    # What the task left in eval() stays so. A whole model in eval(), as from libraries, is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:

@@ -283,7 +283,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data).to(device)
-    # What the task left in eval() stays so. A whole model in eval(), as libraries return it, trains.
+    # What the task left in eval() stays so. A whole model in eval(), as from libraries, is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
