@@ -60,7 +60,9 @@ class Site:
         return dict(re.findall(r"(\w+)=(\S*)", self.command("scontrol", "show", "job", "-o", job)))
 
     def output(self, job):
-        return "".join(path.read_text() for path in self.folder.rglob(f"*-{job}.out"))
+        return "".join(
+            path.read_text(errors="replace") for path in self.folder.rglob(f"*-{job}.out")
+        )
 
     def wait(self, job):
         """The state in which the job ended."""
