@@ -213,17 +213,18 @@ def with_speedups(runs):
 
 
 def pays_up_to(runs):
-    """Returns up to how many processes it pays, and a sentence on it."""
-    runs = runs[runs["devices"] == runs["processes"]]
-    speedups = runs.groupby("processes")["speedup"].max()  # the fastest run with a number counts
+    """Returns up to how many devices it pays, and a sentence on it."""
+    is_one_each = (runs["devices"] == runs["processes"]).all()  # no stages of hybrid/images.py
+    one, several = ("process", "processes") if is_one_each else ("GPU", "GPUs")
+    speedups = runs.groupby("devices")["speedup"].max()  # the fastest run with a number counts
     for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
         needed = 1.5 ** math.log2(many / few)
         if fast / slow < needed:
-            limit = "1 process" if few == 1 else f"{few} processes"
+            limit = f"1 {one}" if few == 1 else f"{few} {several}"
             gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
             return few, f"It pays up to {limit}: {gain}, less than {needed:.2f}."
     most = speedups.index.max()
-    return most, f"It pays up to {most} processes, and there are no numbers on more."
+    return most, f"It pays up to {most} {several}, and there are no numbers on more."
 
 
 def cell(value):

@@ -16,7 +16,7 @@ Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. 
 or int4 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by PyTorch's
 older library, and the others are by torchao. In its int4 rows and, on GPUs, in all of its rows the
 rest of the model is bf16: compare them with the row bf16. 1.50x is 1.5 times as fast as fp32 in the
-same mode, which on GPUs multiplies in TF32. What this machine or torch.compile cannot run is left
+same mode. On GPUs, fp32 multiplies in TF32. What this machine or torch.compile cannot run is left
 out.
 Columns: MB is the file; same % is the share of likeliest next tokens that are those of fp32. Speeds
 are tokens/s: of one text that goes on, of reading --batch_size prompts of half --seq_len, and of as

@@ -492,7 +492,7 @@ def parts_of(count, scripts):
     shared |= {"shards": of_shards(*ranks), "images": of_ddp(*ranks)}
     shared |= {"allreduce": of_allreduce(*ranks)}
     shared |= {f"trace {each}": (check_trace, each) for each in ranks}
-    return {
+    parts = {
         "mnist": {"": of_mnist(count)},
         "losses": {name: of_losses(name) for name in scripts},
         "time": {
@@ -509,6 +509,7 @@ def parts_of(count, scripts):
         "attention": {name: of_shapes(name) for name in scripts if name[0] == "t"},
         "quantize": {"": of_quantize()},
     }
+    return {name: checks for name, checks in parts.items() if checks}  # without datasets, some
 
 
 TWICE = {  # what a rehearsal leaves out: commands of which it runs one of the same kind

@@ -121,6 +121,14 @@ def test_what_it_cannot_run(refused, tmp_path):
     refused(parts, "tests/gpu.py", "--rehearse", "--only", "none")
 
 
+def test_without_datasets_all_other_parts_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        gpu.main(["--rehearse", "--only", "none", "--out", str(tmp_path / "gpu.md")])
+    others = ", ".join(part for part in TOLD if part != "attention")
+    assert capsys.readouterr().err.endswith(f"they are {others}\n")
+
+
 def test_a_trace_of_a_gpu(tmp_path):
     """Kernels of NCCL are told from those that compute; of 5 us, 3 are hidden."""
     spans = {"ncclDevKernel_AllReduce": [(2, 3), (4, 4)], "gemm": [(0, 3), (3, 1), (6, 1)]}

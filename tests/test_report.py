@@ -86,9 +86,8 @@ def test_speedup_and_efficiency_by_hand(tmp_path):
     late = list(rows_of(4, 4, [4, 4]))
     for row in late:
         row["comm_total"] += 0.6 * (row["rank"] != 1)  # instead of 0.2 x 4 s
-        row["host"] = ["node", "new"][row["step"] // 20] + str(
-            row["rank"]
-        )  # queued again, on other nodes
+        name = "new" if row["step"] == 20 else "node"  # queued again, on other nodes
+        row["host"] = f"{name}{row['rank']}"
     runs = [rows_of(1, 1, [10, 10]), rows_of(2, 2, [6, 6]), late]
     runs.append(rows_of("d", 2, [5, 5], batch_size=128))  # of half as many steps an epoch
     out = tmp_path / "out"
@@ -221,8 +220,12 @@ def test_on_gpus(tmp_path):
     text, group, *alone = tables(write(tmp_path / "a.jsonl", *runs))
     assert column(group, "speedup") == "1.00 1.00 1.60 2.00"
     assert column(group, "efficiency") == "1.00 0.500 0.800 0.500"
-    assert "It pays up to 2 processes, and" in text and "num_workers 0 / 4" in text
+    assert "It pays up to 2 GPUs: 4 are 1.25 times as fast as 2, less than 1.50." in text
+    assert "num_workers 0 / 4" in text
     assert alone and not {"comm %", "hidden %", "R"} & {name for [row] in alone for name in row}
+    staged = [rows_of(n, n, [8 / n], **stages, **gpu) for n in (1, 2)]
+    text, *_ = tables(write(tmp_path / "b.jsonl", *staged))
+    assert "It pays up to 4 GPUs, and there are no numbers on more." in text
 
 
 def test_damaged_rows_are_left_out(tmp_path):
