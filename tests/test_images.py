@@ -343,6 +343,8 @@ def test_other_data_and_weights_to_start_from(refused, run, tmp_path):
     assert changed == ["6.weight", "6.bias"]
     out = run("multinode/images.py", *words, 2, *more, processes=2)
     assert "do not match" not in out, "a snapshot counts more"
+    out = run("multinode/images.py", *words, 1, "--init_from", new, processes=2)
+    assert f"of {new}: " not in out and f"{new} is of" not in out, "all fits"
     words[3] = "cnn"
     told = f"{old} has no weights of this model"
     refused(told, "singlegpu/images.py", *words, 1, "--init_from", old)
