@@ -272,8 +272,7 @@ def hops_of(processes, nodes, device):
 def predict_step(step, processes, local_batch):
     """Returns the row of the prediction for so many processes, without the speedup."""
     phases = step["phases"]
-    beyond = max(1.0, local_batch / phases.index[-1])  # a larger batch than any measured
-    seconds = {name: beyond * np.interp(local_batch, phases.index, phases[name]) for name in phases}
+    seconds = {name: np.interp(local_batch, phases.index, phases[name]) for name in phases}
     seconds["optimizer"] = step["optimizer"]
     sizes = step["bytes"] / (1 if step["hook"] == "none" else 2)
     network = network_of(processes, step)
