@@ -120,7 +120,7 @@ six)
     sweep vgg11_ "1 2 4/2" 32 $mnist --model vgg11 --learning_rate 1e-4 "$@"
     sweep cnn_ "1 2 4/2" 256 $mnist "$@"
     sweep mlp_ "1 2 4/2" 1024 $mnist --model mlp "$@"
-    sweep autoencoder_ "1 2" 64 $mnist --model autoencoder "$@"
+    sweep autoencoder_ "1 2 4/2" 64 $mnist --model autoencoder "$@"
     sweep nbow_ "1 2" 64 text --dataset imdb --dropout 0.5 "$@"
     sweep seq2seq_ "1 2" 128 translation --dataset multi30k --model lstm "$@"
     ;;

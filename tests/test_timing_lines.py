@@ -85,6 +85,13 @@ OTHERS = {  # what differs in the train.py of others
     "the first parameter is frozen": {
         LAYERS: f"self.scale = nn.Parameter(torch.ones(1), requires_grad=False)\n        {LAYERS}",
     },
+    "the head is defined first": {
+        LAYERS: "self.last, self.first = nn.Linear(256, 10), nn.Linear(64, 256)",
+    },
+    "rank 0 alone validates": {
+        PAUSE: f'{PAUSE}    if dist.get_rank() == 0:\n        mark("other")\n        pause(0.03)\n'
+        '        mark("eval")\n',
+    },
     "two models": {
         LAYERS: "self.first = nn.Linear(64, 256)",
         "return self.last(hidden)": "return hidden",
@@ -120,6 +127,8 @@ def test_lines_in_a_script_of_ones_own(attempt, request, tmp_path, name):
     pauses = dict(PAUSES)
     if "warms up" in name:  # the second epoch is left, and nothing between the two
         pauses = {phase: pause / 2 for phase, pause in PAUSES.items() if phase != "other"}
+    if "validates" in name:
+        assert phases["eval"][0] > 0.06 and phases.pop("eval")[1] == 0, out
     assert phases.keys() == pauses.keys() | {"comm"} and min(phases["comm"]) > 0, out
     for phase, pause in pauses.items():
         assert min(phases[phase]) >= 0.999 * pause, (phase, out)

@@ -5,8 +5,9 @@ import re
 import signal
 import subprocess
 
+import numpy as np
 import pytest
-from conftest import ROOT, assert_same_weights, wait_for
+from conftest import ROOT, assert_same_weights, rows, wait_for, write_mnist, write_tables
 from PIL import Image
 from test_slurm import ENDED, SMALL, cluster, site  # noqa: F401
 
@@ -131,3 +132,52 @@ def test_an_array(site):  # noqa: F811
     for task in (0, 1):
         assert site.wait(f"{job}_{task}") == "COMPLETED"
         assert site.show(f"{job}_{task}")["Restarts"] == str(task)
+
+
+STUDIES = {  # GPUs, and the logs of the runs on them
+    "agnews": ("1", ["small_singlegpu_1_8", "large_singlegpu_1_8"]),
+    "imdb": ("1", ["singlegpu_1_8"]),
+    "gpt": ("1", ["singlegpu_1_8"]),
+    "mnist": ("2/2", ["mnist_hybrid_2of2_8", "bigmnist_hybrid_2of2_8"]),
+    "six": (
+        "1",
+        [f"{name}_singlegpu_1_8" for name in "vgg11 cnn mlp autoencoder nbow seq2seq".split()],
+    ),
+}
+
+
+def write_data(folder):
+    """Makes the folder a --data_dir with a small data set for each name that a study takes."""
+    write_mnist(folder)
+    write_tables(folder / "ag_news")
+    for path in (folder / "ag_news").iterdir():  # its numbers and their names are two languages
+        path.write_text(path.read_text().replace("number,name", "de,en", 1))
+    for name in ("imdb", "multi30k"):
+        (folder / name).symlink_to("ag_news")
+    (folder / "bigmnist").mkdir()
+    for split, size in ("train", 64), ("test", 16):
+        np.save(folder / f"bigmnist/{split}_images.npy", np.zeros((size, 28, 28), np.uint8))
+        np.save(folder / f"bigmnist/{split}_labels.npy", (np.arange(size) % 10).astype(np.uint8))
+
+
+def test_studies_train_and_are_reported(site):  # noqa: F811
+    """All runs of each study train, their report is written, and the GPT is quantized."""
+    script = site.folder / "slurm/sweep.sh"
+    small, count = re.subn("--model vgg11", "--model resnet18", script.read_text())
+    assert script.write_text(small) and count == 1  # a snapshot of VGG11 has 1.5 GB
+    write_data(site.folder / "data")
+    jobs = {}
+    for study, (gpus, _) in STUDIES.items():
+        words = ("--gpus", gpus, "--batch_sizes", 8, "--sbatch", "--cpus-per-task=1")
+        more = GPT[:4] if study == "gpt" else ()
+        words = (*words, "--out", study, "study", study, "--max_steps", 5, *more)
+        told = site.command("bash", script, *words)
+        jobs[study] = re.search(r"job (\d+) writes", told)[1]
+    for study, (_, logs) in STUDIES.items():
+        assert site.wait(jobs[study]) == "COMPLETED", study
+        paths = sorted((site.folder / study).glob("*.jsonl"))
+        assert [path.stem for path in paths] == sorted(logs)
+        assert [rows(path)[-1]["step"] for path in paths] == [5] * len(paths)
+        assert (site.folder / study / "report.md").exists()
+    [quantized] = (site.folder / "gpt").glob("quantize-*.out")
+    assert "| int8-torch.ao | eager |" in quantized.read_text()
