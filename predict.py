@@ -384,6 +384,7 @@ def doubts_of(run, strong, weak, step):
         (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
         (is_shared, "CPU processes of one node share its cores and memory"),
         (is_beyond, f"a node is taken to hold {most} processes, but was measured with {known:.0f}"),
+        ("fsdp" in run["script"], "FSDP sends weights, too, and this is a prediction of DDP"),
         (uneven, f"{step['batch']} is no multiple of {', '.join(uneven)}: that is rounded"),
     ]
     return [f"Not to be trusted: {doubt}." for is_so, doubt in doubts if is_so]
@@ -431,7 +432,8 @@ def report_on(run, alike, runs, number, args):
     num_steps = args.steps or int((run["epochs"] or 1) * run["steps_per_epoch"])
     strong = with_whole_training(predict(step, "strong", counts), run, num_steps)
     is_same = (runs["same"] == run["same"]) & (runs["batch_size"] == run["batch_size"])
-    measured = runs[is_same & (runs["comm_hook"] == run["comm_hook"]) & (runs["processes"] > 1)]
+    is_same &= (runs["comm_hook"] == run["comm_hook"]) & (runs["devices"] == runs["processes"])
+    measured = runs[is_same & (runs["processes"] > 1)]
     measured = measured.assign(speedup=measured["samples/s"] / run["samples/s"])
     strong["measured"] = strong["processes"].map(measured.groupby("processes")["speedup"].max())
     weak = predict(step, "weak", counts)

@@ -138,9 +138,13 @@ def read_logs(paths):
 def runs_of(rows, notes):
     """Returns a table of the runs: the last values of their rows, and their times of an epoch."""
     for (run, *_), found in rows.groupby(RUN, sort=False):
+        name = f"{found['file'].iloc[0]}: run {run}"
         steps = found["steps"].sum() / found["processes"].iloc[0]
         if steps < 10:
-            notes.append(f"run {run} has only {steps:.0f} step(s) after its warmup")
+            notes.append(f"{name} has only {steps:.0f} step(s) after its warmup")
+        devices = found["device"].unique()
+        if len(devices) > 1:
+            notes.append(f"{name} was on {' and '.join(devices)}: its times are means over all")
         rows = rows.drop(found.index) if steps == 0 else rows
     if rows.empty:
         sys.exit("no runs to report: " + "; ".join(notes))
@@ -151,7 +155,7 @@ def runs_of(rows, notes):
     times = of_rank[[*PHASES, "comm_total"]].sum().div(steps, axis=0)
     totals = times["comm_total"].groupby(RUN, sort=False)
 
-    runs = of_run.last()
+    runs = of_run.tail(1).set_index(RUN)
     runs["peak_MB"] = of_run["peak_MB"].max()
     runs["warmup"] = of_rank["warmup"].sum().groupby(RUN).mean()
     runs["eval"] = of_run["eval"].sum() / of_run["val_loss"].count()
@@ -331,13 +335,15 @@ def write_trace(phases, sent, path):
 
 
 def draw_step(phases, sent, path):
-    """Draws the phases of each rank and, below them, its all-reduces.
+    """Draws the phases of each rank and, below them, its collectives.
 
-    An all-reduce waits until it has begun in all processes: that part of it is hatched.
+    In DDP, an all-reduce waits until it has begun in all processes: that part of it is hatched.
     """
     names = phases["name"].str.split().str[0]  # "forward 3" is of micro-batch 3
+    # The collectives of shards and of copies of a stage are those of some processes.
+    is_ddp = (sent["name"] == "all-reduce").all() and not (names == "bubble").any()
     begun = sent.groupby(sent.groupby("rank").cumcount())["start"].transform("max")
-    waits = (begun - sent["start"]).clip(0, sent["ms"])
+    waits = (begun - sent["start"]).clip(0, sent["ms"]) * is_ddp
     hosts = phases.groupby("rank")["process"].last()
     figure = Figure(figsize=(6.4, 1.6 + 0.8 * len(hosts)))
     axes = figure.subplots()
@@ -355,6 +361,8 @@ def draw_step(phases, sent, path):
     if "bubble" in spans:  # stages wait for each other, whoever is late
         share = spans["bubble"] / spans.sum()
         sentence = f"{share:.0%} of this step is bubble: stages wait for each other"
+    elif not is_ddp:
+        sentence = f"{len(sent) / len(hosts):.0f} all-gathers and reduce-scatters in this step"
     elif waits.max() > 0:
         exposed = phases["ms"][(names == "comm") & (phases["rank"] == waits.idxmax())].sum()
         sentence = f"Rank {waits.idxmax()} waits {waits.max():.3g} ms in all-reduces "
@@ -366,8 +374,8 @@ def draw_step(phases, sent, path):
         for name, colour in dict(zip(names, colours)).items()
         if spans[name] > 0.004 * spans.sum()  # the others cannot be seen
     ]
-    marks.append(Patch(color="black", label="all-reduce"))
-    if "bubble" not in spans:
+    marks.append(Patch(color="black", label=", ".join(sent["name"].unique())))
+    if is_ddp:
         marks.append(Patch(**hatched, label="waiting in it"))
     save(figure, sentence, path, "outside lower center", handles=marks, ncols=4, fontsize=10)
     return figure

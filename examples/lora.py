@@ -11,7 +11,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--network", default="HuggingFaceTB/SmolLM2-135M", help="on the Hub, or a folder")
-    add("--text", help="a file of text; Python's own library if it is not given")
+    add("--text", help="a file of text; Python's argparse.py if it is not given")
     add("--seq_len", type=int, default=256, help="tokens of a sample")
     add("--lora_rank", type=int, default=8, help="columns of B, and rows of A")
     add("--lora_layers", nargs="+", default=["q_proj", "v_proj"], help="ends of layers' names")

@@ -1,6 +1,7 @@
 """Image segmentation: a class for each pixel. Where a mask is 255, nobody has labelled the pixel.
 
-PHOTOS/train and PHOTOS/val hold images/NAME.jpg (or .png) and masks/NAME.png, one number a pixel.
+PHOTOS/train and PHOTOS/val hold images/NAME.jpg, or .png, and masks/NAME.png, or .tif, with one
+number a pixel.
 """
 
 from PIL import Image, ImageOps
@@ -22,13 +23,16 @@ class Photos(Dataset):
 
     def __init__(self, folder, args):
         self.args = args
-        self.masks = sorted(Path(folder, "masks").glob("*.png"))
+        endings = (".png", ".bmp", ".gif", ".tif", ".tiff")  # not .jpg, which changes numbers
+        paths = Path(folder, "masks").iterdir()
+        self.masks = sorted(path for path in paths if path.suffix.lower() in endings)
         paths = [*Path(folder, "images").iterdir()]
         images = {path.stem: path for path in paths}
         stems = Counter(path.stem for path in paths)
         odd = [path.name for path in self.masks if stems[path.stem] != 1]
         if odd or not self.masks:
             sys.exit(f"{folder}: there are no masks, or these have not one image: {odd[:9]}")
+        print(f"{len(self.masks)} of {len(paths)} images in {folder} have a mask")
         self.images = [images[path.stem] for path in self.masks]
         first = np.concatenate([self[index][1].flatten() for index in range(min(9, len(self)))])
         if len(np.unique(first[first != NO_LABEL])) < 2:

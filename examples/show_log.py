@@ -1,4 +1,4 @@
-"""Show a --log, of rank 0, in TensorBoard.
+"""Show the --log of one run, of rank 0, in TensorBoard.
 
     python examples/show_log.py run.jsonl runs/my_run
     tensorboard --logdir runs

@@ -18,7 +18,7 @@ def read_data(args):
         table = pd.read_csv(args.table, index_col=False)
     if pd.to_numeric(table.columns, errors="coerce").notna().all():
         sys.exit(f"{args.table}: its first line has numbers, not names")
-    table = table.loc[:, ~table.columns.str.startswith("Unnamed: ")]  # row numbers of to_csv()
+    table = table.loc[:, table.columns != "Unnamed: 0"]  # row numbers of to_csv()
     target = table.columns[-1]
     has_target = table[target].notna()
     if not has_target.any() or len(table.columns) < 2:

@@ -742,7 +742,8 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    return part.to(device) if hasattr(part, "to") else part
+    moved = part.to(device) if hasattr(part, "to") else None
+    return part if moved is None else moved  # None: it has moved in place
 
 
 def as_tensors(sums):

@@ -162,6 +162,9 @@ def read_data(args):
         share = (tokens == 1).sum() / (tokens > 0).sum()
         if share > 1 / 3:
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
+        share = np.mean(tokens[:, -1] > 0)
+        if share > 0.1:
+            print(f"{share:.0%} of the texts of {name} fill --seq_len: the rest of them is cut off")
     return data
 
 
@@ -594,7 +597,8 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    return part.to(device) if hasattr(part, "to") else part
+    moved = part.to(device) if hasattr(part, "to") else None
+    return part if moved is None else moved  # None: it has moved in place
 
 
 def as_tensors(sums):

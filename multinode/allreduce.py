@@ -1,6 +1,6 @@
 r"""Measure the time of an all-reduce on GPUs of many machines or, if they have none, CPU processes.
 
-    torchrun --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
         multinode/allreduce.py --min_bytes 1048576 --out link.json        # on each of two nodes
     python predict.py one.jsonl link.json                   # what that link would do to a training
     sbatch slurm/multinode_allreduce.slurm                  # on a cluster
@@ -8,7 +8,8 @@ r"""Measure the time of an all-reduce on GPUs of many machines or, if they have 
 
 The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md). Each of N
 processes has n bytes. algbw = n / time. busbw = algbw x 2 (N - 1) / N is what each link carries in
-a ring, and can be compared between different N. One process a node measures the link between them.
+a ring, and can be compared between different N. One process a node measures the link alone. For
+predict.py, start one for each GPU.
 
 With --pairs each pair of nodes is measured on its own, all processes of the two at once. The exit
 status is 1 where one is slower than half of the median, or than --expect.

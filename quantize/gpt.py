@@ -49,6 +49,7 @@ from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
 COLUMNS = ["row", "mode", "MB", "val_ppl", "same %", "one text", "prompts", "texts"]
+COMPILED = ["forward"]  # methods of the model
 
 
 def parse_args():
@@ -175,7 +176,10 @@ def load_trained(args):
     weights = snapshot["model"]
     model = create_empty(args)
     model.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
-    _, data = read_data(args)
+    train_data, data = read_data(args)
+    known = snapshot.get("progress", {}).get("fingerprint")  # what --out has saved has none
+    if known and known[0] != len(train_data):
+        sys.exit(f"{args.dataset} is not what it was in training: some of it may be known already")
     return model.eval(), data
 
 
@@ -266,6 +270,9 @@ def quantize(model, row):
 
     if not any(map(fits, model.modules())):
         raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and not fits(layer):
+            print(f"{row}: {name} stays as it is: no multiple of {multiple}", file=sys.stderr)
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
     ao.quantize_(model, config, fits)
@@ -312,9 +319,10 @@ def main(args):
                 file = io.BytesIO()
                 torch.save({"settings": vars(args), "model": model.state_dict()}, file)
                 if mode == "compiled":
-                    # Else a model that does not compile runs eagerly, and so do all after it,
-                    # fp32 too: PyTorch then skips the function that they share.
-                    model.forward = torch.compile(model.forward, fullgraph=True)
+                    # Without fullgraph, a model that does not compile runs eagerly, and so do all
+                    # after it, fp32 too: PyTorch then skips the function that they share.
+                    for name in COMPILED:
+                        setattr(model, name, torch.compile(getattr(model, name), fullgraph=True))
                 score, answers = test(model, data, indices, batches, args)
                 run = partial(measure, row, model, data, batches, args)
                 run()  # warms up

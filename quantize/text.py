@@ -47,6 +47,7 @@ from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
 COLUMNS = ["row", "mode", "MB", "val_acc", "same %", "texts/s"]
+COMPILED = ["forward"]  # methods of the model
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
 SPECIAL_TOKENS = ["[PAD]", "[UNK]"]  # ids 0 and 1
@@ -64,7 +65,7 @@ def parse_args():
     add("--row", choices=ROWS, help="measure only this row, beside fp32")
     add("--out", metavar="FILE", help="save the model of --row")
     add("--eager", action="store_true", help="leave out the compiled rows: compiling takes minutes")
-    add("--batch_size", type=int, default=64, help="texts at once; int8 on GPUs needs 17")
+    add("--batch_size", type=int, default=64, help="texts at once, at least; int8 on GPUs needs 17")
     add("--num_samples", type=int, default=0, help="texts to test the quality on; 0: all")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
@@ -168,6 +169,9 @@ def read_data(args):
         share = (tokens == 1).sum() / (tokens > 0).sum()
         if share > 1 / 3:
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
+        share = np.mean(tokens[:, -1] > 0)
+        if share > 0.1:
+            print(f"{share:.0%} of the texts of {name} fill --seq_len: the rest of them is cut off")
     return data
 
 
@@ -226,7 +230,7 @@ def load_trained(args):
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     train_data, data = read_data(args)
-    known = snapshot.get("progress", {}).get("fingerprint")  # --out files and old ones have none
+    known = snapshot.get("progress", {}).get("fingerprint")  # what --out has saved has none
     if known and known[0] != len(train_data):
         sys.exit(f"{args.dataset} is not what it was in training: its words have other numbers now")
     args.classes = data.classes
@@ -298,6 +302,9 @@ def quantize(model, row):
 
     if not any(map(fits, model.modules())):
         raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and not fits(layer):
+            print(f"{row}: {name} stays as it is: no multiple of {multiple}", file=sys.stderr)
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
     ao.quantize_(model, config, fits)
@@ -344,9 +351,10 @@ def main(args):
                 file = io.BytesIO()
                 torch.save({"settings": vars(args), "model": model.state_dict()}, file)
                 if mode == "compiled":
-                    # Else a model that does not compile runs eagerly, and so do all after it,
-                    # fp32 too: PyTorch then skips the function that they share.
-                    model.forward = torch.compile(model.forward, fullgraph=True)
+                    # Without fullgraph, a model that does not compile runs eagerly, and so do all
+                    # after it, fp32 too: PyTorch then skips the function that they share.
+                    for name in COMPILED:
+                        setattr(model, name, torch.compile(getattr(model, name), fullgraph=True))
                 score, answers = test(model, data, indices, batches, args)
                 run = partial(measure, row, model, data, batches, args)
                 run()  # warms up

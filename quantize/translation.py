@@ -51,6 +51,7 @@ from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
 COLUMNS = ["row", "mode", "MB", "BLEU", "same %", "sentences/s"]
+COMPILED = ["encode", "step"]  # methods of the model
 HUB = {"multi30k": "bentrevett/multi30k"}  # names on the Hugging Face hub
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[START]", "[END]"]
 PAD, UNKNOWN, START, END = range(4)  # their ids
@@ -69,7 +70,12 @@ def parse_args():
     add("--row", choices=ROWS, help="measure only this row, beside fp32")
     add("--out", metavar="FILE", help="save the model of --row")
     add("--eager", action="store_true", help="leave out the compiled rows: compiling takes minutes")
-    add("--batch_size", type=int, default=128, help="sentences at once; int8 on GPUs needs 17")
+    add(
+        "--batch_size",
+        type=int,
+        default=128,
+        help="sentences at once, at least; int8 on GPUs needs 17",
+    )
     add("--num_samples", type=int, default=0, help="sentences to test the quality on; 0: all")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
@@ -98,9 +104,10 @@ def read_splits(args):
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     splits = []
     for split in datasets.load_dataset(path, split=["train", "validation", "test"]):
-        prefix = "translation." if "translation" in split.column_names else ""  # dictionaries
+        flat = split.flatten()  # dictionaries, too
+        prefix = "translation." if f"translation.{args.source}" in flat.column_names else ""
         names = {prefix + args.source: "source", prefix + args.target: "target"}
-        texts = split.flatten().select_columns([*names]).rename_columns(names)
+        texts = flat.select_columns([*names]).rename_columns(names)
         texts = texts.cast(datasets.Features(dict.fromkeys(SIDES, datasets.Value("string"))))
         splits.append(texts.filter(lambda *pair: all(pair), input_columns=SIDES))
         print(f"{len(splits[-1])} of {len(split)} {split.split} pairs are complete", flush=True)
@@ -135,6 +142,9 @@ class Pairs(Dataset):
             share = (ids == UNKNOWN).sum() / (np.count_nonzero(ids) - 2 * len(ids))  # START, END
             if share > 1 / 3:
                 print(f"{share:.0%} of all words of {texts.split}'s {side} are [UNK], too rare")
+            share = np.mean(ids[:, -1] != PAD)
+            if share > 0.02:
+                print(f"{share:.0%} of {texts.split}'s {side} fill --seq_len: the rest is cut off")
         order = np.argsort(-np.count_nonzero(tokens["source"], axis=1), stable=True)
         self.texts = texts.select(order)
         self.tokens = {side: tokens[side][order] for side in SIDES}
@@ -161,20 +171,12 @@ def read_data(args, names=("train", "validation")):
     return [Pairs(splits[name], tokenizers) for name in names]
 
 
-class Stepwise(nn.Module):
-    """A translator for inference: it encodes a batch once, and then decodes token by token.
+class StepwiseLSTM(nn.Module):
+    """The lstm of the training scripts: it encodes a batch once, and decodes token by token.
 
     encode(source, lengths) returns a state; step(state, token, position) the logits (B, 1, V) of
     the tokens after these (B, 1), and the next state.
     """
-
-    def compile(self, **options):
-        self.encode = torch.compile(self.encode, **options)
-        self.step = torch.compile(self.step, **options)
-
-
-class StepwiseLSTM(Stepwise):
-    """The lstm of the training scripts."""
 
     def __init__(self, source_size, target_size):
         super().__init__()
@@ -244,8 +246,8 @@ class DecoderLayer(nn.TransformerDecoderLayer):
         return x, past
 
 
-class StepwiseTransformer(Stepwise):
-    """The transformer of the training scripts."""
+class StepwiseTransformer(nn.Module):
+    """The transformer of the training scripts, with the methods of StepwiseLSTM."""
 
     def __init__(self, source_size, target_size, seq_len):
         super().__init__()
@@ -292,7 +294,7 @@ def load_trained(args):
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     train_data, data = read_data(args, ["train", "test"])
-    known = snapshot.get("progress", {}).get("fingerprint")  # --out files and old ones have none
+    known = snapshot.get("progress", {}).get("fingerprint")  # what --out has saved has none
     if known and known[0] != len(train_data):
         sys.exit(f"{args.dataset} is not what it was in training: its words have other numbers now")
     args.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in data.tokenizers.values()]
@@ -310,6 +312,8 @@ def load_trained(args):
 
 def bleu_score(texts, translations, tokenizer):
     """Returns the BLEU of the translations of texts, without regard to case."""
+    # Else sacrebleu takes an unknown word for three: a bracket, a word, and a bracket.
+    translations = [text.replace("[UNK]", "\u2047") for text in translations]
     references = []  # in small letters, with blanks between words, as in the translations
     for text in texts:
         text = tokenizer.normalizer.normalize_str(text)
@@ -396,6 +400,9 @@ def quantize(model, row):
 
     if not any(map(fits, model.modules())):
         raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and not fits(layer):
+            print(f"{row}: {name} stays as it is: no multiple of {multiple}", file=sys.stderr)
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
     ao.quantize_(model, config, fits)
@@ -442,9 +449,10 @@ def main(args):
                 file = io.BytesIO()
                 torch.save({"settings": vars(args), "model": model.state_dict()}, file)
                 if mode == "compiled":
-                    # Else a model that does not compile runs eagerly, and so do all after it,
-                    # fp32 too: PyTorch then skips the function that they share.
-                    model.forward = torch.compile(model.forward, fullgraph=True)
+                    # Without fullgraph, a model that does not compile runs eagerly, and so do all
+                    # after it, fp32 too: PyTorch then skips the function that they share.
+                    for name in COMPILED:
+                        setattr(model, name, torch.compile(getattr(model, name), fullgraph=True))
                 score, answers = test(model, data, indices, batches, args)
                 run = partial(measure, row, model, data, batches, args)
                 run()  # warms up

@@ -133,6 +133,7 @@ def read_source(source):
         numbers = {label: number for number, label in enumerate(classes)}
         parts.append((splits[name], rows, np.array([numbers[labels[name][row]] for row in rows])))
     if len(parts) == 1:
+        print(f"no folder or split {' or '.join(SPLITS[1:])}: a tenth of train is for validation")
         images, rows, numbers = parts[0]
         is_test = np.zeros(len(rows), bool)
         for number in np.unique(numbers):

@@ -89,9 +89,10 @@ def read_splits(args):
     path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
     splits = []
     for split in datasets.load_dataset(path, split=["train", "validation", "test"]):
-        prefix = "translation." if "translation" in split.column_names else ""  # dictionaries
+        flat = split.flatten()  # dictionaries, too
+        prefix = "translation." if f"translation.{args.source}" in flat.column_names else ""
         names = {prefix + args.source: "source", prefix + args.target: "target"}
-        texts = split.flatten().select_columns([*names]).rename_columns(names)
+        texts = flat.select_columns([*names]).rename_columns(names)
         texts = texts.cast(datasets.Features(dict.fromkeys(SIDES, datasets.Value("string"))))
         splits.append(texts.filter(lambda *pair: all(pair), input_columns=SIDES))
         print(f"{len(splits[-1])} of {len(split)} {split.split} pairs are complete", flush=True)
@@ -126,6 +127,9 @@ class Pairs(Dataset):
             share = (ids == UNKNOWN).sum() / (np.count_nonzero(ids) - 2 * len(ids))  # START, END
             if share > 1 / 3:
                 print(f"{share:.0%} of all words of {texts.split}'s {side} are [UNK], too rare")
+            share = np.mean(ids[:, -1] != PAD)
+            if share > 0.02:
+                print(f"{share:.0%} of {texts.split}'s {side} fill --seq_len: the rest is cut off")
         order = np.argsort(-np.count_nonzero(tokens["source"], axis=1), stable=True)
         self.texts = texts.select(order)
         self.tokens = {side: tokens[side][order] for side in SIDES}
@@ -275,6 +279,8 @@ def translate(model, sources, lengths, tokenizer, args):
 
 def bleu_score(texts, translations, tokenizer):
     """Returns the BLEU of the translations of texts, without regard to case."""
+    # Else sacrebleu takes an unknown word for three: a bracket, a word, and a bracket.
+    translations = [text.replace("[UNK]", "\u2047") for text in translations]
     references = []  # in small letters, with blanks between words, as in the translations
     for text in texts:
         text = tokenizer.normalizer.normalize_str(text)
@@ -287,7 +293,8 @@ def bleu_score(texts, translations, tokenizer):
 @torch.no_grad()
 def finish(model, data, args, device):
     """Prints examples and the BLEU of the test split. Called by one process at the end."""
-    (test_data,) = read_data(args, ["test"])
+    sys.__stdout__.reconfigure(errors="replace")  # the locale may not be UTF-8
+    test_data = Pairs(read_splits(args)[2], data.tokenizers)
     tokenizer = data.tokenizers["target"]
     translations = []
     for indices in np.array_split(np.arange(len(test_data)), len(test_data) // 128 + 1):
@@ -599,7 +606,8 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    return part.to(device) if hasattr(part, "to") else part
+    moved = part.to(device) if hasattr(part, "to") else None
+    return part if moved is None else moved  # None: it has moved in place
 
 
 def as_tensors(sums):

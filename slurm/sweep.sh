@@ -54,8 +54,8 @@ submit() { # NAME ARGUMENT...: hands the arguments to sbatch, and adds the job's
     local what=$1 job=ID
     shift
     if [ -n "$dry_run" ]; then
-        printf '%q ' sbatch --parsable ${options[@]+"${options[@]}"} "$@"; echo
-    elif ! job=$(sbatch --parsable ${options[@]+"${options[@]}"} "$@" | cut -d';' -f1); then
+        printf '%q ' sbatch --parsable --kill-on-invalid-dep=yes ${options[@]+"${options[@]}"} "$@"; echo
+    elif ! job=$(sbatch --parsable --kill-on-invalid-dep=yes ${options[@]+"${options[@]}"} "$@" | cut -d';' -f1); then
         [ ${#jobs[@]} = 0 ] || scancel "${jobs[@]}"
         fail "sbatch refused the $what, and the jobs before it are cancelled"
     fi
@@ -73,6 +73,9 @@ sweep() { # LABEL GPUS BATCH_SIZES SCRIPT ARGUMENT...: submits the runs of a scr
         case $count in 1) folder=singlegpu ;; */*) folder=hybrid more=(--num_stages "$stages") ;; *x*) folder=multinode ;; esac
         [ $folder != multigpu ] || more=(--num_gpus "$each") # without GPUs, too
         [[ $count != *[x/]* ]] || tasks=(--ntasks-per-node=$((each / stages)))
+        if [ $folder = multigpu ] && [[ $sbatch != *--cpus-per-task* ]]; then # as many cores for each process as in singlegpu
+            tasks=(--cpus-per-task=$((each * $(sed -n 's/^#SBATCH --cpus-per-task=\([0-9]*\).*/\1/p' "slurm/singlegpu_$script.slurm"))))
+        fi
         if [ ! -f "slurm/${folder}_$script.slurm" ]; then
             echo "$label$count is left out: there is no slurm/${folder}_$script.slurm"
             continue

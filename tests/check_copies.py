@@ -34,7 +34,7 @@ OWN = {
     "hybrid/gpt_fsdp": """differ check_weights evaluate log_row check_args COMM_HOOKS events
         count_marks print_marks""",
     "hybrid/mnist": "print_marks",
-    "quantize": "create_empty load_trained test measure COLUMNS",
+    "quantize": "create_empty load_trained test measure COLUMNS COMPILED",
     "/predict": "runs_of",  # it sums up a step, report.py an epoch
 }
 
@@ -92,9 +92,9 @@ def carry(name, copies):
         path.write_text(path.read_text().replace(f"\n{text}", f"\n{min(new)}", 1))
 
 
-def diff(a, b, context=3):
+def diff(a, b):
     """Returns the hunks of a diff of two texts."""
-    lines = difflib.unified_diff(a.splitlines(), b.splitlines(), n=context, lineterm="")
+    lines = difflib.unified_diff(a.splitlines(), b.splitlines(), lineterm="")
     return re.split(r"^@@ .*\n", "\n".join(lines), flags=re.M)[1:]
 
 
@@ -102,7 +102,7 @@ def job_text(path):
     """A job file without its comments, the lines to edit, the script's name and its arguments."""
     folder, script = path.stem.split("_", 1)
     text = path.read_text().replace(script, "SCRIPT")
-    text = re.sub(r'(--(snapshot|out) "\$[^"]*" )?"\$@"', '"$@"', text)
+    text = re.sub(r'(--snapshot "\$[^"]*" )?"\$@"', '"$@"', text)
     return [line for line in text.splitlines() if "EDIT" not in line and not line.startswith("# ")]
 
 

@@ -185,7 +185,7 @@ def test_who_is_missing_is_named(changed, tmp_path):
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
 {there}"""
-    words = "--pairs --seconds 0.05 --timeout 2".split()
+    words = "--pairs --seconds 0.05 --timeout 4".split()
     command = [changed("multinode/allreduce.py", {there: fault}), *words]
 
     def attempt(count, started, lost, expected):

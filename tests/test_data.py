@@ -43,6 +43,8 @@ def test_table(run, example, tmp_path):
     read_data = module(example("table")).read_data
     pd.DataFrame(numbers).to_csv(path)  # with row numbers, which are no feature
     assert len(read_data(namespace(table=path))[0][0][0]) == 2
+    path.write_text("a,b,\n" + "\n".join(f"{row},{row**2},{row**3}" for row in range(20)))
+    assert len(read_data(namespace(table=path))[0][0][0]) == 2, "a target without a name"
     for wrong, message in {
         "0.5,1.5\n2.5,3.5": "numbers, not names",
         f"{names}\n1,2,3,4\n1,word,1,1": "no number in constant",
@@ -66,7 +68,7 @@ def test_series(example, tmp_path):
 
 
 def test_masks(run, example, tmp_path):
-    """255 is no label, and no part of the mean. What does not fit is named."""
+    """255 is no label, and no part of the mean. What does not fit is named; masks are counted."""
     for split in ("train", "val"):
         for folder in ("images", "masks"):
             (tmp_path / split / folder).mkdir(parents=True)
@@ -75,10 +77,14 @@ def test_masks(run, example, tmp_path):
             image.save(tmp_path / f"{split}/images/{number}.jpg")
             mask = np.full((10, 10), 255, np.uint8)
             mask[0] = number % 2
-            Image.fromarray(mask).save(tmp_path / f"{split}/masks/{number}.png")
+            Image.fromarray(mask).save(tmp_path / f"{split}/masks/{number}.{'Pp'[number % 2]}ng")
+        (tmp_path / f"{split}/masks/.DS_Store").touch()
+        (tmp_path / f"{split}/masks/0.Png").unlink()
     path = example("segmentation")
     words = (path, "--photos", tmp_path, "--image_size", 8, "--batch_size", 6)
-    loss = float(re.search(r"train_loss ([\d.]+)", run(*words, "--epochs", 1))[1])
+    out = run(*words, "--epochs", 1)
+    assert f"11 of 12 images in {tmp_path}/train have a mask" in out
+    loss = float(re.search(r"train_loss ([\d.]+)", out)[1])
     assert 0.5 < loss < 2, "about log 3 for three classes, however few pixels have a label"
     script, flags = module(path), {"photos": tmp_path, "image_size": 8, "num_classes": 3}
     sideways = Image.Exif()
@@ -146,12 +152,14 @@ def test_labels_of_text_py(run, refused, tmp_path, capsys):
     assert data.classes == ["bird", "stone"] and data.targets.tolist() == [1, 1]
     assert data.lengths.tolist() == [1, 7], "[PAD] in a text is text; an empty text is one word"
     assert data.tokens.dtype == np.int16
+    text.read_data(namespace(**flags, seq_len=2))
+    assert "100% of the texts of train fill --seq_len" in capsys.readouterr().out
 
 
 def test_words_of_all_scripts():
     """Without blanks between words, each character is a token. An umlaut has two spellings.
 
-    A perfect translation has a BLEU of 100, in capitals of Greek, too.
+    A perfect translation has a BLEU of 100, in capitals of Greek, too. An unknown word is one.
     """
     for letters in "狗猫鱼鸟树花", "กขคงจฉ", "\u00e4":
         [state] = text.learn_vocabulary({"text": [letters] * 2})["tokenizer"]
@@ -165,10 +173,13 @@ def test_words_of_all_scripts():
     decoded = tokenizer.decode_batch(tokens, skip_special_tokens=False)
     translations = [text.partition("[END]")[0] for text in decoded]
     assert translation.bleu_score(texts, translations, tokenizer) == pytest.approx(100)
+    wrong = [[text.replace("με", word) for text in translations] for word in ("[UNK]", "και")]
+    scores = [translation.bleu_score(texts, each, tokenizer) for each in wrong]
+    assert scores[0] == pytest.approx(scores[1]) and scores[0] < 90
 
 
 def test_pairs_of_the_hub(run, tmp_path, capsys):
-    """A column of dictionaries; Chinese; digits; pairs that lack a side are left out."""
+    """A column of dictionaries; Chinese; digits. What lacks a side or is cut off is counted."""
     words = dict(zip("0123456789", "零一二三四五六七八九"))
     numbers = [str(number) for number in range(100, 160)]
     pairs = [{"en": " ".join(n), "zh": "".join(words[digit] for digit in n)} for n in numbers]
@@ -189,6 +200,10 @@ def test_pairs_of_the_hub(run, tmp_path, capsys):
     translation.read_data(args)
     told = capsys.readouterr().out
     assert re.search(r"\d\d% of all words of train's source are \[UNK\]", told), told
+    assert "fill --seq_len" not in out + told
+    args.seq_len = 3  # a number, its start and its end
+    translation.read_data(args)
+    assert "100% of train's target fill --seq_len" in capsys.readouterr().out
 
 
 def test_files_that_are_no_text(tmp_path):

@@ -176,6 +176,9 @@ FROZEN = f"""model = {LAYERS}
     globals()['late'] = model[0].requires_grad_(False)
     return model"""
 THAWED = "late.requires_grad_(done > 0.3)\n    return 1.0"
+STOPPED = f"""if done > 0.05:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    {FACTOR}"""
 DIFFERS = "step 20: 0.weight is not the same in all processes. Does forward() change it"
 COLUMNS = "np.random.default_rng(os.getpid()).permutation(8)"
 OTHERS = "the processes have different code, flags, data or snapshots. Sort what comes from"
@@ -183,18 +186,22 @@ MISTAKES = {  # name: (changes of the section, the message)
     "infinite at last": ({LOSS: AT_LAST}, "the loss is not finite at step 20"),
     "sample": ({DATA: UNREADABLE}, "sample 77 cannot be read"),
     "in forward": ({NETWORK: IN_FORWARD}, DIFFERS),
+    "in forward, at a stop": (
+        {NETWORK: IN_FORWARD, FACTOR: STOPPED},
+        DIFFERS.replace("20", "2"),
+    ),
     "not known to DDP as trained": ({NETWORK: FROZEN, FACTOR: THAWED}, DIFFERS),
     "columns in another order": ({"table[:, :-1], table": f"table[:, {COLUMNS}], table"}, OTHERS),
     "an order without a seed": ({"np.random.perm": "np.random.default_rng().perm"}, OTHERS),
 }
 
 
+@pytest.mark.parametrize(("folder", "processes"), LAUNCHES)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_a_section_are_told(attempt, mine, tmp_path, name):
+def test_mistakes_in_a_section_are_told(attempt, mine, tmp_path, name, folder, processes):
     """Each ends the run with an error, with a worker as without, and nothing is saved."""
-    (changes, message), is_odd = MISTAKES[name], [*MISTAKES].index(name) % 2
-    words = ("--num_workers", is_odd, "--snapshot", tmp_path / "s.pt", "--max_steps", 20)
-    folder, processes = LAUNCHES[is_odd]
+    changes, message = MISTAKES[name]
+    words = ("--num_workers", processes % 2, "--snapshot", tmp_path / "s.pt", "--max_steps", 20)
     status, _, err = attempt(mine(changes, folder), *words, processes=processes)
     assert status and message in err and not (tmp_path / "s.pt").exists(), err
 
@@ -288,7 +295,7 @@ def test_what_is_drawn_at_random(run, mine, tmp_path):
     assert len(set.union(*drawn)) == 3 * (4 * 240 + 3 + 1)
 
 
-# A named tuple, one with a .to of its own, a packed sequence, and what has no .to.
+# A named tuple, one with a .to of its own, a packed sequence, what has no .to, or moves in place.
 SAMPLE = """Sample = __import__("collections").namedtuple("Sample", "features targets")
 
 
@@ -297,17 +304,23 @@ class Moved(Sample):
         return self._replace(features=-self.features)
 
 
+class Placed:
+    def to(self, device):
+        self.device = device
+
+
 """
 NESTED = """class Nested(Subset):
         def __getitems__(self, indices):
             features, targets = zip(*super().__getitems__(indices))
             packed = nn.utils.rnn.pack_sequence(features, enforce_sorted=False)
             stacked = torch.stack(features), torch.stack(targets)
-            return {"named": Sample(*stacked), "moved": Moved(*stacked), "list": [packed, "x"]}
+            others = [packed, "x", Placed()]
+            return {"named": Sample(*stacked), "moved": Moved(*stacked), "list": others}
     return [Nested(data, part.indices) for part in parts]"""
 UNNESTED = """features, targets = batch["named"].features, batch["named"].targets
-    packed, name = batch["list"]
-    assert name == "x" and torch.equal(batch["moved"].features, -features)
+    packed, name, placed = batch["list"]
+    assert name == "x" and placed.device and torch.equal(batch["moved"].features, -features)
     features = torch.stack(nn.utils.rnn.unpack_sequence(packed))
 """
 BARE = """class Bare(Subset):

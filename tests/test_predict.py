@@ -92,9 +92,11 @@ def test_what_is_sent_and_when(log, link, changes, figures, backward):
 
 
 def test_the_newest_of_equal_runs_counts(log, link, tmp_path):
-    """Not that with the most steps. A run without timed steps is none."""
-    old, new = rows_of("old", 1, [10, 10]), rows_of("new", 1, [10], steps=5)
-    two = rows_of("two", 2, [4], comm_hook="none"), rows_of("bf16", 2, [2], comm_hook="bf16")
+    """Not that with the most steps. A run without timed steps is none. Two stages are two GPUs."""
+    gpu, stages = {"device": "H100"}, {"num_stages": 2, "stages": [5, 5]}
+    old, new = rows_of("old", 1, [10, 10], **gpu), rows_of("new", 1, [10], steps=5, **gpu)
+    two = [rows_of("two", 2, [4], **gpu), rows_of("bf16", 2, [2], comm_hook="bf16", **gpu)]
+    two.append(rows_of("four", 2, [1], script="hybrid/images.py", **stages, **gpu))
     runs = write(tmp_path / "b.jsonl", old, new, *two)
     text, strong, *_ = predicted(runs, link("l"), "--processes", 2)
     assert "run new\n" in text and "run old" not in text
@@ -197,6 +199,8 @@ def test_doubts_come_first(log, link):
         "64 is no multiple of 3: that is rounded.",
     ]
     assert "the run was on CPU, and a link on H100" in run_predict(log(), gpu).stdout
+    fsdp = run_predict(log(script="hybrid/gpt_fsdp.py"), cpu).stdout
+    assert "FSDP sends weights, too, and this is a prediction of DDP" in fsdp
     many = "a node is taken to hold 1024 processes, but was measured with 2"
     assert many in run_predict(log(device="H100"), gpu).stdout
     assert "Not to be trusted" not in run_predict(log(device="H100"), gpu, "--processes", 2).stdout

@@ -96,7 +96,7 @@ def load_saved(attempt, tmp_path):
 
 
 @pytest.mark.parametrize("model", ("gpt", "text"))  # all four: tests/soak
-def test_int8_is_smaller_and_as_good(run, trained, load_saved, tmp_path, model):
+def test_int8_is_smaller_and_as_good(run, refused, trained, load_saved, tmp_path, model):
     """fp32 has the quality that the training reported; int8 keeps it in less memory."""
     script, snapshot, log = trained(model)
     words = ("--snapshot", snapshot, "--rounds", 1, "--eager", "--row", "int8-torch.ao")
@@ -106,6 +106,8 @@ def test_int8_is_smaller_and_as_good(run, trained, load_saved, tmp_path, model):
     if model == "gpt":
         assert before == pytest.approx(math.exp(curve(log)[-1, 1]), rel=0.01) and before < 12
         assert float(rows[1]["same %"]) > 95
+        other = ("--dataset", ROOT / "report.py")
+        refused("is not what it was in training", script, "--snapshot", snapshot, *other)
     else:
         assert before == pytest.approx(curve(log, "val_acc")[-1, 2], abs=1e-4) and before > 0.6
     expected = r"b[\'\"].+" if model == "gpt" else r"tensor.* tensor.*"

@@ -136,6 +136,13 @@ def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
     assert found == ["1.00 1.67 2.50", "20 14 3", "1.00 1.00 1.00", "5.00 10.0 5.00"]
     assert "run none has only 0 step(s) after its warmup" in text
     assert "run short has only 3 step(s)" in text and text.count("note: ") == 2
+    cut = list(rows_of("cut", 2, [6, 6]))  # stopped on another machine, without a validation
+    for row in cut[2:]:
+        row["device"] = "H100"
+        del row["val_loss"], row["val_acc"]
+    text, [row] = tables(write(tmp_path / "b.jsonl", cut))
+    assert "run cut was on CPU and H100: its times are means over all" in text
+    assert row["step"] == "20" and "val_loss" not in row, "that of step 10"
 
 
 PAYS = {  # seconds of 1, 2 and 6 processes: log2(6 / 2) = 1.58 doublings must pay, 1.5**1.58 = 1.90
@@ -259,6 +266,8 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     assert len(phases) == 8 and len(sent) == 2, "of the last row of the last run"
     figure = report.draw_step(phases, sent, tmp_path / "step.png")
     assert figure.get_suptitle() == "Rank 0 waits 60 ms in all-reduces for rank 1, 20 ms exposed"
+    figure = report.draw_step(phases, sent.assign(name="all-gather"), tmp_path / "step.png")
+    assert figure.get_suptitle() == "1 all-gathers and reduce-scatters in this step"
     write(folder / "run.jsonl", logged, rows_of("z", 1, [1]))  # killed in the last validation
     write(folder / "none.jsonl", rows_of("a", 1, [1]))
     write(folder / "torn.jsonl", rows_of("a", 1, [1], last_step=[1]))
@@ -293,14 +302,14 @@ COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter"}
 def test_the_last_step_in_the_log(logged, request, data, device, processes, words):
     """Its phases follow each other, and add up to the columns of a row that is one step.
 
-    On multinode, one of three processes is 0.2 s late, and has a clock that is 5 s ahead.
+    On multinode, one of three processes is 0.6 s late, and has a clock that is 5 s ahead.
     """
     more = {"EMU_DEVICES": "4"} if device == "emu" else {}
     if more:
         request.getfixturevalue("emulator")
     is_late = words.startswith("multinode/")
     if is_late:
-        more |= {"before": (ROOT / "tests/helpers/slow.py", "backward", 1, 0.2)}
+        more |= {"before": (ROOT / "tests/helpers/slow.py", "backward", 1, 0.6)}
     script, *words = words.format(data=data).split()
     log = logged(script, *words, "--max_steps", 6, "--eval_every", 1, processes=processes, **more)
     last = {row["rank"]: row for row in rows_in(log) if row["step"] == 6}
@@ -327,4 +336,4 @@ def test_the_last_step_in_the_log(logged, request, data, device, processes, word
         assert sum(size for *_, size in sent) == 4 * row["parameters"] and len(sent) > 1
         assert sent[0][1] < ready[rank] <= sent[-1][1], "the last one as backward() ends"
     if is_late:
-        assert all(0.1 < ready[1] - ready[rank] < 1 for rank in (0, 2))
+        assert all(0.2 < ready[1] - ready[rank] < 4 for rank in (0, 2))

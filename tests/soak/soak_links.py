@@ -61,7 +61,6 @@ def test_what_would_help_is_tried(run, tmp_path):
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line[:1] == "|"][2:]
     assert [row[:4] for row in rows] == [["images, mlp", "100", "3", name] for name in names]
     assert all(1.8 < float(row[4]) < 2.2 and float(row[5]) > 1.25 for row in rows), rows
-    assert " of 3 are within 10%, " in out
     logs = [json.loads(path.read_text().splitlines()[-1]) for path in tmp_path.glob("logs/*.jsonl")]
     found = sorted((row["processes"], row["batch_size"], row["comm_hook"]) for row in logs)
     plain = (3, 63, "none")
