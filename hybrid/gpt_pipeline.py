@@ -402,9 +402,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # it downloads what is missing, and says what is wrong. The others wait below.
         check_args(args, world_size)
-        num_train, num_val = map(len, read_data(args))
+        # It gets a copy of args, which read_data() may change.
+        num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
         if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"{num_train} and {num_val} samples are too few: see --batch_size")
+            sys.exit(f"{num_train} and {num_val} samples are fewer than a batch, or than processes")
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -413,7 +414,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         check_args(args, world_size)
     with contextlib.redirect_stdout(io.StringIO()):  # rank 0 has printed this already
         if local_rank == 0 and rank > 0:
-            read_data(args)  # downloads where machines do not share a disk
+            read_data(argparse.Namespace(**vars(args)))  # downloads where disks are not shared
         dist.barrier()  # waits for that
         set_seeds(args.seed)  # the same random splits in all processes
         train_data, val_data = read_data(args)
@@ -442,12 +443,20 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as meant
     optimizer = create_optimizer(model, args)
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if trained - places.keys():
+        sys.exit("the optimizer has parameters that the model has not: put them into the model")
+    for parameter in places.keys() - trained:
+        parameter.requires_grad_(False)  # else its gradients add up, and clip those of others
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
-        group["params"].sort(key=lambda parameter: places.get(parameter, 0))
+        group["params"].sort(key=places.get)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    if args.snapshot:  # what a resume could not read fails here, before the training
+        torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
     # The steps done, the step of the last row, and the sums of batch_loss since that row.
@@ -464,6 +473,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         load_weights(model, fingerprint, args)
     step = first_step = progress["step"]  # the steps done before this start
     flags = f"{args.settings} {num_steps} {eval_every} {args.num_microbatches} {args.schedule}"
+    flags += f" {args.num_stages} {bool(args.snapshot)}"
     setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
     if differ(torch.tensor([*fingerprint, len(val_data), setup, step], device=device)).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
@@ -524,7 +534,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # a run that was stopped here resumes by validating
+                if not is_stopped:  # a run that was stopped here resumes by validating
                     val_totals = evaluate(schedule, stage, sums, val_data, copies, device, args)
                     mark("eval")
                     sums.clear()
@@ -536,7 +546,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                 rate = float(optimizer.param_groups[0]["lr"])
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows += log_row(row, totals, val_totals, model, device, args)
-            # Look after each of the first 3 steps, then in a second, or in at most twice the steps.
+            # Look after each of the first 3 steps. Later, look again in about a second, but after
+            # at most twice as many steps as between the last two looks.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -663,11 +674,11 @@ def load_weights(model, fingerprint, args):
     weights = snapshot["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    others = ", ".join(sorted((shapes.keys() | weights.keys()) - fitting.keys()))
+    others = sorted((shapes.keys() | weights.keys()) - fitting.keys())
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and others:
-        print(f"weights that do not match those of {args.init_from}: {others:.60}")
+        print(f"{len(others)} weights do not match {args.init_from}: {', '.join(others):.60}")
     if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
         print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
     model.load_state_dict(fitting, strict=False)
@@ -830,8 +841,8 @@ def check_args(args, world_size):
         sys.exit(f"--batch_size must be a multiple of {world_size // stages} x --num_microbatches")
     if args.seed < 0:
         sys.exit("--seed must not be negative")
-    for path in filter(None, (args.snapshot, args.log)):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+    for path in map(os.path.realpath, filter(None, (args.snapshot, args.log))):
+        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
     args.settings = {}  # the flags that must stay the same, as numbers and strings
     for name, value in vars(args).items():
@@ -903,7 +914,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # until the last mark, negative. All set it after the same collective
+    def seconds(moment):  # before the last mark, which all set after the same collective
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []
@@ -911,7 +922,7 @@ def count_marks(is_warmup=False):
     timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
     events.clear()
     for name, start, end, size in sorted(timed, key=lambda event: event[1]):
-        if is_warmup and name not in ("eval", "save"):
+        if is_warmup:
             times["warmup"] += end - start if name in PHASES else 0.0
             continue
         if name in PHASES:

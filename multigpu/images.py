@@ -303,12 +303,20 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         part.training = False
     optimizer = create_optimizer(model, args)
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if trained - places.keys():
+        sys.exit("the optimizer has parameters that the model has not: put them into the model")
+    for parameter in places.keys() - trained:
+        parameter.requires_grad_(False)  # else its gradients add up, and clip those of others
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
-        group["params"].sort(key=lambda parameter: places.get(parameter, 0))
+        group["params"].sort(key=places.get)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    if args.snapshot:  # what a resume could not read fails here, before the training
+        torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
     # The steps done, the step of the last row, and the sums of batch_loss since that row.
@@ -382,7 +390,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # a run that was stopped here resumes by validating
+                if not is_stopped:  # a run that was stopped here resumes by validating
                     val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
@@ -394,7 +402,8 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
                 rate = float(optimizer.param_groups[0]["lr"])
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows += log_row(row, totals, val_totals, model, device, args)
-            # Look after each of the first 3 steps, then in a second, or in at most twice the steps.
+            # Look after each of the first 3 steps. Later, look again in about a second, but after
+            # at most twice as many steps as between the last two looks.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -509,11 +518,11 @@ def load_weights(model, fingerprint, args):
     weights = snapshot["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    others = ", ".join(sorted((shapes.keys() | weights.keys()) - fitting.keys()))
+    others = sorted((shapes.keys() | weights.keys()) - fitting.keys())
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
     if dist.get_rank() == 0 and others:
-        print(f"weights that do not match those of {args.init_from}: {others:.60}")
+        print(f"{len(others)} weights do not match {args.init_from}: {', '.join(others):.60}")
     if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
         print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
     model.load_state_dict(fitting, strict=False)
@@ -611,8 +620,9 @@ def add_up(sums, device):
 def evaluate(model, compiled_model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
-        if buffer.is_contiguous():  # an expanded one cannot be written to
-            dist.broadcast(buffer, src=0)
+        if 0 not in buffer.stride():  # an expanded one cannot be written to
+            dist.broadcast(sent := buffer.contiguous(), src=0)
+            buffer.copy_(sent)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = range(rank, len(data), world_size)
     size = args.batch_size // world_size // args.grad_accum_steps  # as in training
@@ -673,8 +683,8 @@ def check_args(args, world_size):
         sys.exit(f"--batch_size must be a multiple of {world_size} x --grad_accum_steps")
     if args.seed < 0:
         sys.exit("--seed must not be negative")
-    for path in filter(None, (args.snapshot, args.log)):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+    for path in map(os.path.realpath, filter(None, (args.snapshot, args.log))):
+        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
     args.settings = {}  # the flags that must stay the same, as numbers and strings
     for name, value in vars(args).items():
@@ -745,7 +755,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # until the last mark, negative. All set it after the same collective
+    def seconds(moment):  # before the last mark, which all set after the same collective
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []
@@ -753,7 +763,7 @@ def count_marks(is_warmup=False):
     timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
     events.clear()
     for name, start, end, size in sorted(timed, key=lambda event: event[1]):
-        if is_warmup and name not in ("eval", "save"):
+        if is_warmup:
             times["warmup"] += end - start if name in PHASES else 0.0
             continue
         if name in PHASES:
@@ -835,7 +845,7 @@ if __name__ == "__main__":
     # Downloads what is missing, once. It gets a copy of args, which read_data() may change.
     num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
     if num_train < args.batch_size or num_val < args.num_gpus:
-        sys.exit(f"{num_train} and {num_val} samples are too few: see --batch_size")
+        sys.exit(f"{num_train} and {num_val} samples are fewer than a batch, or than processes")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # stay on this machine
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     os.environ.setdefault("PYTHONHASHSEED", "0")  # all processes iterate a set of words alike

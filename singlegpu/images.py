@@ -13,6 +13,7 @@ Shapes: N images of a split, B of a batch, C channels, H height, W width, K clas
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -273,7 +274,9 @@ def main(args):
     set_seeds(args.seed)  # the same random splits in each run
     train_data, val_data = read_data(args)
     if len(train_data) < args.batch_size or len(val_data) < 1:
-        sys.exit(f"{len(train_data)} and {len(val_data)} samples are too few: see --batch_size")
+        sys.exit(
+            f"{len(train_data)} and {len(val_data)} samples are fewer than a batch, or than one"
+        )
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     eval_every = args.eval_every or steps_per_epoch
@@ -293,12 +296,20 @@ def main(args):
         part.training = False
     optimizer = create_optimizer(model, args)
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if trained - places.keys():
+        sys.exit("the optimizer has parameters that the model has not: put them into the model")
+    for parameter in places.keys() - trained:
+        parameter.requires_grad_(False)  # else its gradients add up, and clip those of others
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
-        group["params"].sort(key=lambda parameter: places.get(parameter, 0))
+        group["params"].sort(key=places.get)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    if args.snapshot:  # what a resume could not read fails here, before the training
+        torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
     # The steps done, the step of the last row, and the sums of batch_loss since that row.
@@ -358,7 +369,7 @@ def main(args):
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if is_row and not is_stopped:  # a run that was stopped here resumes by validating
+                if not is_stopped:  # a run that was stopped here resumes by validating
                     val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
@@ -370,7 +381,8 @@ def main(args):
                 rate = float(optimizer.param_groups[0]["lr"])
                 row |= {"epoch": step / steps_per_epoch, "lr": rate}
                 rows.append(log_row(row, totals, val_totals, model, device, args))
-            # Look after each of the first 3 steps, then in a second, or in at most twice the steps.
+            # Look after each of the first 3 steps. Later, look again in about a second, but after
+            # at most twice as many steps as between the last two looks.
             longest = 2 * (step - look_step) if step >= first_step + 3 else 1
             next_look = step + max(1, min(int(speed), longest))
             look_step, look_time = step, time.perf_counter()
@@ -460,11 +472,11 @@ def load_weights(model, fingerprint, args):
     weights = snapshot["model"]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
     fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    others = ", ".join(sorted((shapes.keys() | weights.keys()) - fitting.keys()))
+    others = sorted((shapes.keys() | weights.keys()) - fitting.keys())
     if not fitting:
         sys.exit(f"{args.init_from} has no weights of this model")
     if others:
-        print(f"weights that do not match those of {args.init_from}: {others:.60}")
+        print(f"{len(others)} weights do not match {args.init_from}: {', '.join(others):.60}")
     if snapshot.get("progress", {}).get("fingerprint") != fingerprint:
         print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
     model.load_state_dict(fitting, strict=False)
@@ -606,8 +618,8 @@ def check_args(args, world_size):
         sys.exit(f"--batch_size must be a multiple of {world_size} x --grad_accum_steps")
     if args.seed < 0:
         sys.exit("--seed must not be negative")
-    for path in filter(None, (args.snapshot, args.log)):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+    for path in map(os.path.realpath, filter(None, (args.snapshot, args.log))):
+        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
             sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
     args.settings = {}  # the flags that must stay the same, as numbers and strings
     for name, value in vars(args).items():
@@ -658,7 +670,7 @@ def count_marks(is_warmup=False):
     timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
     events.clear()
     for name, start, end, size in timed:
-        if is_warmup and name not in ("eval", "save"):
+        if is_warmup:
             times["warmup"] += end - start
             continue
         times[name] += end - start

@@ -180,10 +180,19 @@ STOPPED = f"""if done > 0.05:
         os.kill(os.getpid(), signal.SIGUSR2)
     {FACTOR}"""
 DIFFERS = "step 20: 0.weight is not the same in all processes. Does forward() change it"
+OWN = "[*model.parameters(), nn.Parameter(torch.ones(1))]"
 COLUMNS = "np.random.default_rng(os.getpid()).permutation(8)"
 OTHERS = "the processes have different code, flags, data or snapshots. Sort what comes from"
 MISTAKES = {  # name: (changes of the section, the message)
     "infinite at last": ({LOSS: AT_LAST}, "the loss is not finite at step 20"),
+    "a rate that weights_only refuses": (
+        {OPTIMIZER: OPTIMIZER.replace("args.learning_rate", "np.sqrt(0.01)")},
+        "Weights only load failed",
+    ),
+    "weights beside the model": (
+        {OPTIMIZER: OPTIMIZER.replace("model.parameters()", OWN)},
+        "the optimizer has parameters that the model has not",
+    ),
     "sample": ({DATA: UNREADABLE}, "sample 77 cannot be read"),
     "in forward": ({NETWORK: IN_FORWARD}, DIFFERS),
     "in forward, at a stop": (
@@ -204,6 +213,31 @@ def test_mistakes_in_a_section_are_told(attempt, mine, tmp_path, name, folder, p
     words = ("--num_workers", processes % 2, "--snapshot", tmp_path / "s.pt", "--max_steps", 20)
     status, _, err = attempt(mine(changes, folder), *words, processes=processes)
     assert status and message in err and not (tmp_path / "s.pt").exists(), err
+
+
+def test_weights_that_no_optimizer_has(logged, mine):
+    """They are as if frozen: their gradients neither add up nor clip those of others."""
+    frozen = {NETWORK: f"model = {LAYERS}\n    model[0].requires_grad_(False)\n    return model"}
+    left_out = {OPTIMIZER: OPTIMIZER.replace("model.", "model[-1].")}
+    words, curves = ("--max_steps", 20, "--eval_every", 5, "--max_grad_norm", 0.1), []
+    for changes in frozen, left_out:
+        curves.append(curve(logged(mine(changes), *words, processes=2), "grad_norm"))
+    np.testing.assert_array_equal(*curves)
+
+
+IN_COLUMNS = f"""class Counting(nn.Linear):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            self.register_buffer("ranks", torch.zeros(2, 3).T)
+        def forward(self, x):
+            self.ranks += self.training * dist.get_rank()
+            assert self.training or self.ranks.max() == 0, "in validation, those of rank 0"
+            return super().forward(x)
+    return {LAYERS.replace("nn.Linear", "Counting", 1)}"""
+
+
+def test_buffers_in_any_layout_are_those_of_rank_0(run, mine):
+    run(mine({NETWORK: IN_COLUMNS}), "--max_steps", 2, processes=2)
 
 
 def test_sets_of_strings_have_one_order(run, mine):

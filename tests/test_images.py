@@ -336,7 +336,7 @@ def test_other_data_and_weights_to_start_from(refused, run, tmp_path):
     torch.save(snapshot, old)
     more = ("--init_from", old, "--snapshot", new, "--learning_rate", 0)
     out = run("multinode/images.py", *words, 1, *more, processes=2)
-    assert f"weights that do not match those of {old}: 6.bias, 6.weight, 7.weight\n" in out
+    assert f"3 weights do not match {old}: 6.bias, 6.weight, 7.weight\n" in out
     assert f"{old} is of another seed or data: " in out
     before, after = load(old)["model"], load(new)["model"]
     changed = [name for name in after if not torch.equal(before[name], after[name])]

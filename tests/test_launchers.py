@@ -113,7 +113,8 @@ def test_what_cannot_work_is_said_in_a_line(refused, run, base, tmp_path):
     for split in ("train", "test"):
         np.save(tmp_path / f"{split}_images.npy", np.zeros((30, 8, 8), np.uint8))
         np.save(tmp_path / f"{split}_labels.npy", np.arange(30) % 2)
-    too_few = ("30 and 30 samples are too few", "--dataset", tmp_path)
+    (link := tmp_path / "link.pt").symlink_to(tmp_path / "none/file")
+    too_few = ("30 and 30 samples are fewer than a batch", "--dataset", tmp_path)
     cases = [(f"{folder}/images.py", *too_few) for folder in STOPS]
     for more in (("--model", "cnn"), ("--learning_rate", 1e-4)):
         told = f"{good} was made with {more[0]} "
@@ -122,18 +123,19 @@ def test_what_cannot_work_is_said_in_a_line(refused, run, base, tmp_path):
         ("multinode/images.py", "--batch_size must be", *base, "--grad_accum_steps", 5),
         ("multinode/images.py", "cannot write none/file", *base, "--snapshot", "none/file"),
         ("singlegpu/images.py", f"cannot write {tmp_path}", *base, "--log", tmp_path),
+        ("singlegpu/images.py", f"cannot write {tmp_path}/none", *base, "--snapshot", link),
         ("multigpu/allreduce.py", "one process has nobody", "--num_gpus", 1),
     ]
     for script, told, *words in cases:
         err = refused(told, script, *words, processes=2)
         assert err.count("\n") == 1 or "allreduce" in script, (script, words, err)
-    words = (*base, "--max_steps", 4, "--snapshot")  # nodes with other files, or flags
+    words = (*base, "--max_steps", 4)  # nodes with other files, or flags
     told = "the processes have different code, flags, data or snapshots"
     none = tmp_path / "none.pt"
-    others = ([good], [none, "--dropout", 0.1], [none, "--comm_hook", "bf16"])
-    for end in others:
+    others = [("--snapshot", none, "--dropout", 0.1), ("--snapshot", none, "--comm_hook", "bf16")]
+    for end in ("--snapshot", good), *others, ():
         nodes, envs = forks_of("multinode/images.py", words, (2, 1))
-        answers = run_all([[*nodes[0], none], [*nodes[1], *end]], envs, tmp_path)
+        answers = run_all([[*nodes[0], "--snapshot", none], [*nodes[1], *end]], envs, tmp_path)
         assert any(status == 1 and told in err for status, _, err in answers), answers
     assert before == good.read_bytes()
 
