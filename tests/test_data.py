@@ -93,10 +93,10 @@ def test_masks(run, example, tmp_path):
     Image.fromarray(np.zeros((16, 8), np.uint8)).save(tmp_path / "train/masks/3.png")
     refuse("3.png and its image differ in height or width", script.read_data, **flags)
     shutil.copy(tmp_path / "train/images/5.jpg", tmp_path / "train/images/4.png")
-    refuse("have not one image: ['4.png']", script.read_data, **flags)
+    refuse("have not one image: ['4.Png']", script.read_data, **flags)
     (tmp_path / "train/images/4.png").unlink()
     Image.new("RGB", (10, 10)).save(tmp_path / "train/images/3.jpg")
-    for mask in tmp_path.glob("*/masks/*"):
+    for mask in tmp_path.glob("*/masks/[!.]*"):
         Image.fromarray(np.resize(np.uint8([0, 255]), (10, 10))).save(mask)
     refuse("all labelled pixels of the first masks are of one class", script.read_data, **flags)
 

@@ -262,3 +262,12 @@ def test_compiled_rows(attempt, trained, tmp_path):
     assert modes == [(each, mode) for mode in ("eager", "compiled") for each in ("fp32", row)]
     assert all(abs(float(each["val_acc"].split()[1])) < 0.01 for each in rows), rows
     assert [*tmp_path.glob("**/*.py")], "of torch.compile"
+
+
+def test_an_lstm_is_not_compiled(attempt, trained):
+    """A row that torch.compile cannot have is left out, and not measured eagerly."""
+    script, snapshot, _ = trained("lstm")
+    words = ("--row", "bf16", "--rounds", 1, "--num_samples", 8, "--batch_size", 8)
+    _, out, err = attempt(script, "--snapshot", snapshot, *words)
+    [compiled] = [line for line in out.splitlines() if " | compiled | " in line]
+    assert compiled.startswith("| fp32 | compiled | left out: "), (out, err)

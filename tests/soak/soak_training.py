@@ -76,10 +76,12 @@ def test_gpt_compile_compiles_all_parts(logged, data, tmp_path, script):
 
 @needs_compiler
 @pytest.mark.parametrize("model", QUALITIES)
-def test_torchao(attempt, trained, model):  # noqa: F811
+def test_torchao(attempt, trained, model, tmp_path):  # noqa: F811
     """All rows keep the quality, compiled, too. Of the lstm torchao changes the head alone."""
     script, snapshot, *_ = trained(model)
     more = ("--snapshot", snapshot, "--num_samples", 200, "--rounds", 1)
-    status, out, err = attempt(script, *more)  # PyTorch warns of torchao's tensors
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    status, out, err = attempt(script, *more, **cache)  # PyTorch warns of torchao's tensors
     assert status == 0, err
+    assert bool([*tmp_path.glob("**/*.py")]) == (model != "lstm"), "of torch.compile"
     assert_as_good(table(out), QUALITIES[model], smaller=model != "lstm")
