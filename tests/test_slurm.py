@@ -111,7 +111,7 @@ def test_jobs_train_stop_and_fail(site, run, data):
     path = f"PATH={site.environment['PATH']}"  # from the job file alone, as --export=NONE says
     text, count = re.subn("^# EDIT: activate.*", path, job_file.read_text(), flags=re.M)
     assert job_file.write_text(text) and count == 1
-    words = "--model mlp --dropout 0.5 --max_steps 1000 --eval_every 50 --num_workers 1".split()
+    words = "--model mlp --dropout 0.5 --max_steps 700 --eval_every 50 --num_workers 1".split()
     words += ["--dataset", "mnist", "--data_dir", data]
     stopped = site.submit("multinode_images", *words, options=ONE_PROCESS)
     wrong = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
@@ -126,7 +126,7 @@ def test_jobs_train_stop_and_fail(site, run, data):
     site.command("scancel", "--signal=USR2", stopped)  # as two minutes before the time limit
     assert site.wait(stopped) == "COMPLETED", site.output(stopped)
     assert int(site.show(stopped)["Restarts"]) == 1
-    starts = re.findall(r"steps (\d+) to 1000", site.output(stopped))
+    starts = re.findall(r"steps (\d+) to 700", site.output(stopped))
     assert len(starts) == 2 and starts[1] != "0", "it began again"
     more = ("--num_workers", 0, "--snapshot", site.folder / "whole.pt")
     run("multinode/images.py", *words, *more, processes=(2, 1))
