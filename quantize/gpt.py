@@ -179,7 +179,7 @@ def load_trained(args):
     train_data, data = read_data(args)
     known = snapshot.get("progress", {}).get("fingerprint")  # what --out has saved has none
     if known and known[0] != len(train_data):
-        sys.exit(f"{args.dataset} is not what it was in training, and tests may be known to the model")
+        sys.exit(f"{args.dataset} is not what it was in training: the model may know the tests")
     return model.eval(), data
 
 
