@@ -6,11 +6,11 @@ r"""Train a GPT whose weights are divided over processes: FSDP, also known as Ze
     sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_fsdp.slurm --checkpoint_activations
 
 The model need not fit on one GPU. With 4 processes and --shard_size 2, ranks 0 and 1 share a copy,
-and 2 and 3 another: each holds half of each weight, of its gradient and of its optimizer state. For
-its pass, a block is made whole by an all-gather. After its backward pass, a reduce-scatter leaves
-each process its half of the gradients, which an all-reduce averages over the copies. While it
-starts, a process holds the whole model in RAM. With --grad_accum_steps, it keeps whole gradients on
-its device. With --precision bf16, all activations are in bf16, here also the sums of the blocks.
+and 2 and 3 another: each holds half of each weight, of its gradient and of its optimizer state.
+Before a block runs, an all-gather collects its weights. After its backward pass, a reduce-scatter
+leaves each process its half of the gradients, which an all-reduce averages over the copies. At the
+start, a process holds the whole model in RAM. With --grad_accum_steps, it keeps whole gradients on
+its device. With --precision bf16, all activations are in bf16, those between the blocks, too.
 
 In the folder of --snapshot, each process writes its shards while the training goes on. This makes a
 file of them, which the other gpt.py take. Do so with your own alone: it executes what it finds.
@@ -279,8 +279,8 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    # No device_id: a mesh would then split this group, which not all backends can.
-    dist.init_process_group(backend)  # meets all
+    # No device_id: with it, a mesh would split this group, which not all backends can.
+    dist.init_process_group(backend)  # waits for all
     cpu_group = dist.new_group(backend="gloo")  # for barriers, and for the thread that saves
     if rank > 0:
         check_args(args, world_size)
@@ -308,7 +308,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         load_weights(model, fingerprint, args)
     shard(model, device, args)
     add_marks(model)
-    # What the task left in eval() stays so. A whole model in eval(), as from libraries, is trained.
+    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -318,7 +318,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     if trained - {*model.parameters()}:
         sys.exit("the optimizer has parameters that the model has not: put them into the model")
     for parameter in {*model.parameters()} - trained:
-        parameter.requires_grad_(False)  # else its gradients add up, and clip those of others
+        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
@@ -396,13 +396,13 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     saving = save_shards(parts, progress, saving, cpu_group, args)
                     mark("save")
                 val_totals = {}
-                if not is_stopped:  # a run that was stopped here resumes by validating
+                if not is_stopped:  # else the resumed run validates first
                     val_totals = evaluate(model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
                     progress |= {"row_step": step, "totals": {}}
                 if args.snapshot and (is_stopped or step >= num_steps):
-                    # Waits for the shards, and notes which row is done.
+                    # Waits until the shards are written, then saves which row is done.
                     save_run(parts, progress, saving, cpu_group, args)
                     mark("save")
                 row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
@@ -448,7 +448,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     bar.close()
     print_marks(rows)
     if not is_stopped:
-        set_seeds(args.seed)  # all take part, and draw the same. Rank 0 prints
+        set_seeds(args.seed)  # all call the model, and draw the same. Rank 0 prints
         with contextlib.redirect_stdout(io.StringIO() if rank > 0 else sys.stdout):
             finish(model.eval(), val_data, args, device)
     dist.barrier(cpu_group)  # a process that leaves early can make the others fail
@@ -856,7 +856,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # before the last mark, which all set after the same collective
+    def seconds(moment):  # relative to the last mark, which all set after the same collective
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []

@@ -363,7 +363,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         if world_size * args.num_stages < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group("gloo")  # meets all. An NCCL group has one GPU of each process:
+    dist.init_process_group("gloo")  # waits for all. An NCCL group has one GPU of each process:
     bound = devices if ON_GPU else [None] * args.num_stages
     groups = [dist.new_group(backend=backend, device_id=each) for each in bound]
     if rank > 0:
@@ -387,7 +387,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)
     stages = Chain(*split_model(model, devices))
-    # What the task left in eval() stays so. A whole model in eval(), as from libraries, is trained.
+    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -398,7 +398,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     if trained - places.keys():
         sys.exit("the optimizer has parameters that the model has not: put them into the model")
     for parameter in places.keys() - trained:
-        parameter.requires_grad_(False)  # else its gradients add up, and clip those of others
+        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
@@ -490,7 +490,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if not is_stopped:  # a run that was stopped here resumes by validating
+                if not is_stopped:  # else the resumed run validates first
                     val_totals = evaluate(compiled_model, groups, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
@@ -872,7 +872,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # before the last mark, which all set after the same collective
+    def seconds(moment):  # relative to the last mark, which all set after the same collective
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []

@@ -296,7 +296,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data).to(device)
-    # What the task left in eval() stays so. A whole model in eval(), as from libraries, is trained.
+    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -307,7 +307,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     if trained - places.keys():
         sys.exit("the optimizer has parameters that the model has not: put them into the model")
     for parameter in places.keys() - trained:
-        parameter.requires_grad_(False)  # else its gradients add up, and clip those of others
+        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
@@ -390,7 +390,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if not is_stopped:  # a run that was stopped here resumes by validating
+                if not is_stopped:  # else the resumed run validates first
                     val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
@@ -755,7 +755,7 @@ def count_marks(is_warmup=False):
     if ON_GPU:
         torch.accelerator.synchronize()
 
-    def seconds(moment):  # before the last mark, which all set after the same collective
+    def seconds(moment):  # relative to the last mark, which all set after the same collective
         return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
 
     step = []

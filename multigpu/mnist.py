@@ -35,7 +35,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     if ON_GPU:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)  # meets all
+    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)  # waits for all
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]

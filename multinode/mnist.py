@@ -51,7 +51,7 @@ def main(args):
         print(f"{world_size} processes", flush=True)
         read_data(args, train=True)  # downloads what is missing. The others wait for rank 0 below.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend, device_id=device if ON_GPU else None)  # meets all
+    dist.init_process_group(backend, device_id=device if ON_GPU else None)  # waits for all
     if local_rank == 0:
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that

@@ -13,11 +13,11 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
     print(model(tokens).argmax(1), targets)
 
 Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. *-weights has int8
-or int4 weights alone, of which 32 share a scale in -g32. int8-torch.ao is dynamic, by PyTorch's
-older library, and the others are by torchao. In its int4 rows and, on GPUs, in all of its rows the
-rest of the model is bf16: compare them with the row bf16. 1.50x is 1.5 times as fast as fp32 in the
-same mode. On GPUs, fp32 multiplies in TF32. What this machine or torch.compile cannot run is left
-out.
+or int4 weights, and leaves the inputs as they are. In -g32, 32 weights share a scale. int8-torch.ao
+is dynamic, by PyTorch's older library, and the other rows are by torchao. In torchao's int4 rows
+and, on GPUs, in all of its rows the rest of the model is bf16: compare them with the row bf16.
+1.50x is 1.5 times as fast as fp32 in the same mode. On GPUs, fp32 multiplies in TF32. What this
+machine or torch.compile cannot run is left out.
 Columns: MB is the file; same % is the share of texts whose class is that of fp32. Embeddings do not
 change.
 Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
@@ -359,7 +359,7 @@ def main(args):
                 run = partial(measure, row, model, data, batches, args)
                 run()  # warms up
                 if args.out and (row, mode) == (args.row, "eager"):
-                    load_quantized(io.BytesIO(file.getvalue()), device)  # a file that cannot fails
+                    load_quantized(io.BytesIO(file.getvalue()), device)  # must be loadable
                     Path(args.out).write_bytes(file.getvalue())
             except Exception as error:
                 print(f"| {row} | {mode} | left out: {' '.join(str(error).split()):.200} |")

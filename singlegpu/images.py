@@ -289,7 +289,7 @@ def main(args):
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run
     model = create_model(args, train_data).to(device)
-    # What the task left in eval() stays so. A whole model in eval(), as from libraries, is trained.
+    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
     for part in resting:
@@ -300,7 +300,7 @@ def main(args):
     if trained - places.keys():
         sys.exit("the optimizer has parameters that the model has not: put them into the model")
     for parameter in places.keys() - trained:
-        parameter.requires_grad_(False)  # else its gradients add up, and clip those of others
+        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
@@ -369,7 +369,7 @@ def main(args):
                     save(parts, progress, train_data, args)
                     mark("save")
                 val_totals = {}
-                if not is_stopped:  # a run that was stopped here resumes by validating
+                if not is_stopped:  # else the resumed run validates first
                     val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
                     mark("eval")
                     sums.clear()
