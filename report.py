@@ -362,7 +362,7 @@ def draw_step(phases, sent, path):
         share = spans["bubble"] / spans.sum()
         sentence = f"{share:.0%} of this step is bubble: stages wait for each other"
     elif not is_ddp:
-        sentence = f"{len(sent) / len(hosts):.0f} all-gathers and reduce-scatters in this step"
+        sentence = f"{len(sent) / len(hosts):.0f} collectives in this step"
     elif waits.max() > 0:
         exposed = phases["ms"][(names == "comm") & (phases["rank"] == waits.idxmax())].sum()
         sentence = f"Rank {waits.idxmax()} waits {waits.max():.3g} ms in all-reduces "
@@ -374,8 +374,9 @@ def draw_step(phases, sent, path):
         for name, colour in dict(zip(names, colours)).items()
         if spans[name] > 0.004 * spans.sum()  # the others cannot be seen
     ]
-    marks.append(Patch(color="black", label=", ".join(sent["name"].unique())))
-    if is_ddp:
+    if len(sent):
+        marks.append(Patch(color="black", label=", ".join(sent["name"].unique())))
+    if len(sent) and is_ddp:
         marks.append(Patch(**hatched, label="waiting in it"))
     save(figure, sentence, path, "outside lower center", handles=marks, ncols=4, fontsize=10)
     return figure

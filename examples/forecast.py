@@ -24,7 +24,8 @@ def read_series(args):
         return np.sin(hours * 2 * np.pi / 24) + np.cos(hours * 2 * np.pi / 168) + 0.1 * noise
     with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
         table = pd.read_csv(args.series, index_col=False).drop(columns=args.skip)
-    table = table.loc[:, table.columns != "Unnamed: 0"]  # row numbers of to_csv()
+    is_empty = table.columns.str.startswith("Unnamed: ") & table.isna().all()  # a comma at the end
+    table = table.loc[:, ~is_empty & (table.columns != "Unnamed: 0")]  # row numbers of to_csv()
     table = table.apply(pd.to_numeric, errors="coerce").astype(float)  # a word becomes NaN
     unusable = table.columns[~np.isfinite(table).all()]
     if len(unusable) > 0:

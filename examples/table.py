@@ -18,7 +18,8 @@ def read_data(args):
         table = pd.read_csv(args.table, index_col=False)
     if pd.to_numeric(table.columns, errors="coerce").notna().all():
         sys.exit(f"{args.table}: its first line has numbers, not names")
-    table = table.loc[:, table.columns != "Unnamed: 0"]  # row numbers of to_csv()
+    is_empty = table.columns.str.startswith("Unnamed: ") & table.isna().all()  # a comma at the end
+    table = table.loc[:, ~is_empty & (table.columns != "Unnamed: 0")]  # row numbers of to_csv()
     target = table.columns[-1]
     has_target = table[target].notna()
     if not has_target.any() or len(table.columns) < 2:

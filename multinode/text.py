@@ -165,7 +165,7 @@ def read_data(args):
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
         share = np.mean(tokens[:, -1] > 0)
         if share > 0.1:
-            print(f"{share:.0%} of the texts of {name} fill --seq_len: the rest of them is cut off")
+            print(f"{share:.0%} of the texts of {name} fill --seq_len: what is longer is cut off")
     return data
 
 
@@ -307,7 +307,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         # It gets a copy of args, which read_data() may change.
         num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
         if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"{num_train} and {num_val} samples are fewer than a batch, or than processes")
+            sys.exit(f"too few samples: {num_train} to train on, {num_val} to validate on")
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -339,11 +339,14 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         part.training = False
     optimizer = create_optimizer(model, args)
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if trained - places.keys():
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if optimized - {*model.parameters()}:
         sys.exit("the optimizer has parameters that the model has not: put them into the model")
-    for parameter in places.keys() - trained:
+    left_out = [p for p in model.parameters() if p.requires_grad and p not in optimized]
+    for parameter in left_out:
         parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
+    if rank == 0 and left_out:
+        print(f"{len(left_out)} parameters are frozen: the optimizer does not have them")
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
@@ -352,7 +355,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     if args.snapshot:  # what a resume could not read fails here, before the training
         torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
     # The steps done, the step of the last row, and the sums of batch_loss since that row.
@@ -660,7 +663,7 @@ def add_up(sums, device):
 def evaluate(model, compiled_model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
-        if 0 not in buffer.stride():  # an expanded one cannot be written to
+        if buffer.is_contiguous() or 0 not in buffer.stride():  # it is not expanded
             dist.broadcast(sent := buffer.contiguous(), src=0)
             buffer.copy_(sent)
     rank, world_size = dist.get_rank(), dist.get_world_size()

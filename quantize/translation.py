@@ -402,7 +402,7 @@ def quantize(model, row):
         raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
     for name, layer in model.named_modules():
         if type(layer) is nn.Linear and not fits(layer):
-            print(f"{row}: {name} stays as it is: no multiple of {multiple}", file=sys.stderr)
+            print(f"{row}: {name} is not quantized: no multiple of {multiple}", file=sys.stderr)
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
     ao.quantize_(model, config, fits)

@@ -163,7 +163,7 @@ def read_data(args):
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
         share = np.mean(tokens[:, -1] > 0)
         if share > 0.1:
-            print(f"{share:.0%} of the texts of {name} fill --seq_len: the rest of them is cut off")
+            print(f"{share:.0%} of the texts of {name} fill --seq_len: what is longer is cut off")
     return data
 
 
@@ -283,9 +283,7 @@ def main(args):
     set_seeds(args.seed)  # the same random splits in each run
     train_data, val_data = read_data(args)
     if len(train_data) < args.batch_size or len(val_data) < 1:
-        sys.exit(
-            f"{len(train_data)} and {len(val_data)} samples are fewer than a batch, or than one"
-        )
+        sys.exit(f"too few samples: {len(train_data)} to train on, {len(val_data)} to validate on")
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     eval_every = args.eval_every or steps_per_epoch
@@ -305,11 +303,14 @@ def main(args):
         part.training = False
     optimizer = create_optimizer(model, args)
     places = {parameter: place for place, parameter in enumerate(model.parameters())}
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if trained - places.keys():
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if optimized - {*model.parameters()}:
         sys.exit("the optimizer has parameters that the model has not: put them into the model")
-    for parameter in places.keys() - trained:
+    left_out = [p for p in model.parameters() if p.requires_grad and p not in optimized]
+    for parameter in left_out:
         parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
+    if left_out:
+        print(f"{len(left_out)} parameters are frozen: the optimizer does not have them")
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
         # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
@@ -318,7 +319,7 @@ def main(args):
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     if args.snapshot:  # what a resume could not read fails here, before the training
         torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
     fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
     # The steps done, the step of the last row, and the sums of batch_loss since that row.

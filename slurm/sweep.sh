@@ -73,12 +73,13 @@ sweep() { # LABEL GPUS BATCH_SIZES SCRIPT ARGUMENT...: submits the runs of a scr
         case $count in 1) folder=singlegpu ;; */*) folder=hybrid more=(--num_stages "$stages") ;; *x*) folder=multinode ;; esac
         [ $folder != multigpu ] || more=(--num_gpus "$each") # without GPUs, too
         [[ $count != *[x/]* ]] || tasks=(--ntasks-per-node=$((each / stages)))
-        if [ $folder = multigpu ] && [[ $sbatch != *--cpus-per-task* ]]; then # as many cores for each process as in singlegpu
-            tasks=(--cpus-per-task=$((each * $(sed -n 's/^#SBATCH --cpus-per-task=\([0-9]*\).*/\1/p' "slurm/singlegpu_$script.slurm"))))
-        fi
         if [ ! -f "slurm/${folder}_$script.slurm" ]; then
             echo "$label$count is left out: there is no slurm/${folder}_$script.slurm"
             continue
+        fi
+        if [ $folder = multigpu ] && [[ " $sbatch" != *@(--cpus-per-| -c)* ]]; then # each process has the cores of singlegpu's
+            cores=$(sed -n 's/^#SBATCH --cpus-per-task=\([0-9]*\).*/\1/p' "slurm/singlegpu_$script.slurm" 2>/dev/null || true)
+            [ -z "$cores" ] || tasks=(--cpus-per-task=$((each * cores)))
         fi
         for size in $sizes; do
             local batch=$size run

@@ -43,8 +43,10 @@ def test_table(run, example, tmp_path):
     read_data = module(example("table")).read_data
     pd.DataFrame(numbers).to_csv(path)  # with row numbers, which are no feature
     assert len(read_data(namespace(table=path))[0][0][0]) == 2
-    path.write_text("a,b,\n" + "\n".join(f"{row},{row**2},{row**3}" for row in range(20)))
-    assert len(read_data(namespace(table=path))[0][0][0]) == 2, "a target without a name"
+    lines = "\n".join(f"{row},{row**2},{row**3}" for row in range(20))
+    for content in f"a,b,\n{lines}", f"a,b,c,\n{lines}\n".replace("\n", ",\n").replace(",,", ","):
+        path.write_text(content)  # a target without a name; a comma at the end of each line
+        assert len(read_data(namespace(table=path))[0][0][0]) == 2
     for wrong, message in {
         "0.5,1.5\n2.5,3.5": "numbers, not names",
         f"{names}\n1,2,3,4\n1,word,1,1": "no number in constant",

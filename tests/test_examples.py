@@ -215,7 +215,7 @@ def test_mistakes_in_a_section_are_told(attempt, mine, tmp_path, name, folder, p
     assert status and message in err and not (tmp_path / "s.pt").exists(), err
 
 
-def test_weights_that_no_optimizer_has(logged, mine):
+def test_weights_that_no_optimizer_has(run, logged, mine):
     """They are as if frozen: their gradients neither add up nor clip those of others."""
     frozen = {NETWORK: f"model = {LAYERS}\n    model[0].requires_grad_(False)\n    return model"}
     left_out = {OPTIMIZER: OPTIMIZER.replace("model.", "model[-1].")}
@@ -223,6 +223,8 @@ def test_weights_that_no_optimizer_has(logged, mine):
     for changes in frozen, left_out:
         curves.append(curve(logged(mine(changes), *words, processes=2), "grad_norm"))
     np.testing.assert_array_equal(*curves)
+    out = run(mine(left_out), "--max_steps", 1, processes=2)
+    assert out.count("2 parameters are frozen: the optimizer does not have them") == 1
 
 
 IN_COLUMNS = f"""class Counting(nn.Linear):

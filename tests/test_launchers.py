@@ -114,7 +114,7 @@ def test_what_cannot_work_is_said_in_a_line(refused, run, base, tmp_path):
         np.save(tmp_path / f"{split}_images.npy", np.zeros((30, 8, 8), np.uint8))
         np.save(tmp_path / f"{split}_labels.npy", np.arange(30) % 2)
     (link := tmp_path / "link.pt").symlink_to(tmp_path / "none/file")
-    too_few = ("30 and 30 samples are fewer than a batch", "--dataset", tmp_path)
+    too_few = ("too few samples: 30 to train on, 30 to validate on", "--dataset", tmp_path)
     cases = [(f"{folder}/images.py", *too_few) for folder in STOPS]
     for more in (("--model", "cnn"), ("--learning_rate", 1e-4)):
         told = f"{good} was made with {more[0]} "

@@ -267,7 +267,7 @@ def test_the_last_step_is_drawn_and_written(tmp_path):
     figure = report.draw_step(phases, sent, tmp_path / "step.png")
     assert figure.get_suptitle() == "Rank 0 waits 60 ms in all-reduces for rank 1, 20 ms exposed"
     figure = report.draw_step(phases, sent.assign(name="all-gather"), tmp_path / "step.png")
-    assert figure.get_suptitle() == "1 all-gathers and reduce-scatters in this step"
+    assert figure.get_suptitle() == "1 collectives in this step"
     write(folder / "run.jsonl", logged, rows_of("z", 1, [1]))  # killed in the last validation
     write(folder / "none.jsonl", rows_of("a", 1, [1]))
     write(folder / "torn.jsonl", rows_of("a", 1, [1], last_step=[1]))

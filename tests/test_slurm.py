@@ -164,6 +164,7 @@ def dry_run(*words):
 def test_sizes_of_a_sweep():
     out = dry_run("--gpus", "1 2x4 4", "--weak", "images")
     assert out.count("--num_gpus") == out.count("--num_gpus 4 ") == 1
+    assert out.count("--cpus-per-task=32 ") == 1, "8 for each process, as in singlegpu"
     assert "--batch_size 512" in out and out.count("sbatch --parsable") == 4
 
 
