@@ -24,8 +24,9 @@ class Photos(Dataset):
     def __init__(self, folder, args):
         self.args = args
         endings = (".png", ".bmp", ".gif", ".tif", ".tiff")  # not .jpg, which changes numbers
-        paths = Path(folder, "masks").iterdir()
-        self.masks = sorted(path for path in paths if path.suffix.lower() in endings)
+        self.masks = sorted(
+            p for p in Path(folder, "masks").iterdir() if p.suffix.lower() in endings
+        )
         paths = [*Path(folder, "images").iterdir()]
         images = {path.stem: path for path in paths}
         stems = Counter(path.stem for path in paths)

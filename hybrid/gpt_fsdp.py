@@ -275,7 +275,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         # It gets a copy of args, which read_data() may change.
         num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
         if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"too few samples: {num_train} to train on, {num_val} to validate on")
+            sys.exit(f"too few samples: {num_train} for a batch, {num_val} to validate on")
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -306,6 +306,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     newest = newest_snapshot(args)
     if args.init_from and not newest:
         load_weights(model, fingerprint, args)
+    weights = int(sum(checksum(p.detach()) for p in model.parameters()))  # each keeps its shard
     shard(model, device, args)
     add_marks(model)
     # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
@@ -343,9 +344,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     flags = f"{args.settings} {num_steps} {eval_every} {args.comm_hook} {bool(args.snapshot)}"
     flags += f" {args.shard_size} {args.grad_accum_steps}"
     setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
-    if differ(torch.tensor([*fingerprint, len(val_data), setup, step], device=device)).any():
+    numbers = [*fingerprint, len(val_data), setup, weights, step]
+    if differ(torch.tensor(numbers, device=device)).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
+        sys.exit(f"the processes have different code, flags, data, weights or snapshots. {causes}")
     if newest:
         load_shards(model, optimizer, newest, cpu_group)
     saving = None  # the snapshot that a thread writes while the training goes on
@@ -525,8 +527,11 @@ def differ(numbers, group=None):
 
 
 def checksum(weights):
-    """Returns the sum of all bytes. It takes 1 MiB at a time, since a sum makes a copy in int64."""
-    return sum(part.sum() for part in weights.flatten().view(torch.uint8).split(2**20))
+    """Returns a sum of all bytes, each times its place: weights that change places count, too."""
+    pieces = weights.flatten().view(torch.uint8).split(2**18)  # 256 KiB, to need little memory
+    places = torch.arange(1, len(pieces[0]) + 1, dtype=torch.int32, device=weights.device)
+    sums = [(piece * places[: len(piece)]).sum() for piece in pieces]
+    return sum(number * total for number, total in enumerate(sums, start=1))
 
 
 def check_weights(model, step):
@@ -673,8 +678,10 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    moved = part.to(device) if hasattr(part, "to") else None
-    return part if moved is None else moved  # None: it has moved in place
+    if not hasattr(part, "to"):
+        return part
+    moved = part.to(device)
+    return part if moved is None else moved  # some move in place, and return nothing
 
 
 def as_tensors(sums):
@@ -696,7 +703,7 @@ def add_up(sums, device):
 def send_buffers(model):
     """Gives all processes the buffers of rank 0, such as BatchNorm's statistics."""
     for buffer in model.buffers():
-        if buffer.is_contiguous() or 0 not in buffer.stride():  # it is not expanded
+        if buffer.is_contiguous() or 0 not in buffer.stride():  # an expanded one is read only
             dist.broadcast(sent := buffer.contiguous(), src=0)
             buffer.copy_(sent)
 

@@ -405,7 +405,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         # It gets a copy of args, which read_data() may change.
         num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
         if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"too few samples: {num_train} to train on, {num_val} to validate on")
+            sys.exit(f"too few samples: {num_train} for a batch, {num_val} to validate on")
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -430,6 +430,11 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     torch.backends.cudnn.benchmark = torch.version.hip is None
     set_seeds(args.seed)  # the same weights in each run, and in all processes
     model = create_model(args, train_data)  # whole, and on the CPU
+    fingerprint = fingerprint_of(train_data, args)
+    is_resumed = args.snapshot and os.path.exists(args.snapshot)
+    if args.init_from and not is_resumed:
+        load_weights(model, fingerprint, args)
+    weights = int(sum(checksum(p.detach()) for p in model.parameters()))  # each keeps its stage
     # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
     resting = [part for part in model.modules() if model.training and not part.training]
     model.train()
@@ -460,11 +465,10 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     if args.snapshot:  # what a resume could not read fails here, before the training
         torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
         torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
-    fingerprint = fingerprint_of(train_data, args)
     progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
     # The steps done, the step of the last row, and the sums of batch_loss since that row.
     progress |= {"step": 0, "row_step": 0, "totals": {}}
-    if args.snapshot and os.path.exists(args.snapshot):
+    if is_resumed:
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
         progress |= snapshot["progress"]
         if progress["fingerprint"] != fingerprint:
@@ -472,15 +476,14 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
             sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # else the file stays mapped
-    elif args.init_from:
-        load_weights(model, fingerprint, args)
     step = first_step = progress["step"]  # the steps done before this start
     flags = f"{args.settings} {num_steps} {eval_every} {args.num_microbatches} {args.schedule}"
     flags += f" {args.num_stages} {bool(args.snapshot)}"
     setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
-    if differ(torch.tensor([*fingerprint, len(val_data), setup, step], device=device)).any():
+    numbers = [*fingerprint, len(val_data), setup, weights, step]
+    if differ(torch.tensor(numbers, device=device)).any():
         causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
+        sys.exit(f"the processes have different code, flags, data, weights or snapshots. {causes}")
     gradients = join_gradients(stage, device)
     scaler.scale(gradients[:0])  # creates its scale. Only the last stage has a loss to scale
     ranks = torch.arange(world_size).view(-1, args.num_stages)  # (pipelines, stages)
@@ -649,8 +652,11 @@ def differ(numbers):
 
 
 def checksum(weights):
-    """Returns the sum of all bytes. It takes 1 MiB at a time, since a sum makes a copy in int64."""
-    return sum(part.sum() for part in weights.flatten().view(torch.uint8).split(2**20))
+    """Returns a sum of all bytes, each times its place: weights that change places count, too."""
+    pieces = weights.flatten().view(torch.uint8).split(2**18)  # 256 KiB, to need little memory
+    places = torch.arange(1, len(pieces[0]) + 1, dtype=torch.int32, device=weights.device)
+    sums = [(piece * places[: len(piece)]).sum() for piece in pieces]
+    return sum(number * total for number, total in enumerate(sums, start=1))
 
 
 def check_weights(model, stage, step, device):
@@ -756,8 +762,10 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    moved = part.to(device) if hasattr(part, "to") else None
-    return part if moved is None else moved  # None: it has moved in place
+    if not hasattr(part, "to"):
+        return part
+    moved = part.to(device)
+    return part if moved is None else moved  # some move in place, and return nothing
 
 
 def as_tensors(sums):

@@ -296,7 +296,7 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
         # It gets a copy of args, which read_data() may change.
         num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
         if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"too few samples: {num_train} to train on, {num_val} to validate on")
+            sys.exit(f"too few samples: {num_train} for a batch, {num_val} to validate on")
         if world_size < num_nodes * num_gpus:
             print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -528,8 +528,11 @@ def differ(numbers):
 
 
 def checksum(weights):
-    """Returns the sum of all bytes. It takes 1 MiB at a time, since a sum makes a copy in int64."""
-    return sum(part.sum() for part in weights.flatten().view(torch.uint8).split(2**20))
+    """Returns a sum of all bytes, each times its place: weights that change places count, too."""
+    pieces = weights.flatten().view(torch.uint8).split(2**18)  # 256 KiB, to need little memory
+    places = torch.arange(1, len(pieces[0]) + 1, dtype=torch.int32, device=weights.device)
+    sums = [(piece * places[: len(piece)]).sum() for piece in pieces]
+    return sum(number * total for number, total in enumerate(sums, start=1))
 
 
 def check_weights(model, step):
@@ -629,8 +632,10 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    moved = part.to(device) if hasattr(part, "to") else None
-    return part if moved is None else moved  # None: it has moved in place
+    if not hasattr(part, "to"):
+        return part
+    moved = part.to(device)
+    return part if moved is None else moved  # some move in place, and return nothing
 
 
 def as_tensors(sums):
@@ -652,7 +657,7 @@ def add_up(sums, device):
 def evaluate(model, compiled_model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
-        if buffer.is_contiguous() or 0 not in buffer.stride():  # it is not expanded
+        if buffer.is_contiguous() or 0 not in buffer.stride():  # an expanded one is read only
             dist.broadcast(sent := buffer.contiguous(), src=0)
             buffer.copy_(sent)
     rank, world_size = dist.get_rank(), dist.get_world_size()

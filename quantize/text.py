@@ -65,7 +65,7 @@ def parse_args():
     add("--row", choices=ROWS, help="measure only this row, beside fp32")
     add("--out", metavar="FILE", help="save the model of --row")
     add("--eager", action="store_true", help="leave out the compiled rows: compiling takes minutes")
-    add("--batch_size", type=int, default=64, help="texts at once, at least; int8 on GPUs needs 17")
+    add("--batch_size", type=int, default=64, help="least number at once; int8 on GPUs needs 17")
     add("--num_samples", type=int, default=0, help="texts to test the quality on; 0: all")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
@@ -171,7 +171,7 @@ def read_data(args):
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
         share = np.mean(tokens[:, -1] > 0)
         if share > 0.1:
-            print(f"{share:.0%} of the texts of {name} fill --seq_len: what is longer is cut off")
+            print(f"{share:.0%} of the texts of {name} fill --seq_len: the end is cut off")
     return data
 
 

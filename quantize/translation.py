@@ -74,7 +74,7 @@ def parse_args():
         "--batch_size",
         type=int,
         default=128,
-        help="sentences at once, at least; int8 on GPUs needs 17",
+        help="least number at once; int8 on GPUs needs 17",
     )
     add("--num_samples", type=int, default=0, help="sentences to test the quality on; 0: all")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
@@ -144,7 +144,7 @@ class Pairs(Dataset):
                 print(f"{share:.0%} of all words of {texts.split}'s {side} are [UNK], too rare")
             share = np.mean(ids[:, -1] != PAD)
             if share > 0.02:
-                print(f"{share:.0%} of {texts.split}'s {side} fill --seq_len: the rest is cut off")
+                print(f"{share:.0%} of {texts.split}'s {side}s fill --seq_len: the end is cut off")
         order = np.argsort(-np.count_nonzero(tokens["source"], axis=1), stable=True)
         self.texts = texts.select(order)
         self.tokens = {side: tokens[side][order] for side in SIDES}

@@ -236,7 +236,7 @@ def main(args):
     set_seeds(args.seed)  # the same random splits in each run
     train_data, val_data = read_data(args)
     if len(train_data) < args.batch_size or len(val_data) < 1:
-        sys.exit(f"too few samples: {len(train_data)} to train on, {len(val_data)} to validate on")
+        sys.exit(f"too few samples: {len(train_data)} for a batch, {len(val_data)} to validate on")
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     eval_every = args.eval_every or steps_per_epoch
@@ -512,8 +512,10 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    moved = part.to(device) if hasattr(part, "to") else None
-    return part if moved is None else moved  # None: it has moved in place
+    if not hasattr(part, "to"):
+        return part
+    moved = part.to(device)
+    return part if moved is None else moved  # some move in place, and return nothing
 
 
 def as_tensors(sums):

@@ -163,7 +163,7 @@ def read_data(args):
             print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
         share = np.mean(tokens[:, -1] > 0)
         if share > 0.1:
-            print(f"{share:.0%} of the texts of {name} fill --seq_len: what is longer is cut off")
+            print(f"{share:.0%} of the texts of {name} fill --seq_len: the end is cut off")
     return data
 
 
@@ -283,7 +283,7 @@ def main(args):
     set_seeds(args.seed)  # the same random splits in each run
     train_data, val_data = read_data(args)
     if len(train_data) < args.batch_size or len(val_data) < 1:
-        sys.exit(f"too few samples: {len(train_data)} to train on, {len(val_data)} to validate on")
+        sys.exit(f"too few samples: {len(train_data)} for a batch, {len(val_data)} to validate on")
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     eval_every = args.eval_every or steps_per_epoch
@@ -559,8 +559,10 @@ def to_device(part, device):
     """Returns a part of a batch on the device. What has no .to stays as it is."""
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    moved = part.to(device) if hasattr(part, "to") else None
-    return part if moved is None else moved  # None: it has moved in place
+    if not hasattr(part, "to"):
+        return part
+    moved = part.to(device)
+    return part if moved is None else moved  # some move in place, and return nothing
 
 
 def as_tensors(sums):

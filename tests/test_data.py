@@ -205,7 +205,7 @@ def test_pairs_of_the_hub(run, tmp_path, capsys):
     assert "fill --seq_len" not in out + told
     args.seq_len = 3  # a number, its start and its end
     translation.read_data(args)
-    assert "100% of train's target fill --seq_len" in capsys.readouterr().out
+    assert "100% of train's targets fill --seq_len" in capsys.readouterr().out
 
 
 def test_files_that_are_no_text(tmp_path):

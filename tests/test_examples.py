@@ -172,6 +172,9 @@ IN_FORWARD = f"""class Moving(nn.Linear):
             self.weight.data += 1e-3 * self.training * x.mean()
             return super().forward(x)
     return {LAYERS.replace("nn.Linear", "Moving", 1)}"""
+TURNED = IN_FORWARD.replace(
+    "+= 1e-3 * self.training * x.mean()", "= self.weight.roll(dist.get_rank(), 0)"
+)
 FROZEN = f"""model = {LAYERS}
     globals()['late'] = model[0].requires_grad_(False)
     return model"""
@@ -195,10 +198,8 @@ MISTAKES = {  # name: (changes of the section, the message)
     ),
     "sample": ({DATA: UNREADABLE}, "sample 77 cannot be read"),
     "in forward": ({NETWORK: IN_FORWARD}, DIFFERS),
-    "in forward, at a stop": (
-        {NETWORK: IN_FORWARD, FACTOR: STOPPED},
-        DIFFERS.replace("20", "2"),
-    ),
+    "in forward, at a stop": ({NETWORK: IN_FORWARD, FACTOR: STOPPED}, DIFFERS.replace("20", "2")),
+    "places in forward": ({NETWORK: TURNED}, DIFFERS),
     "not known to DDP as trained": ({NETWORK: FROZEN, FACTOR: THAWED}, DIFFERS),
     "columns in another order": ({"table[:, :-1], table": f"table[:, {COLUMNS}], table"}, OTHERS),
     "an order without a seed": ({"np.random.perm": "np.random.default_rng().perm"}, OTHERS),

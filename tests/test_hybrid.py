@@ -90,7 +90,8 @@ def test_gpt_one_loss_curve(attempt, logged, words, changed, tmp_path, script):
         for row in rows(log):
             assert row["parameters"] == rows(one)[0]["parameters"]
             assert all(row[name] > 0 for name in ("forward", "backward", "optimizer"))
-            assert row["comm_total"] > 0 and row.get("bubble", script != PIPELINE) > 0
+            assert row["comm_total"] > 0 and row.get("bubble", 1) > 0
+            assert ("bubble" in row) == (script == PIPELINE)
         held = [float(bytes) for bytes in re.findall(r"^held ([\d.]+)", out, re.M)]
         assert held == pytest.approx([size] * np.prod(processes) if size else [], rel=0.1)
 
@@ -212,6 +213,35 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     first, last = torch.load(tmp_path / "first.pt"), load(last)["model"]
     kept = {name for name, weight in first.items() if torch.equal(weight, last[name])}
     assert kept == {name for name in first if name.startswith(frozen)}
+
+
+OPTIMIZER = "    optimizer = create_optimizer(model, args)\n"
+TRAINED_PARTS = {IMAGES: "model[-1]", PIPELINE: "model.blocks[3]", FSDP: "model.blocks[3]"}
+
+
+@pytest.mark.parametrize("script", TRAINED_PARTS)
+def test_weights_that_no_optimizer_has_stay(run, words, images, changed, tmp_path, script):
+    """The optimizer has the weights of one part: all others are named, and keep their bits."""
+    part = f"[*{TRAINED_PARTS[script]}.parameters()]"
+    more = f'    optimizer.param_groups[:] = [{{**optimizer.param_groups[0], "params": {part}}}]\n'
+    changes = created(tmp_path / "first.pt") | {OPTIMIZER: OPTIMIZER + more}
+    task = [*images, "--model", "mlp"] if script == IMAGES else words
+    snapshot = tmp_path / "last"
+    task = [*task, "--max_steps", 2, "--snapshot", snapshot]
+    out = run(changed(script, changes), *task, processes=2)
+    first, last = torch.load(tmp_path / "first.pt"), load(as_file(snapshot))["model"]
+    kept = {name for name, weight in first.items() if torch.equal(weight, last[name])}
+    trained = "6." if script == IMAGES else "blocks.3."
+    assert kept == {name for name in first if not name.startswith(trained)}
+    assert out.count(f"{len(kept)} parameters are frozen: the optimizer does not have them") == 1
+
+
+@pytest.mark.parametrize("script", [PIPELINE, FSDP])
+def test_each_process_makes_the_same_weights(attempt, words, changed, script):
+    """None keeps its part of a model that the others have not made."""
+    copy = changed(script, {CREATE: f"{CREATE}\n    model.norm.weight.data[rank] += 1"})
+    status, _, err = attempt(copy, *words, "--max_steps", 1, processes=2)
+    assert status and "the processes have different code, flags, data, weights or" in err, err
 
 
 def test_models_that_cannot_be_split_are_named(refused, images, changed):

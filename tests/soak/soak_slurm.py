@@ -173,6 +173,9 @@ def test_studies_train_and_are_reported(site):  # noqa: F811
         words = (*words, "--out", study, "study", study, "--max_steps", 5, *more)
         told = site.command("bash", script, *words)
         jobs[study] = re.search(r"job (\d+) writes", told)[1]
+    words = ("--gpus", 1, "--sbatch", "--cpus-per-task=1", "--out", "failed", "study", "gpt")
+    told = site.command("bash", script, *words, "--n_heads", 0)  # no run for the others to wait for
+    assert site.wait(re.search(r"job (\d+) writes", told)[1]) == "FAILED", "not pending for ever"
     for study, (_, logs) in STUDIES.items():
         assert site.wait(jobs[study]) == "COMPLETED", study
         paths = sorted((site.folder / study).glob("*.jsonl"))
