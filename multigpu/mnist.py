@@ -124,12 +124,11 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=240, help="images per step, in total")
     args = parser.parse_args()
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        parser.error("each task would train alone: use slurm/multinode_mnist.slurm")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_PROCID", 0)) > 0:
+        parser.error("this script starts its own processes: use multinode/mnist.py")
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
-    if ON_GPU and args.num_gpus > num_gpus and not may_share:
+    if args.num_gpus > num_gpus > 0:
         parser.error(f"this machine has {num_gpus} GPU(s), not {args.num_gpus}")
     size = len(read_data(args, train=True))  # downloads what is missing, once for all processes
     if args.epochs < 1 or args.batch_size not in range(args.num_gpus, size + 1, args.num_gpus):

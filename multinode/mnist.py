@@ -41,8 +41,7 @@ def main(args):
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
     num_gpus = torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
-    if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
+    if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
