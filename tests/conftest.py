@@ -34,8 +34,8 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine mee
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 RUN = "# == The run: "  # begins the title of the section after the task
-FACTOR = "def learning_rate_factor(args, done):\n"
-CONSTANT = {FACTOR: f"{FACTOR}    return 1.0\n"}  # a change: --max_steps shapes no weights
+RATE = "def learning_rate(args, done):\n"
+CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
@@ -402,9 +402,9 @@ def curve(path, *more):
 
 
 def load(path):
-    """A snapshot, with the step at which it was saved."""
+    """A snapshot. That of hybrid has its step in "progress"."""
     snapshot = torch.load(path, weights_only=True)
-    return snapshot | {"step": snapshot["progress"]["step"]}
+    return snapshot.get("progress", {}) | snapshot
 
 
 def assert_same_weights(path, other, rounding=0):
