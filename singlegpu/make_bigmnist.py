@@ -1,13 +1,12 @@
 """Make bigMNIST, a data set larger than memory: augmented versions of MNIST, copied many times.
 
     python singlegpu/make_bigmnist.py                                  # 72,000,000 images, 56.5 GB
-    python singlegpu/make_bigmnist.py --dataset synthetic --copies 10  # 2.8 GB, nothing to download
     sbatch slurm/singlegpu_make_bigmnist.slurm --versions 2 --copies 25
-    python singlegpu/images.py --dataset bigmnist                      # trains on it
+    python singlegpu/images.py --dataset data/bigmnist                 # trains on it
 
 It writes train_images.npy (N, 28, 28) uint8, train_labels.npy (N,) uint8, test_images.npy and
-test_labels.npy to --out. The test images are those of MNIST, not augmented. The files do not depend
-on the number of CPU cores. Stop it at any time: the same command goes on.
+test_labels.npy to --out. The test images are those of MNIST, not augmented. Stop it at any time:
+the same command goes on.
 Shapes: N images, B images of a block, H height, W width (both 28).
 """
 
@@ -31,35 +30,16 @@ BATCH = 1000  # images that are augmented together, with random numbers of their
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--dataset", choices=("mnist", "synthetic"), default="mnist", help="images to augment")
     add("--data_dir", default="data", help="folder of MNIST, downloaded if missing")
     add("--num_images", type=int, default=60_000, help="training images to take")
     add("--versions", type=int, default=6, help="times that the training images are augmented")
     add("--copies", type=int, default=200, help="times that all versions stand in the file")
     add("--out", metavar="FOLDER", default="data/bigmnist", help="folder to write to")
-    args = parser.parse_args()
-    if min(args.num_images, args.versions, args.copies) < 1:
-        parser.error("--num_images, --versions and --copies must be at least 1")
-    args.out = os.path.normpath(args.out)  # without a slash at its end
-    return args
-
-
-def synthetic_images(num_images):
-    """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
-    patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
-    patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
-    generator = torch.Generator().manual_seed(num_images)
-    labels = torch.randint(10, (num_images,), generator=generator)
-    noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    images = (80 * patterns[labels]).byte() + noise
-    return images.numpy(), labels.numpy()
+    return parser.parse_args()
 
 
 def read_split(args, train):
     """Returns images (N, H, W) uint8 and labels (N,) uint8."""
-    if args.dataset == "synthetic":
-        images, labels = synthetic_images(60_000 if train else 10_000)
-        return images[:, 0], labels.astype(np.uint8)
     source = datasets.MNIST(args.data_dir, train, download=True)
     return source.data.numpy(), source.targets.numpy().astype(np.uint8)
 
@@ -134,11 +114,9 @@ def main(args):
     if os.path.exists(args.out):
         sys.exit(f"{args.out} is there already: remove it or choose another --out")
     torch.set_num_threads(1)  # the blocks run side by side
-    images, labels = read_split(args, train=True)
-    images = images[: args.num_images]
-    labels = labels[: args.num_images]
+    images, labels = [part[: args.num_images] for part in read_split(args, train=True)]
     test_images, test_labels = read_split(args, train=False)
-    unfinished = f"{args.out}.{args.dataset}{args.num_images}x{args.versions}x{args.copies}.tmp"
+    unfinished = f"{os.path.normpath(args.out)}.{args.num_images}x{args.versions}x{args.copies}.tmp"
     os.makedirs(unfinished, exist_ok=True)
     np.save(f"{unfinished}/test_images.npy", test_images)
     np.save(f"{unfinished}/test_labels.npy", test_labels)
