@@ -36,7 +36,7 @@ WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, 
 RUN = "# == The run: "  # begins the title of the section after the task
 RATE = "def learning_rate(args, done):\n"
 CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
-TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
+TIMEOUT = 90  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,8 +71,9 @@ class Job:
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         env = ENVIRONMENT | env | {"TEST_JOB": self.mark.split("=")[1]}
         command = list(map(str, command))
+        how = {"cwd": cwd, "env": env, "text": True, "start_new_session": True}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
+        self.process = subprocess.Popen(command, **how, **pipes)
 
     def wait(self, timeout=TIMEOUT):
         """Returns (exit status, stdout, stderr)."""
@@ -84,19 +85,20 @@ class Job:
         return self.process.returncode, out, err
 
     def processes(self):
-        """Its living processes, {id: command line}."""
+        """Its living processes, {id: (id of the parent, command line)}."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if self.mark in (entry / "environ").read_text(errors="replace").split("\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+                    parent = int((entry / "stat").read_text().rsplit(")")[1].split()[1])
+                    found[int(entry.name)] = parent, (entry / "cmdline").read_text()
         return found
 
     def workers(self):
-        """The ids of the processes that train, of a job that has several."""
-        trains = re.compile(r"spawn_main|^(?!.*distributed\.run).*(multinode|hybrid)/")
-        found = {pid for pid, command in self.processes().items() if trains.search(command)}
-        return [*(found - {self.process.pid})]
+        """The ids of the processes that train: what the command has started, without helpers."""
+        found = self.processes().items()
+        own = {pid: words for pid, (parent, words) in found if parent == self.process.pid}
+        return [pid for pid, words in own.items() if "resource_tracker" not in words]
 
     def end(self):
         for pid in self.processes():
@@ -167,20 +169,6 @@ class Forks:
         """Returns (exit status, stdout, stderr): the worst, and all output."""
         outs, errs = zip(*[fork.communicate(timeout) for fork in self.forks])
         return max(abs(fork.returncode) for fork in self.forks), "".join(outs), "".join(errs)
-
-    def processes(self):
-        """Its living processes, {id: that of the parent}: those of the sessions of its forks."""
-        sessions, found = {str(fork.pid) for fork in self.forks}, {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state, parent, _, session, *_ = (entry / "stat").read_text().rsplit(")")[1].split()
-                if session in sessions and state != "Z":
-                    found[int(entry.name)] = int(parent)
-        return found
-
-    def workers(self):
-        """The ids of the processes that train, of a job of multigpu."""
-        return sorted(pid for pid, parent in self.processes().items() if parent == self.process.pid)
 
 
 @pytest.fixture
