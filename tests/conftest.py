@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fork_server import Fork, run_all, torchrun_env
+from fork_server import run_all, torchrun_env
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
@@ -34,8 +34,6 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine mee
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 RUN = "# == The run: "  # begins the title of the section after the task
-RATE = "def learning_rate(args, done):\n"
-CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
 TIMEOUT = 90  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
@@ -158,34 +156,6 @@ def forks_of(script, arguments, processes, before=(), **env):
     return [[*map(str, before), *words]] * len(envs), envs
 
 
-class Forks:
-    """A started script, in a fork for each rank that torchrun would start."""
-
-    def __init__(self, commands, envs, cwd):
-        self.forks = [Fork(command, cwd, env) for command, env in zip(commands, envs)]
-        self.process = self.forks[0]
-
-    def wait(self, timeout=TIMEOUT):
-        """Returns (exit status, stdout, stderr): the worst, and all output."""
-        outs, errs = zip(*[fork.communicate(timeout) for fork in self.forks])
-        return max(abs(fork.returncode) for fork in self.forks), "".join(outs), "".join(errs)
-
-
-@pytest.fixture
-def fork(tmp_path):
-    """fork(script, *arguments, processes=1) starts it without torchrun and a start's imports."""
-    jobs = []
-
-    def fork(script, *arguments, processes=1, **more):
-        jobs.append(Forks(*forks_of(script, arguments, processes, **more), tmp_path))
-        return jobs[-1]
-
-    yield fork
-    for each in jobs:
-        for part in each.forks:
-            part.end()
-
-
 @pytest.fixture(scope="session")
 def attempt(tmp_path_factory):
     """attempt(script, *arguments, processes=1) runs it without torchrun and a start's imports.
@@ -254,6 +224,14 @@ def replaced(text, changes):
         assert text.count(piece) == 1, piece
         text = text.replace(piece, other)
     return text
+
+
+def constant(script):
+    """A change: the learning rate is constant, so that --max_steps shapes no weights."""
+    rates = {"_factor": "1.0", "": "args.learning_rate"}  # hybrid's is a factor
+    heads = {f"def learning_rate{name}(args, done):\n": rate for name, rate in rates.items()}
+    text = (ROOT / script).read_text()
+    return {head: f"{head}    return {rate}\n" for head, rate in heads.items() if head in text}
 
 
 class Bomb:

@@ -36,7 +36,9 @@ def test_a_late_process_is_named(run, changed, base, tmp_path):
     table = dict(re.findall(r"^(\w+) +([\d.]+) s +\d+%$", out, re.M))  # of the whole start
     for phase, mean in table.items():
         assert float(mean) == pytest.approx(sum(row[phase] for row in logged) / 3, abs=0.001)
-    head, line, cells = [line.strip("| ").split(" | ") for line in out.splitlines()[-3:]]
+    head, line, cells = [
+        line.strip("| ").split(" | ") for line in out.splitlines() if line[:1] == "|"
+    ]
     assert {*line} == {"---"} and len(head) == len(line) == len(cells)
     assert cells[head.index("val_loss")] == f"{logged[-3]['val_loss']:.4g}"
 
