@@ -34,7 +34,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine mee
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 RUN = "# == The run: "  # begins the title of the section after the task
-TIMEOUT = 90  # seconds; ends what hangs, and is at least ten times what any command takes
+TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

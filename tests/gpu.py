@@ -6,17 +6,16 @@
 
 A part takes at most ten minutes on a fast GPU, by estimate.
 
-    mnist      the five mnist.py, on made-up images
-    check      tools/check.py watches 20 steps of each folder's images.py and gpt.py
+    mnist      the mnist.py of each folder, on made-up images
+    check      tools/check.py watches images.py and gpt.py of three folders
     losses     the losses of each task are those of the CPU, in each precision, and compiled
     stops      a stop and a resume; phases and wall time; a killed process ends the others
-    processes  several GPUs, shards, stages and a pipeline: the losses of one process
+    processes  with several GPUs: the losses of scripts of each folder are those of the CPU
     ranks      with one GPU: mnist, check, processes and stops with 2 and 4 processes on it
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model
-    quantize   what gpt.py has trained: all rows eager, and one compiled
 
-In `ranks`, copies of the scripts do not refuse to share a GPU. They meet by NCCL 2.30, which torch
-2.14 installs; with an older one, and on AMD, over gloo. A line says what is left out, and why.
+In `ranks`, copies of the scripts do not refuse to share a GPU. This needs NCCL 2.30, which torch
+2.14 installs. A line says what is left out, and why.
 """
 
 import argparse
@@ -69,21 +68,19 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "EMU_DEVICES": "0"}
 # Each process takes few blocks of the GPU that they share, the only one.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "EMU_DEVICES": "1"}
 TOO_FEW = re.compile(r"^    if .*:\n(?=.*GPU\(s\)(?:, not| are too few))", re.M)
-# Where NCCL cannot share a GPU: gloo, which takes no device_id.
-OVER_GLOO = (
-    ("backend = dist.get_default_backend_for_device(device)", 'backend = "cpu:gloo,cuda:gloo"'),
-    ('"device_id": device if ON_GPU else None', '"device_id": None'),
-    ("gpu = device if ON_GPU else None", "gpu = None"),
-)
-PUBLISHED = (
-    "Published for GPT-2 (124 M), tokens/s of a GPU: nanoGPT 273,000 (8 x H200), llm.c 468,000 "
-    "(8 x H100); MFU of nanochat: 41 to 46% (H100)."
-)
 # bf16 TFLOP/s without sparsity, by the data sheets; the first words that the device's name contains
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989}
 PEAKS |= {"A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165}
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node={count} --"
 LAUNCH = {"multigpu": "--num_gpus {count}", "multinode": TORCHRUN, "hybrid": TORCHRUN}
+PARALLEL = {  # script: more flags
+    "multigpu/images.py": "",
+    "multinode/images.py": "--comm_hook bf16",
+    "multinode/gpt.py": "--grad_accum_steps 3",
+    "hybrid/images.py": "--num_stages 2",
+    "hybrid/gpt_fsdp.py": "--shard_size 2",
+    "hybrid/gpt_pipeline.py": "--num_stages 2",
+}
 IMAGES, GPT = "singlegpu/images.py", "singlegpu/gpt.py"
 STEP_ENDS = "        bar.update()\n"  # a line of the scripts
 failures = []  # names of the checks that did not hold
@@ -138,7 +135,7 @@ def run(script, words="", count=1, variables=None, status=0):
     if not options.rehearse:
         environment.pop("EMU_DEVICES", None)
     (log := Path(options.folder, "log.jsonl")).unlink(missing_ok=True)
-    more = [] if re.search("mnist|quantize|check", script) else ["--log", str(log)]
+    more = [] if re.search("mnist|check", script) else ["--log", str(log)]
     if options.sharing and count > 1:
         path = changed(path)
     begin = time.monotonic()
@@ -161,8 +158,6 @@ def changed(script, *replacements):
         text = text.replace(old, new)
     if options.sharing:
         text = TOO_FEW.sub("    if False:\n", text)
-        for old, new in OVER_GLOO if options.over_gloo else ():
-            text = text.replace(old, new)
     copy = Path(tempfile.mkdtemp(prefix="changed_", dir=options.folder), *Path(script).parts[-2:])
     copy.parent.mkdir()
     copy.write_text(text)
@@ -280,18 +275,14 @@ def check_gpt(batch):
         f"| {batch} | {speed:,.0f} | {tflops:.3g} | {mfu} | {tflops / before['matmul']:.1%} | "
         f"{of_loop:,.0f} | {speed / of_loop:.2f} |",
         "",
-        *([PUBLISHED, ""] if batch == 8 else []),
     )
 
 
 # == Parts: tables of checks ==
 def of_mnist(*counts):
-    folders = ("multigpu", "multinode") + () if options.over_gloo else (*LAUNCH,)
-    cases = [(f"{folder}/mnist.py", count) for count in counts for folder in folders]
-    cases = [(s, count - count % 2 if "hybrid" in s else count) for s, count in cases]
     words = options.size["mnist"]
-    commands = [(script, words, count) for script, count in cases if count > 0]
-    return check_lines, "|", ("singlegpu/mnist.py", words), *commands
+    several = [(f"{folder}/mnist.py", words, n) for n in counts for folder in LAUNCH]
+    return check_lines, "|", ("singlegpu/mnist.py", words), *several
 
 
 def of_check(*counts):
@@ -308,55 +299,36 @@ def of_losses(name):
     return check_losses, *cases, (1e-2, script, f"{words} --compile")
 
 
-def of_processes(first, *cases):
-    """A script in one process, and others: (bound, script, processes, more flags)."""
-    words = f"{options.size['gpt' if 'gpt' in first else 'images']} {in_rows(2, 24)}"
-    others = [(bound, script, f"{words} {more}", n) for bound, script, n, more in cases if n]
-    return check_losses, (1, first, words), *others
+def of_processes(*counts):
+    """Each script with so many processes on the CPU, and on GPUs. Two stages take two GPUs."""
+    checks = {}
+    for script, more in PARALLEL.items():
+        words = options.size["gpt" if "gpt" in script else "images"]
+        words = f"{words} {in_rows(2, 24)} {more} --precision fp32"
+        for n in [n // 2 if script == "hybrid/images.py" else n for n in counts]:
+            cases = (1, script, words, n, ON_CPU), (2e-2, script, words, n)
+            checks[f"{script} {n}"] = (check_losses, *cases)
+    return checks
 
 
-def parts_of(count, scripts):
+def parts_of(count, tasks):
     """Returns {part: {name: (check, its arguments)}}, for so many GPUs."""
-
-    def processes(*counts):
-        ddp, shards, stages = [], [], []
-        for n in counts:
-            ddp.append((2e-2, "multigpu/images.py", n, ""))
-            ddp.append((5e-2, "multinode/images.py", n, "--comm_hook bf16"))
-            shards.append((2e-2, "hybrid/gpt_fsdp.py", n, "--shard_size 2" * (n > 2)))
-            pipelines = n - n % 2 if not options.over_gloo else 0  # gloo cannot send from a GPU
-            shards.append((2e-2, "hybrid/gpt_pipeline.py", pipelines, "--num_stages 2"))
-            stages.append((2e-2, "hybrid/images.py", n // 2, "--num_stages 2"))
-        found = {"images": of_processes(IMAGES, *ddp), "shards": of_processes(GPT, *shards)}
-        return found | {"stages": of_processes(IMAGES, *stages)}
-
     several = (count,) if count > 1 else ()
     ranks, killed = (4,) if options.rehearse else (2, 4), (check_killed, "multigpu", "multinode")
-    shared = processes(*ranks) | {"mnist": of_mnist(*ranks), "check": of_check(2), "killed": killed}
     resumes = {f"resume {model}": (check_resume, model) for model in ("mlp", "cnn")}
+    shared = {"mnist": of_mnist(*ranks), "check": of_check(2), "killed": killed}
     parts = {
         "mnist": {"": of_mnist(*several)},
         "check": {"": of_check(*several)},
-        "losses": {name: of_losses(name) for name in scripts},
+        "losses": {name: of_losses(name) for name in tasks},
         "stops": resumes | ({"killed": killed} if several else {}),
-        "processes": processes(*several),
-        "ranks": shared,
+        "processes": of_processes(*several),
+        "ranks": shared | of_processes(*ranks),
         "gpt": {str(batch): (check_gpt, batch) for batch in (8, 32, 64)},
-        "quantize": {"": of_quantize()},
     }
     if not (ROOT / "tools/check.py").exists():
         del parts["check"], parts["ranks"]["check"]
     return parts
-
-
-def of_quantize():
-    snapshot = f"--snapshot {options.folder}/gpt.pt"
-    words, one = f"{snapshot} --batch_size 32 --rounds 2", "--row int8-weights"
-    # to compile all rows takes too long; emulated, there are no kernels for int8
-    last = (f"{words} {one} --eager", 1, ON_CPU) if options.rehearse else (f"{words} {one}",)
-    training = (GPT, f"{options.size['gpt']} {in_rows(1, 24)} {snapshot}")
-    scripts = ("quantize/gpt.py", f"{words} --eager"), ("quantize/gpt.py", *last)
-    return check_lines, ("|", "cuda", "emu"), training, *scripts
 
 
 def checks_of(parts, name):
@@ -399,13 +371,8 @@ def set_up(folder):
 def run_parts(names, parts, count):
     for name in names or parts:
         begin, options.sharing = time.monotonic(), name.startswith("ranks")
-        if options.sharing and count > 1 and not options.rehearse:
-            tell("", "- left out: ranks, which is for one GPU")
-            continue
-        if options.sharing and options.over_gloo:
-            tell("", "- over gloo, as NCCL is older than 2.30: no pipelines, no hybrid/mnist.py")
-        if name == "quantize" and not importlib.util.find_spec("torchao"):
-            tell("", "- left out: quantize, which needs the package torchao")
+        if options.sharing and not options.may_share:
+            tell("", "- left out: ranks, which is for one GPU and NCCL 2.30")
             continue
         options.variables = options.own_variables | (SHARING if options.sharing else {})
         for each, check in checks_of(parts, name).items():
@@ -430,14 +397,14 @@ def main(words=None):
     options.execute, options.own_variables = execute, {}
     options.sharing, options.timeout = False, 300  # seconds of a command
     nccl = gpu and gpu.type == "cuda" and torch.cuda.nccl.version()
-    options.over_gloo = count == 1 and nccl and (nccl < (2, 30) or torch.version.hip is not None)
+    options.may_share = options.rehearse or (count == 1 and nccl and nccl >= (2, 30))
     has_datasets = importlib.util.find_spec("datasets")
-    scripts = ("images", "gpt", "text", "translation")[: None if has_datasets else 2]
+    tasks = ("images", "gpt", "text", "translation")[: None if has_datasets else 2]
     with tempfile.TemporaryDirectory() as options.folder:
         folder = Path(options.folder)
         sizes = (TINY if options.rehearse else SHORT).items()
         options.size = {name: words.format(folder=folder) for name, words in sizes}
-        parts = parts_of(count, scripts)
+        parts = parts_of(count, tasks)
         names = options.only.split(",") if options.only else [*parts]
         if unknown := [name for name in names if not checks_of(parts, name)]:
             parser.error(f"--only: {', '.join(unknown)} is no part; they are {', '.join(parts)}")
