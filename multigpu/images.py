@@ -27,6 +27,10 @@ from multiprocessing import active_children, resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
+if __name__ == "__main__":  # before torch starts threads, which inherit it: main() asks for them
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -190,7 +194,6 @@ def finish(model, data, args, device):
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
 COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook}
-SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
 
 
 def parse_run_args(parser, **defaults):
@@ -557,8 +560,7 @@ if __name__ == "__main__":
     args = parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_PROCID", 0)) > 0:
         sys.exit(f"this script starts its own processes: use multinode/{Path(__file__).name}")
-    # Signals wait until a process asks for them at a look. Processes and workers inherit this.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # Signals wait until a process asks for them at a look. What this one starts inherits that.
     resource_tracker.ensure_running()  # a helper of multiprocessing, whose start unblocks two
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     num_gpus = torch.accelerator.device_count()

@@ -1,46 +1,43 @@
-r"""Train a text classifier on the GPUs of many machines or, if they have none, CPU processes.
+"""Train a text classifier with the GPUs of many machines or, if they have none, CPU processes.
 
-    torchrun --standalone --nproc_per_node=2 -- multinode/text.py             # one node, to try it
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
-        multinode/text.py --dataset imdb --snapshot text.pt                   # on each of two nodes
-    sbatch --nodes=4 --gpus-per-node=4 slurm/multinode_text.slurm --model transformer
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 \
+        multinode/text.py --model transformer --dataset imdb    # on both; HOST is one of them
+    sbatch slurm/multinode_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
-Your own texts are a folder or a hub name: splits train and test, columns text and label.
-torchrun starts a process for each GPU. The bare -- keeps it from taking --log for its own option.
-
-Read mnist.py first: `diff multigpu/text.py multinode/text.py` shows what nodes add.
-For your own data and model, replace the first of the three sections.
-Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
+Read mnist.py first. This is the same, with what a long job needs. For your own data and model,
+replace the first of the three sections. Started again with the same flags, a stopped run goes on,
+with the same weights in the end; only what workers draw, such as random crops, can differ.
+Shapes: N texts of a split, B of a batch, T tokens of a text, D = d_model, H heads, K classes.
 """
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import math
 import os
-import random
-import re
+import resource
 import signal
 import sys
 import textwrap
 import time
-import zlib
 from collections import Counter
 from multiprocessing import active_children
-from multiprocessing.util import Finalize, get_temp_dir
+from multiprocessing.util import Finalize
 from pathlib import Path
+
+SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
+if __name__ == "__main__":  # before torch starts threads, which inherit it: main() asks for them
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
@@ -49,11 +46,7 @@ ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-SPECIAL_TOKENS = ["[PAD]", "[UNK]"]  # ids 0 and 1
-VOCAB_SIZE = 20_000  # at most: the special tokens and the most frequent words
-# Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
-SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
-CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
+VOCAB_SIZE = 20_000  # at most: [PAD], which is 0, [UNK], and the most frequent words
 
 
 def parse_args():
@@ -68,117 +61,86 @@ def parse_args():
     return parse_run_args(parser, epochs=5, batch_size=64)
 
 
-def synthetic_texts():
-    """Yields texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
-    generator = np.random.default_rng(0)
-    for label in generator.integers(4, size=12_000).tolist():
-        num_words = generator.integers(5, 101)
-        words = generator.integers(1000, size=num_words)
-        words[::10] = 50 * label + words[::10] % 50
-        yield {"text": " ".join(map(str, words)), "label": label}
-
-
-def learn_vocabulary(batch):
-    """Returns a tokenizer for these texts, as a table of one row, which map() caches."""
-    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
-    words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
-    options = {"vocab_size": VOCAB_SIZE, "min_frequency": 2, "special_tokens": SPECIAL_TOKENS}
-    trainer = trainers.WordLevelTrainer(**options, show_progress=False)
-    tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
-    return {"tokenizer": [tokenizer.to_str()]}
-
-
-def encode(batch, tokenizer):
-    """Returns token ids (N, seq_len), with zeros after a text's end."""
-    encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
-    tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # VOCAB_SIZE < 2**15
-    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
-    return {"tokens": tokens}
-
-
-def load_texts(args):
-    """Returns the training texts and the test texts, tables with columns text and label."""
-    if args.dataset == "synthetic":
-        splits = datasets.Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
-        return splits["train"], splits["test"]
-    folder = os.path.join(args.data_dir, args.dataset)
-    path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
-    splits = []
-    for split in datasets.load_dataset(path, split=["train", "test"]):
-        texts = split.select_columns(["text", "label"])
-        texts = texts.cast_column("text", datasets.Value("string"))  # it may be digits
-        # -1 is the hub's mark for a missing label. NaN differs from itself.
-        has_label = [x not in (None, -1, "") and x == x for x in texts["label"][:]]
-        splits.append(texts.select(np.flatnonzero(has_label)))
-        labels = str(sorted(splits[-1].unique("label")))
-        count = f"{sum(has_label)} of {len(split)} rows of {split.split}"
-        print(f"{count} have a label other than -1: {labels:.60}", flush=True)
-    return splits
-
-
-class Texts(Dataset):
-    """Texts as token ids (N, T), sorted by their lengths (N,), and the numbers of their classes."""
-
-    def __init__(self, tokens, targets, classes):
-        lengths = np.count_nonzero(tokens, axis=1)
-        order = np.argsort(lengths, stable=True)
-        self.tokens, self.lengths, self.targets = tokens[order], lengths[order], targets[order]
-        self.classes = classes  # their names (K,)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitems__(self, indices):
-        """Returns a whole batch: tokens (B, T), with zeros after a text's end, targets (B,)."""
-        tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.targets[indices])
-
-
 def read_data(args):
-    """Returns the data to train on and, from the test texts, the data to validate on."""
-    # map() caches by the code of a function of __main__, but by the name alone of any other. Where
-    # multigpu/text.py starts a process, the main module is called __mp_main__.
-    for function in (synthetic_texts, learn_vocabulary, encode):
-        function.__module__ = "__main__"
-    datasets.disable_progress_bars()
-    train_texts, test_texts = load_texts(args)
-    labels = sorted(train_texts.unique("label"))
-    unknown = sorted(set(test_texts.unique("label")) - set(labels))
-    if unknown:
-        sys.exit(f"{args.dataset}: test has labels that train has not: {unknown[:5]}")
-    options = {"batched": True, "remove_columns": ["text", "label"]}
-    vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
-    tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
-    tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
-    tokenizer.enable_truncation(args.seq_len)
-    tokenizer.enable_padding(length=args.seq_len)
-    data = []
-    for name, texts in (("train", train_texts), ("test", test_texts)):
-        encoded = texts.map(encode, fn_kwargs={"tokenizer": tokenizer}, **options)
-        tokens = encoded.with_format("numpy", dtype=np.int16)["tokens"][:]
-        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), labels))
-        share = (tokens == 1).sum() / (tokens > 0).sum()
-        if share > 1 / 3:
-            print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
-        share = np.mean(tokens[:, -1] > 0)
-        if share > 0.1:
-            print(f"{share:.0%} of the texts of {name} fill --seq_len: the end is cut off")
+    """Returns texts to train on and, from the split test, to validate on; columns text, label."""
+    if args.dataset == "synthetic":
+        splits = synthetic_texts()
+    else:
+        folder = os.path.join(args.data_dir, args.dataset)
+        path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+        splits = datasets.load_dataset(path, split=["train", "test"])
+    labels = sorted(splits[0].unique("label"))
+    unknown = set(splits[1].unique("label")) - set(labels)
+    if unknown:  # the hub marks a label that is not public by -1
+        sys.exit(f"{args.dataset}: test has labels that train has not: {unknown}")
+    tokenizer = train_tokenizer(splits[0], args.seq_len)
+    return [encode(texts, labels, tokenizer, args) for texts in splits]
+
+
+def synthetic_texts():
+    """Returns texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
+    generator = np.random.default_rng(0)
+    texts = []
+    for label in generator.integers(4, size=12_000).tolist():
+        words = generator.integers(1000, size=generator.integers(5, 101))
+        words[::10] = 50 * label + words[::10] % 50
+        texts.append({"text": " ".join(map(str, words)), "label": label})
+    texts = datasets.Dataset.from_list(texts)
+    return texts.skip(2000), texts.take(2000)
+
+
+def train_tokenizer(texts, seq_len):
+    """Returns a tokenizer for the frequent words of these texts. It pads to seq_len tokens."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=False)  # in small letters
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # Japanese and Thai need another
+    options = {"vocab_size": VOCAB_SIZE, "min_frequency": 2, "special_tokens": ["[PAD]", "[UNK]"]}
+    trainer = trainers.WordLevelTrainer(**options, show_progress=False)
+    tokenizer.train_from_iterator((batch["text"] for batch in texts.iter(1000)), trainer)
+    tokenizer.enable_truncation(seq_len)
+    tokenizer.enable_padding(length=seq_len)
+    return tokenizer
+
+
+class Texts(TensorDataset):
+    """Token ids (N, seq_len), with zeros after a text's end, and the numbers of classes (N,)."""
+
+    def __getitem__(self, indices):
+        """Returns a batch that is as long as its longest text: tokens (B, T), classes (B,)."""
+        tokens, targets = super().__getitem__(indices)
+        return tokens[:, : tokens.count_nonzero(1).max()].long(), targets
+
+
+def encode(texts, labels, tokenizer, args):
+    """Returns a table as Texts. The shortest come first, so that batches need little padding."""
+    batches = (tokenizer.encode_batch_fast(batch["text"]) for batch in texts.iter(1000))
+    tokens = np.concatenate([np.array([text.ids for text in batch], np.int16) for batch in batches])
+    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
+    order = np.count_nonzero(tokens, axis=1).argsort(stable=True)
+    targets = np.searchsorted(labels, texts["label"][:])
+    data = Texts(torch.from_numpy(tokens[order]), torch.from_numpy(targets[order]))
+    data.classes, data.batch_size = labels, args.batch_size
     return data
 
 
-def training_order(data, args, epoch):
-    """Returns the indices of all texts that fill a batch, in the order of an epoch."""
-    num_texts = len(data) // args.batch_size * args.batch_size  # an incomplete batch is left out
-    generator = np.random.default_rng((args.seed, epoch))
-    shuffled = generator.permutation(len(data))[:num_texts]
-    # The data is sorted by length, so that sorted numbers are texts sorted by length. 100 random
-    # batches at a time are sorted, to need little padding, and then all batches are shuffled.
-    cuts = range(100 * args.batch_size, num_texts, 100 * args.batch_size)
-    pools = [np.sort(pool) for pool in np.split(shuffled, cuts)]
-    return generator.permutation(np.concatenate(pools).reshape(-1, args.batch_size)).flatten()
+def training_order(data, rng):
+    """Returns the indices of an epoch. Texts of a batch are of similar length: little padding."""
+    lengths = data.tensors[0].count_nonzero(1).numpy()
+    order = rng.permutation(len(data))[: len(data) // data.batch_size * data.batch_size]
+    pools = np.arange(len(order)) // (100 * data.batch_size)  # 100 random batches are a pool
+    order = order[np.lexsort((lengths[order], pools))]  # pool by pool, sorted by length
+    batches = rng.permutation(order.reshape(-1, data.batch_size))
+    return rng.permuted(batches, axis=1).flatten()  # so no process has all the long texts
+
+
+def create_loader(data, batches, args):
+    """Returns a loader of these batches, which are lists of indices."""
+    options = {"num_workers": args.num_workers, "pin_memory": ON_GPU}
+    if args.num_workers:
+        options["multiprocessing_context"] = "fork"  # workers share the memory of the data
+    if isinstance(data, (StackDataset, TensorDataset)):  # of arrays: a whole batch by one index
+        return DataLoader(data, batch_size=None, sampler=batches, **options)
+    return DataLoader(data, batch_sampler=batches, **options)
 
 
 class TextEncoder(nn.Module):
@@ -230,9 +192,9 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
 
 
-def learning_rate_factor(args, done):
-    """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    return 0.9 ** (done * args.epochs)
+def learning_rate(args, done):
+    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    return args.learning_rate * 0.9 ** (done * args.epochs)
 
 
 def batch_loss(model, batch, args):
@@ -245,36 +207,33 @@ def batch_loss(model, batch, args):
 
 
 def finish(model, data, args, device):
-    """Called by one process at the end of the training. There is nothing to do."""
+    """Called by rank 0 at the end of the training. There is nothing to do."""
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
+# == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
 
-DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMM_HOOKS = {"none": "allreduce_hook", "bf16": "bf16_compress_hook", "fp16": "fp16_compress_hook"}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
-    "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
-    "data_dir snapshot init_from log sample reconstructions"
-).split()
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
+COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
     has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is as inexact as bf16
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
-    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
-    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
     add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
-    add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
+    choices = ["fp32", "tf32", *DTYPES]
+    add("--precision", choices=choices, default=choices[has_tf32], help="number type")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    # These say how it is learned, not what: report.py compares runs that differ in them
+    add("--epochs", type=int, help="passes over the data")
+    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
+    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
@@ -282,478 +241,280 @@ def parse_run_args(parser, **defaults):
     return parser.parse_args()
 
 
-def main(args):  # runs in each process: torchrun or Slurm starts them
+def set_up(args):
+    """Meets the other processes. Returns this one's rank, their number, its device, the data."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
     if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        os.environ["GROUP_WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_NODES"]
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"} <= {*os.environ}:
-        command = f"torchrun --nproc_per_node=PROCESSES -- {' '.join(sys.argv)}"
-        sys.exit(f"start it by its job file, or with {command}")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
-    num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
-    if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
+    if not {*names, "MASTER_ADDR"} <= {*os.environ}:
+        sys.exit("start it with torchrun or by its job file: see the top of this script")
+    rank, world_size, local_rank, num_nodes = [int(os.environ[name]) for name in names]
+    num_gpus = torch.accelerator.device_count()
+    if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # it downloads what is missing, and says what is wrong. The others wait below.
-        check_args(args, world_size)
-        # It gets a copy of args, which read_data() may change.
-        num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
-        if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"too few samples: {num_train} for a batch, {num_val} to validate on")
-        if world_size < num_nodes * num_gpus:
-            print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
+    if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
+        read_data(argparse.Namespace(**vars(args)))
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend, device_id=device if ON_GPU else None)  # waits for all
-    if rank > 0:
-        check_args(args, world_size)
-    with contextlib.redirect_stdout(io.StringIO()):  # rank 0 has printed this already
-        if local_rank == 0 and rank > 0:
-            read_data(argparse.Namespace(**vars(args)))  # downloads where disks are not shared
-        dist.barrier()  # waits for that
-        set_seeds(args.seed)  # the same random splits in all processes
-        train_data, val_data = read_data(args)
-    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
-    num_steps = args.max_steps or args.epochs * steps_per_epoch
-    eval_every = args.eval_every or steps_per_epoch
+    place = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
+    dist.init_process_group(backend, **place)  # waits for all
+    if local_rank == 0 and rank > 0:  # where machines do not share a disk
+        read_data(argparse.Namespace(**vars(args)))
+    dist.barrier()
+    torch.manual_seed(args.seed)  # the same random splits and weights in all processes
+    train_data, val_data = read_data(args)
+    share = world_size * args.grad_accum_steps
+    if args.batch_size not in range(share, len(train_data) + 1, share):
+        words = f"must be a multiple of {share}, at most {len(train_data)}"
+        sys.exit(f"--batch_size {args.batch_size} {words}" if rank == 0 else 1)
+    if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
+        sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
+    return rank, world_size, device, train_data, val_data
 
-    dtype = DTYPES[args.precision]
-    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+def main(args):  # runs in each process
+    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    settings = dict(vars(args))  # what read_data() may add cannot always be saved
+    rank, world_size, device, train_data, val_data = set_up(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
-    # Time the algorithms of a convolution, and take the fastest. AMD's search takes too long.
-    torch.backends.cudnn.benchmark = torch.version.hip is None
-    set_seeds(args.seed)  # the same weights in each run, and in all processes
-    model = create_model(args, train_data).to(device)
-    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
-    resting = [part for part in model.modules() if model.training and not part.training]
-    model.train()
-    for part in resting:
-        part.training = False
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
+    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    model = create_model(args, train_data).to(device).train()
     optimizer = create_optimizer(model, args)
-    places = {parameter: place for place, parameter in enumerate(model.parameters())}
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if optimized - {*model.parameters()}:
-        sys.exit("the optimizer has parameters that the model has not: put them into the model")
-    left_out = [p for p in model.parameters() if p.requires_grad and p not in optimized]
-    for parameter in left_out:
-        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
-    if rank == 0 and left_out:
-        print(f"{len(left_out)} parameters are frozen: the optimizer does not have them")
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
-        group["params"].sort(key=places.get)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    if args.snapshot:  # what a resume could not read fails here, before the training
-        torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
-    fingerprint = fingerprint_of(train_data, args)
-    progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The steps done, the step of the last row, and the sums of batch_loss since that row.
-    progress |= {"step": 0, "row_step": 0, "totals": {}}
+    first_step = 0  # the steps that are done
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        progress |= snapshot["progress"]
-        if progress["fingerprint"] != fingerprint:
-            way_out = f"--init_from {args.snapshot} starts anew with its weights"
-            sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        first_step, old = snapshot["step"], snapshot["settings"]
+        changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
+        settings["run"] = old["run"]
+        if changed and rank == 0:
+            print(f"{args.snapshot} was saved with {changed}")
+        if {"batch_size", "num_samples"} & changed.keys():  # its step is another place in the data
+            sys.exit("to start anew from its weights: --init_from" if rank == 0 else 1)
         for name, part in parts.items():
-            part.load_state_dict(snapshot.pop(name))  # which frees its memory
+            part.load_state_dict(snapshot[name])
     elif args.init_from:
-        load_weights(model, fingerprint, args)
-    step = first_step = progress["step"]  # the steps done before this start
-    flags = f"{args.settings} {num_steps} {eval_every} {args.comm_hook} {bool(args.snapshot)}"
-    setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
-    if differ(torch.tensor([*fingerprint, len(val_data), setup, step], device=device)).any():
-        causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
-    compiled_model = torch.compile(model) if args.compile else model
-    ddp_model = nn.parallel.DistributedDataParallel(compiled_model, gradient_as_bucket_view=True)
-    # Buffers, such as BatchNorm's, may differ while training: evaluate() copies those of rank 0.
-    ddp_model.broadcast_buffers = False
-    hook = getattr(default_hooks, COMM_HOOKS[args.comm_hook])
-    hook = with_marks(hook)
-    ddp_model.register_comm_hook(None, hook)
+        weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+        fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
+        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
+        if new and rank == 0:
+            print(f"not in {args.init_from}: {', '.join(new):.60}")
+    own = [Path(__file__).read_text(), settings, len(val_data), first_step]
+    dist.all_gather_object(of_ranks := [None] * world_size, own)
+    if any(each != own for each in of_ranks):
+        sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
+    network = torch.compile(model) if args.compile else model  # both have the same weights
+    ddp_model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False  # evaluate() does it
+    ddp_model.register_comm_hook(COMM_HOOKS[args.comm_hook], timed_hook)
 
-    stop_requests = []
-
-    def note_stop(signum, frame):
-        stop_requests.append(signum)
-        if signum == signal.SIGINT:
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-
-    for signum in SIGNALS:
-        signal.signal(signum, note_stop)
-    Finalize(None, end_workers, exitpriority=0)  # called at exit, also after an error
-    for stream in (sys.stdout, sys.stderr):
-        stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
-    if rank == 0:
-        print(f"processes {world_size}, device {device}, steps {step} to {num_steps}", flush=True)
-    requests = training_requests(train_data, step, args)
-    batches = load_batches(train_data, requests, device, args)
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # each process draws other crops
+    batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
-    bar = tqdm(initial=step, total=num_steps, disable=rank > 0, mininterval=pause)
-    # The sums of batch_loss since the last row: of this process, on its device. Names with a slash
-    # are the run's own. After a resume, rank 0 alone has the saved sums: they count once.
-    sums = Counter(progress["totals"] if rank == 0 else dict.fromkeys(progress["totals"], 0.0))
-    rows = []  # of all processes since the start, in rank 0 alone
-    look_step, look_time, next_look = step, time.perf_counter(), step + 1
-    is_stopped = False
+    bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
+    sums, totals = Counter(), Counter()  # of this process since the last look, of all since the row
+    row, is_stopped = None, False
+    look_step, look_time, next_look = first_step, time.perf_counter(), 0
     mark("start")
-    while True:
-        is_row = step > progress["row_step"] and (step % eval_every == 0 or step >= num_steps)
-        # A look, about once a second, at the same step in all processes: they add their sums, and
-        # agree whether to stop. Python waits for the GPU only here.
-        if is_row or step == next_look:
-            own = {name: float(value) for name, value in sums.items()}  # waits for the GPU
-            seconds = time.perf_counter() - look_time
-            totals = add_up({**own, "/stops": len(stop_requests), "/seconds": seconds}, device)
-            mark("comm")
-            count_marks(is_warmup=step <= first_step + 3)
-            is_stopped = totals.pop("/stops") > 0
-            speed = (step - look_step) * world_size / totals.pop("/seconds")  # steps/s
-            if not math.isfinite(totals["loss"]):
-                sys.exit(f"the loss is not finite at step {step}")
-            bar.set_postfix(loss=f"{totals['loss'] / max(1, totals['count']):.4g}", refresh=False)
-            if is_row or is_stopped:
-                check_weights(model, step)
-                progress |= {"step": step, "totals": dict(totals)}
-                if args.snapshot:
-                    save(parts, progress, train_data, args)
-                    mark("save")
-                val_totals = {}
-                if not is_stopped:  # else the resumed run validates first
-                    val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
-                    mark("eval")
-                    sums.clear()
-                    progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # a restart does not validate again
-                        save(parts, progress, train_data, args)
-                        mark("save")
-                row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
-                rate = float(optimizer.param_groups[0]["lr"])
-                row |= {"epoch": step / steps_per_epoch, "lr": rate}
-                rows += log_row(row, totals, val_totals, model, device, args)
-            # Look after each of the first 3 steps. Later, look again in about a second, but after
-            # at most twice as many steps as between the last two looks.
-            longest = 2 * (step - look_step) if step >= first_step + 3 else 1
-            next_look = step + max(1, min(int(speed), longest))
-            look_step, look_time = step, time.perf_counter()
-        if is_stopped or step >= num_steps:
-            break
-        factor = float(learning_rate_factor(args, (step + 1) / num_steps))
+    for step in range(first_step + 1, num_steps + 1):
+        seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
+        if ON_GPU:
+            torch.get_device_module().manual_seed(seed)
+        rate = learning_rate(args, step / num_steps)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            group["lr"] = rate
         for micro_step in range(args.grad_accum_steps):
-            batch = next(batches)
-            set_seeds(args.seed, rank, step, micro_step)  # dropout is the same after a resume
+            batch = tree_map(lambda part: part.to(device, non_blocking=True), next(batches))
             mark("data")
             is_last = micro_step == args.grad_accum_steps - 1
             ddp_model.require_backward_grad_sync = is_last  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
-            sums.update(as_tensors(batch_sums))
+            add(batch_sums, sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # if last, the hook has marked backward
-        if args.max_grad_norm > 0:
+            mark("comm" if is_last else "backward")  # if last, timed_hook has marked backward
+        is_warmup = step <= first_step + 3  # they are slower
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_look = is_due or is_warmup or step >= next_look
+        if args.max_grad_norm or is_look:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
-            # The scaler skips steps whose gradients are infinite: their norm does not count.
-            sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
-        set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         mark("optimizer")
-        step += 1
         bar.update()
+        if not is_look:
+            continue
+
+        # A look, about once a second, at the same step in all processes: is the loss finite? Has
+        # somebody asked to stop? Python waits for the GPU only here.
+        look = add_up(sums)
+        sums.clear()
+        totals.update(look)
+        stops, seconds = len(SIGNALS & signal.sigpending()), time.perf_counter() - look_time
+        agreed = add_up({"stops": stops, "seconds": seconds})
+        mark("comm")
+        count_marks(is_warmup)
+        mean_loss = look["loss"] / look["count"]
+        if not math.isfinite(mean_loss):
+            sys.exit(f"step {step}: the loss is {mean_loss}" if rank == 0 else 1)
+        bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
+        is_stopped = agreed["stops"] > 0 and step < num_steps
+        if is_due or is_stopped:
+            row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
+            row |= {"grad_norm": float(norm), "drift": compare_weights(model, step)}
+            mark("eval")
+            if args.snapshot and rank == 0:
+                snapshot = {name: part.state_dict() for name, part in parts.items()}
+                snapshot |= {"step": step, "settings": settings}
+                snapshot["classes"] = [str(name) for name in getattr(train_data, "classes", ())]
+                torch.save(snapshot, f"{args.snapshot}.tmp")
+                os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
+            mark("save")
+            splits = {"train": totals}
+            if not is_stopped:  # else there may be no time for it
+                splits["val"] = evaluate(network, val_data, device, autocast, args)
+                mark("eval")
+            row = log_row(row, splits, model, device, settings)
+            totals.clear()
+        if is_stopped:
+            break
+        # At most twice as many steps as before this look: the first batches may have been ready.
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))
+        look_step, look_time = step, time.perf_counter()
 
     bar.close()
+    if row:
+        print_marks(row)
     del ddp_model  # before torch 2.14, a process can hang at its end if DDP outlives its group
-    dist.barrier()  # a process that leaves early can make the others fail
     dist.destroy_process_group()
-    if rank > 0:
-        return
-    print_marks(rows)
-    if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else a job would be queued again for ever
-        print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
-        if "SLURM_STEP_NUM_TASKS" in os.environ:
-            time.sleep(10)  # Slurm ends all when one fails: let the others end first
-        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
-    finish(model.eval(), val_data, args, device)
+    if is_stopped and rank == 0:
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # one status ends all others
+        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
+    if rank == 0:
+        finish(model.eval(), val_data, args, device)
 
 
-def without_errors(write):
-    """Returns this method of a stream without its errors: a closed pipe must not end a training."""
+def training_batches(data, step, args):
+    """Yields the indices of each micro-batch of this process, from the step after `step` on."""
+    steps = len(data) // args.batch_size  # of an epoch
+    size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
+    for epoch in itertools.count(step // steps):
+        with torch.random.fork_rng(devices=()):  # all processes draw the same order
+            torch.manual_seed(hash((args.seed, epoch)))
+            order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
+        order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
+        for indices in order[step % steps :, :, dist.get_rank()].reshape(-1, size):
+            yield indices.tolist()
+        step = 0
 
-    def try_to_write(*text):
-        with contextlib.suppress(OSError):
-            write(*text)
 
-    return try_to_write
-
-
-def end_workers():
-    """Kills the workers. They block SIGTERM (see load_batches), so Python would wait forever."""
+def kill_workers():
+    """Ends the workers. They block SIGTERM, so that Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
 
 
-def set_seeds(*numbers):
-    """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
-    if ON_GPU and not torch.utils.data.get_worker_info():
-        torch.get_device_module().manual_seed(seed)
+def add(batch_sums, sums):
+    """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
+    for name, value in batch_sums.items():
+        value = torch.as_tensor(value).detach()  # else the graph lives until the look
+        sums[name] += value.float() if value.is_floating_point() else value.long()
 
 
-def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples and the first order."""
-    samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
-    samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    set_seeds(args.seed, 0)
-    order = np.asarray(training_order(data, args, 0))  # of a long one, str() shows both ends
-    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses of objects differ
-    return [len(data), zlib.crc32(text.encode())]
-
-
-def differ(numbers):
-    """Returns, for each of K whole numbers, whether the processes disagree."""
-    of_all = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, numbers)
-    return (torch.stack(of_all) != numbers).any(0)
-
-
-def checksum(weights):
-    """Returns a sum of all bytes, each times its place: weights that change places count, too."""
-    pieces = weights.flatten().view(torch.uint8).split(2**18)  # 256 KiB, to need little memory
-    places = torch.arange(1, len(pieces[0]) + 1, dtype=torch.int32, device=weights.device)
-    sums = [(piece * places[: len(piece)]).sum() for piece in pieces]
-    return sum(number * total for number, total in enumerate(sums, start=1))
-
-
-def check_weights(model, step):
-    """Ends the run if weights are not finite, or if their checksums differ between processes."""
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    checksums = torch.stack([checksum(p) for p in weights.values()])
-    different = [name for name, differs in zip(weights, differ(checksums)) if differs]
-    if different:
-        causes = "Does forward() change it? Or was it frozen at the start, so that DDP left it out?"
-        sys.exit(f"step {step}: {different[0]} is not the same in all processes. {causes}")
-    if not all(p.isfinite().all() for p in weights.values()):
-        sys.exit(f"the weights are not finite at step {step}")
-
-
-def load_weights(model, fingerprint, args):
-    """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    snapshot = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)
-    weights = snapshot["model"]
-    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-    fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    others = sorted((shapes.keys() | weights.keys()) - fitting.keys())
-    if not fitting:
-        sys.exit(f"{args.init_from} has no weights of this model")
-    if dist.get_rank() == 0 and others:
-        print(f"{len(others)} weights do not match {args.init_from}: {', '.join(others):.60}")
-    if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
-        print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
-    model.load_state_dict(fitting, strict=False)
-
-
-def save(parts, progress, data, args):
-    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
-    if dist.get_rank() == 0:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot |= {"progress": progress, "settings": args.settings}
-        snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
-        path = os.path.realpath(args.snapshot)  # it may be a link
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save(snapshot, file)
-            os.fsync(file.fileno())
-        os.replace(f"{path}.tmp", path)
-    dist.barrier()  # the others wait
-
-
-def training_requests(data, step, args):
-    """Yields seeds, and indices of samples, for each micro-batch of this process from `step` on."""
-    steps_per_epoch = len(data) // args.batch_size
-    for epoch in itertools.count(step // steps_per_epoch):
-        set_seeds(args.seed, epoch)  # all processes draw the same order, and each takes its share
-        order = np.asarray(training_order(data, args, epoch))
-        while step < (epoch + 1) * steps_per_epoch:
-            start = step % steps_per_epoch * args.batch_size
-            share = order[start : start + args.batch_size][dist.get_rank() :: dist.get_world_size()]
-            for indices in share.reshape(args.grad_accum_steps, -1).tolist():
-                yield (args.seed, step), indices
-            step += 1
-
-
-class Batches:
-    """The batches of a data set. A request is (seeds, indices). The seeds are for augmentation."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __getitem__(self, request):
-        seeds, indices = request
-        set_seeds(*seeds, *indices)
-        if not hasattr(self.data, "__getitems__"):
-            return default_collate([self.data[index] for index in indices])
-        samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
-        return default_collate(samples) if isinstance(samples, list) else samples
-
-
-def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request."""
-    if args.num_workers and len(get_temp_dir()) > 89:  # a socket's path has at most 107 characters
-        sys.exit("TMPDIR is too long for workers")
-    loader = DataLoader(
-        Batches(data),
-        batch_size=None,  # each request is a whole batch
-        sampler=requests,
-        num_workers=args.num_workers or 0,
-        multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
-        pin_memory=ON_GPU,
-    )
-    # Workers inherit the blocked signals: Slurm signals them, too, and the run still needs them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    for batch in batches:
-        yield tree_map(
-            lambda part: to_device(part, device), batch, is_leaf=lambda part: hasattr(part, "to")
-        )
-
-
-def to_device(part, device):
-    """Returns a part of a batch on the device. What has no .to stays as it is."""
-    if isinstance(part, torch.Tensor):
-        return part.to(device, non_blocking=True)
-    if not hasattr(part, "to"):
-        return part
-    moved = part.to(device)
-    return part if moved is None else moved  # some move in place, and return nothing
-
-
-def as_tensors(sums):
-    """Returns these sums in float32 or int64. In bfloat16 256 + 1 is 256, in bool 1 + 1 is 1."""
-    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
-    return {name: x.float() if x.is_floating_point() else x.long() for name, x in tensors.items()}
-
-
-def add_up(sums, device):
+def add_up(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    names = sorted(sums)  # the same order in all processes
-    totals = torch.tensor([float(sums[name]) for name in names], device=device)
-    dist.all_reduce(totals)
-    totals = dict(zip(names, totals.tolist()))
-    return {name: totals[name] for name in sums}  # the order of a row's columns
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {name: float(value) for name, value in sums.items()})
+    return {name: sum(each.get(name, 0) for each in of_ranks) for name in of_ranks[0]}
 
 
 @torch.no_grad()
-def evaluate(model, compiled_model, data, device, autocast, args):
+def compare_weights(model, step):
+    """Returns the largest difference from a weight of rank 0, over that weight's largest value."""
+    drifts = []
+    for weight in model.parameters():
+        own = weight.flatten().float()
+        dist.broadcast(of_rank_0 := own.clone(), src=0)
+        drift = (own - of_rank_0).abs().max() / of_rank_0.abs().max().clamp(min=1e-30)
+        drifts.append(drift.nan_to_num(math.inf))
+    dist.all_reduce(drifts := torch.stack(drifts), dist.ReduceOp.MAX)  # now all know it
+    name, _ = list(model.named_parameters())[drifts.argmax()]
+    if drifts.max() > 1e-2:  # rounding on unlike GPUs stays below, faults grow
+        sys.exit(f"step {step}: processes differ in {name}" if dist.get_rank() == 0 else 1)
+    return drifts.max().item()
+
+
+@torch.no_grad()
+def evaluate(model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
-        if buffer.is_contiguous() or 0 not in buffer.stride():  # an expanded one is read only
-            dist.broadcast(sent := buffer.contiguous(), src=0)
-            buffer.copy_(sent)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = range(rank, len(data), world_size)
-    size = args.batch_size // world_size // args.grad_accum_steps  # as in training
-    pieces = (share[start : start + size] for start in range(0, len(share), size))
-    requests = (((args.seed,), list(piece)) for piece in pieces)
-    in_training = [part for part in model.modules() if part.training]
+        dist.broadcast(buffer, src=0)
+    share = list(range(dist.get_rank(), len(data), dist.get_world_size()))
+    size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # as in training
+    batches = [share[start : start + size] for start in range(0, len(share), size)]
     model.eval()
     sums = Counter()
-    for number, batch in enumerate(load_batches(data, requests, device, args)):
-        set_seeds(args.seed, rank, number)  # the same in each validation
+    for batch in create_loader(data, batches, args):
+        batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            _, batch_sums = batch_loss(compiled_model, batch, args)
-        sums.update(as_tensors(batch_sums))
-    for part in in_training:
-        part.training = True
-    return add_up(sums, device)
+            add(batch_loss(model, batch, args)[1], sums)
+    model.train()
+    return add_up(sums)
 
 
-def log_row(row, totals, val_totals, model, device, args):
-    """Appends the rows of all processes to --log, prints the means, and returns these rows."""
-    if "/norm" in totals:
-        row["grad_norm"] = totals.pop("/norm") / max(1, totals.pop("/steps"))
-    means = {}
-    for split, sums in ("train", totals), ("val", val_totals):
-        count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
-        means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
-    device_module = torch.get_device_module(device)
-    row = vars(args) | row | means
-    row |= take_marks(args)
-    row |= {
-        "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "processes": dist.get_world_size(),
-        "rank": dist.get_rank(),
-        "host": os.uname().nodename,
-        "device": getattr(device_module, "get_device_name", device.type.upper)(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    rows = [None] * row["processes"] if row["rank"] == 0 else None
-    dist.gather_object(row, rows)
-    if row["rank"] > 0:
-        return []
-    same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
-    if args.log:
-        with open(args.log, "a") as file:
-            file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
-    shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
-    words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
-    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
-    return [each | {"last_step": None} for each in rows]
+def log_row(row, splits, model, device, settings):
+    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    for split, sums in splits.items():
+        count = sums.pop("count")
+        row |= {f"{split}_{name}": value / count for name, value in sums.items()}
+    shown = [*row, "seconds", "samples/s", "peak_MB"]
+    count_marks()
+    row = settings | row | take_marks(times, settings["batch_size"]) | {"last_step": last_step}
+    all_times.update(times)
+    times.clear()
+    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
+    row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
+    row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
+    row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
+    row |= {"host": os.uname().nodename, "device": get_name()}
+    row["threads"] = torch.get_num_threads()
+    row["parameters"] = sum(weight.numel() for weight in model.parameters())
+    rows = [None] * row["processes"]
+    dist.all_gather_object(rows, row)
+    if row["rank"] == 0:
+        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.4g}" for name in shown), 100))
+    if row["rank"] == 0 and settings["log"]:
+        same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
+        with open(settings["log"], "a") as file:
+            file.writelines(json.dumps(each | same) + "\n" for each in rows)
+    return row
 
 
-def check_args(args, world_size):
-    """Ends the run if flags do not fit together, files cannot be written, or settings differ."""
-    divisor = world_size * args.grad_accum_steps
-    if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
-        sys.exit(f"--batch_size must be a multiple of {world_size} x --grad_accum_steps")
-    if args.seed < 0:
-        sys.exit("--seed must not be negative")
-    for path in map(os.path.realpath, filter(None, (args.snapshot, args.log))):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    args.settings = {}  # the flags that must stay the same, as numbers and strings
-    for name, value in vars(args).items():
-        if name not in (*MAY_CHANGE, "settings"):
-            args.settings[name] = value if isinstance(value, (int, float)) else str(value)
-    if args.snapshot and os.path.exists(args.snapshot):
-        saved = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)["settings"]
-        for name, value in args.settings.items():
-            if saved.get(name, value) != value:
-                sys.exit(f"{args.snapshot} was made with --{name} {saved[name]}, not {value}")
-
-
-# == Where the time goes. To remove it: delete this section, and lines with "mark(" or "marks(". ===
+# == Where the time goes. To remove it: delete it, and what has "mark", "timed" or "times" in it. ==
 
 STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
-PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
-TIMES = (*PHASES, "comm_total", "steps")
-moments = []  # the one at which the last phase ended
-events = []  # (name, start, end, bytes) since the last look: phases, all-reduces of gradients
-last_step = []  # the events of the last step, in seconds
-times = Counter()  # seconds by phase since the last row
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+marks = []  # (phase, the moment at which it ended)
+sent = []  # ("all-reduce", start, end, bytes) of gradients
+last_step = []  # both, as (name, start, end, bytes) in seconds: report.py --step draws them
+times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
 def now():
@@ -765,118 +526,85 @@ def now():
 
 
 def mark(phase):
-    """Notes that this phase ends here. It began where the one before it ended."""
-    moments.append(now())
-    if len(moments) > 1:
-        events.append((phase, moments.pop(0), moments[0], 0))
+    """Notes that this phase of a step ends here."""
+    marks.append((phase, now()))
 
 
-def with_marks(comm_hook):
-    """Returns a hook that DDP calls for each bucket of gradients: comm_hook with its times."""
-    streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
-    if ON_GPU:
-        streams = [torch.Stream(priority=-1) for _ in range(2)]
+def timed_hook(comm_hook, bucket):
+    """Averages a bucket of gradients by comm_hook. DDP calls it during the backward pass."""
+    if bucket.is_last():
+        mark("backward")
+    start, size = now(), bucket.buffer().nbytes
 
-    def timed_hook(process_group, bucket):
-        if bucket.is_last():
-            mark("backward")
-        start, size = now(), bucket.buffer().nbytes
+    def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
+        sent.append(("all-reduce", start, now(), size))
+        return future.value()
 
-        def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
-            events.append(("all-reduce", start, now(), size))
-            return future.value()
-
-        # A hook may make its stream wait for its all-reduce, to convert the result from bf16. If
-        # this is a side stream, the backward pass goes on. Two streams take turns, so that a bucket
-        # need not wait for the one before it.
-        stream = streams[bucket.index() % 2]
-        if ON_GPU:
-            stream.wait_stream(torch.accelerator.current_stream())  # it computes the gradients
-        with stream:
-            return comm_hook(process_group, bucket).then(note_end)
-
-    return timed_hook
+    return comm_hook(None, bucket).then(note_end)
 
 
 def count_marks(is_warmup=False):
     """Adds up the times since the last look. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
+    if is_warmup:
+        marks[:] = [("warmup", moment) for _, moment in marks]
+        sent.clear()
+    zero = marks[-1][1]  # at a look, all processes set it after the same collective
 
-    def seconds(moment):  # relative to the last mark, which all set after the same collective
-        return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
+    def seconds(moment):
+        return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
 
-    step = []
+    spans = [(name, start, end, 0) for (_, start), (name, end) in zip(marks, marks[1:])] + sent
+    spans = [(name, seconds(start), seconds(end), size) for name, start, end, size in spans]
+    spans.sort(key=lambda span: span[1])
     counted_until = -math.inf  # where all-reduces overlap, the time counts once
-    timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
-    events.clear()
-    for name, start, end, size in sorted(timed, key=lambda event: event[1]):
-        if is_warmup:
-            times["warmup"] += end - start if name in PHASES else 0.0
-            continue
-        if name in PHASES:
-            times[name] += end - start
+    for name, start, end, _ in spans:
+        times[name] += end - start
         if name in ("comm", "all-reduce"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-        step.append((name, start, end, size))
-        if name == "optimizer":
-            times["steps"] += 1
-            last_step[:] = step
-            step = []
+    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends)
+    if ends:
+        last_step[:] = spans[[0, *ends][-2] : ends[-1]]
+    del marks[:-1], sent[:]
 
 
-def take_marks(args):
-    """Returns the columns of time and memory. The times start again from 0."""
-    count_marks()
-    row = {name: times[name] for name in TIMES}
-    times.clear()
-    # getrusage() would count the memory of the process that has started this one, too.
-    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
-    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
+def take_marks(times, batch_size):
+    """Returns these times as columns of a row, their sum, the speed of training, and memory."""
+    row = {name: times[name] for name in (*PHASES, "comm_total", "steps")}
+    row["seconds"] = sum(times[phase] for phase in PHASES)
+    training = sum(times[phase] for phase in STEP_PHASES)
+    row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
-    return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}
+    return row
 
 
-def speed_of(row, batch_size):
-    """Returns all seconds of these times, and the speed of training after the warmup."""
-    training = sum(row[phase] for phase in STEP_PHASES)
-    speed = batch_size * row["steps"] / training if training else 0.0
-    return {"seconds": sum(row[phase] for phase in PHASES), "samples/s": speed}
-
-
-def print_marks(rows):
-    """Prints where the time since the start has gone, and a row for results.md."""
-    if not rows:
+def print_marks(row):
+    """Prints where the time since the start has gone, and a row for results.md. All call it."""
+    columns = take_marks(all_times, row["batch_size"])
+    rows = [None] * row["processes"]
+    dist.all_gather_object(rows, row | columns)
+    if row["rank"] > 0:
         return
-    num_ranks = rows[0]["processes"]
-    mean = {name: sum(row[name] for row in rows) / num_ranks for name in TIMES}
-    mean |= speed_of(mean, rows[0]["batch_size"])
-    print(f"\ntime by phase since this start, {mean['seconds']:.2f} s in all (mean over processes)")
+    mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
     for phase in PHASES:
-        share = mean[phase] / mean["seconds"]
-        print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    totals = [sum(row["comm_total"] for row in rows[rank::num_ranks]) for rank in range(num_ranks)]
-    sending = min(totals)  # the process that comes last never waits in an all-reduce
-    if num_ranks > 1 and sending > 0:
-        late = totals.index(sending)
-        hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
-        waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
-        print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
-        print(f"sending {sending:.3f} s, {waiting} on {rows[late]['host']}")
+        print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
+    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits for nobody
+    if (sending := late["comm_total"]) and len(rows) > 1:
+        waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
+        print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")
         # With nothing hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
         ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
-        verdict = "above 3: more processes can pay off, each on its own GPU or cores"
-        verdict = verdict if ratio > 3 else "below 3: more processes hardly pay off"
-        print(f"R = compute / sending = {ratio:.1f}, {verdict}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[0].get(name, "-")) for name in names}
-    floats = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
-    results = {name: value for name, value in floats.items() if name.startswith("val_")}
-    results |= mean | {"peak_MB": max(row["peak_MB"] for row in rows)}
-    cells |= {name: f"{value:.4g}" for name, value in results.items()}
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print(f"R = compute / sending = {ratio:.1f}: above 3, more processes can pay off")
+    names = ["script", "model", "dataset", "precision", "processes", "batch_size"]
+    cells = {name: str(row[name]) for name in names if name in row}
+    mean = {name: value for name, value in row.items() if name.startswith("val_")} | mean
+    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    for line in (cells, ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 

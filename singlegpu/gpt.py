@@ -161,7 +161,7 @@ def batch_loss(model, batch, args):
 @torch.no_grad()
 def finish(model, data, args, device):
     """Writes --sample bytes, drawn one by one. They follow the first sequence to validate on."""
-    tokens = torch.as_tensor(data[:1][0][:, :-1]).long().to(device)  # (1, T)
+    tokens = torch.tensor(data[:1][0][:, :-1], device=device).long()  # (1, T)
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[:, -1]  # (1, V)
         next_token = (logits / 0.8).softmax(1).multinomial(1)  # 0.8: the temperature

@@ -1,57 +1,50 @@
 """Train a text classifier with one GPU or, if there is none, with the CPU.
 
-    python singlegpu/text.py                                       # synthetic texts: no download
+    python singlegpu/text.py                                        # synthetic texts: no download
     python singlegpu/text.py --model transformer --dataset imdb --snapshot text.pt
     sbatch slurm/singlegpu_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
-Your own texts are a folder or a hub name: splits train and test, columns text and label.
-
-Read mnist.py first. This is the same, in the same order, with what a real job needs.
-For your own data and model, replace the first of the three sections.
-Shapes: N texts of a split, B of a batch, T tokens, D = d_model, H heads, K classes.
+Read mnist.py first. This is the same, with what a long job needs. For your own data and model,
+replace the first of the three sections. Started again with the same flags, a stopped run goes on,
+with the same weights in the end; only what workers draw, such as random crops, can differ.
+Shapes: N texts of a split, B of a batch, T tokens of a text, D = d_model, H heads, K classes.
 """
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import math
 import os
-import random
-import re
 import resource
 import signal
 import sys
 import textwrap
 import time
-import zlib
 from collections import Counter
 from multiprocessing import active_children
-from multiprocessing.util import Finalize, get_temp_dir
+from multiprocessing.util import Finalize
 from pathlib import Path
+
+SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
+if __name__ == "__main__":  # before torch starts threads, which inherit it: main() asks for them
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
-HAS_EVENTS = ON_GPU and torch.accelerator.current_accelerator().type != "mps"  # its events can hang
 
 # == Yours: flags, data, model, loss. Replace it. ==================================================
 
 HUB = {"ag_news": "fancyzhx/ag_news", "imdb": "stanfordnlp/imdb"}  # names on the Hugging Face hub
 SIZES = {"small": (128, 4, 512, 2), "large": (256, 8, 1024, 4)}  # D, H, dim_feedforward, layers
-SPECIAL_TOKENS = ["[PAD]", "[UNK]"]  # ids 0 and 1
-VOCAB_SIZE = 20_000  # at most: the special tokens and the most frequent words
-# Chinese, Japanese, Thai, ... have no blanks between words: each character is a token.
-SCRIPTS = "Han Hiragana Katakana Thai Lao Khmer Myanmar Tibetan".split()
-CHARACTER = "|".join(rf"\p{{{script}}}" for script in SCRIPTS)
+VOCAB_SIZE = 20_000  # at most: [PAD], which is 0, [UNK], and the most frequent words
 
 
 def parse_args():
@@ -66,117 +59,86 @@ def parse_args():
     return parse_run_args(parser, epochs=5, batch_size=64)
 
 
-def synthetic_texts():
-    """Yields texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
-    generator = np.random.default_rng(0)
-    for label in generator.integers(4, size=12_000).tolist():
-        num_words = generator.integers(5, 101)
-        words = generator.integers(1000, size=num_words)
-        words[::10] = 50 * label + words[::10] % 50
-        yield {"text": " ".join(map(str, words)), "label": label}
-
-
-def learn_vocabulary(batch):
-    """Returns a tokenizer for these texts, as a table of one row, which map() caches."""
-    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    characters = pre_tokenizers.Split(Regex(CHARACTER), "isolated")
-    words = pre_tokenizers.Whitespace()  # words, and runs of punctuation
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, words])
-    options = {"vocab_size": VOCAB_SIZE, "min_frequency": 2, "special_tokens": SPECIAL_TOKENS}
-    trainer = trainers.WordLevelTrainer(**options, show_progress=False)
-    tokenizer.train_from_iterator([text or "" for text in batch["text"]], trainer)
-    return {"tokenizer": [tokenizer.to_str()]}
-
-
-def encode(batch, tokenizer):
-    """Returns token ids (N, seq_len), with zeros after a text's end."""
-    encodings = tokenizer.encode_batch_fast([text or "" for text in batch["text"]])
-    tokens = np.array([encoding.ids for encoding in encodings], np.int16)  # VOCAB_SIZE < 2**15
-    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
-    return {"tokens": tokens}
-
-
-def load_texts(args):
-    """Returns the training texts and the test texts, tables with columns text and label."""
-    if args.dataset == "synthetic":
-        splits = datasets.Dataset.from_generator(synthetic_texts).train_test_split(2_000, seed=0)
-        return splits["train"], splits["test"]
-    folder = os.path.join(args.data_dir, args.dataset)
-    path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
-    splits = []
-    for split in datasets.load_dataset(path, split=["train", "test"]):
-        texts = split.select_columns(["text", "label"])
-        texts = texts.cast_column("text", datasets.Value("string"))  # it may be digits
-        # -1 is the hub's mark for a missing label. NaN differs from itself.
-        has_label = [x not in (None, -1, "") and x == x for x in texts["label"][:]]
-        splits.append(texts.select(np.flatnonzero(has_label)))
-        labels = str(sorted(splits[-1].unique("label")))
-        count = f"{sum(has_label)} of {len(split)} rows of {split.split}"
-        print(f"{count} have a label other than -1: {labels:.60}", flush=True)
-    return splits
-
-
-class Texts(Dataset):
-    """Texts as token ids (N, T), sorted by their lengths (N,), and the numbers of their classes."""
-
-    def __init__(self, tokens, targets, classes):
-        lengths = np.count_nonzero(tokens, axis=1)
-        order = np.argsort(lengths, stable=True)
-        self.tokens, self.lengths, self.targets = tokens[order], lengths[order], targets[order]
-        self.classes = classes  # their names (K,)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitems__(self, indices):
-        """Returns a whole batch: tokens (B, T), with zeros after a text's end, targets (B,)."""
-        tokens = self.tokens[indices, : self.lengths[indices].max()]
-        return torch.from_numpy(tokens).long(), torch.from_numpy(self.targets[indices])
-
-
 def read_data(args):
-    """Returns the data to train on and, from the test texts, the data to validate on."""
-    # map() caches by the code of a function of __main__, but by the name alone of any other. Where
-    # multigpu/text.py starts a process, the main module is called __mp_main__.
-    for function in (synthetic_texts, learn_vocabulary, encode):
-        function.__module__ = "__main__"
-    datasets.disable_progress_bars()
-    train_texts, test_texts = load_texts(args)
-    labels = sorted(train_texts.unique("label"))
-    unknown = sorted(set(test_texts.unique("label")) - set(labels))
-    if unknown:
-        sys.exit(f"{args.dataset}: test has labels that train has not: {unknown[:5]}")
-    options = {"batched": True, "remove_columns": ["text", "label"]}
-    vocabulary = train_texts.map(learn_vocabulary, batch_size=None, **options)
-    tokenizer = Tokenizer.from_str(vocabulary[0]["tokenizer"])
-    tokenizer.encode_special_tokens = True  # "[PAD]" in a text is text
-    tokenizer.enable_truncation(args.seq_len)
-    tokenizer.enable_padding(length=args.seq_len)
-    data = []
-    for name, texts in (("train", train_texts), ("test", test_texts)):
-        encoded = texts.map(encode, fn_kwargs={"tokenizer": tokenizer}, **options)
-        tokens = encoded.with_format("numpy", dtype=np.int16)["tokens"][:]
-        data.append(Texts(tokens, np.searchsorted(labels, texts["label"][:]), labels))
-        share = (tokens == 1).sum() / (tokens > 0).sum()
-        if share > 1 / 3:
-            print(f"{share:.0%} of all tokens of {name} are [UNK], words that are rare in train")
-        share = np.mean(tokens[:, -1] > 0)
-        if share > 0.1:
-            print(f"{share:.0%} of the texts of {name} fill --seq_len: the end is cut off")
+    """Returns texts to train on and, from the split test, to validate on; columns text, label."""
+    if args.dataset == "synthetic":
+        splits = synthetic_texts()
+    else:
+        folder = os.path.join(args.data_dir, args.dataset)
+        path = folder if os.path.isdir(folder) else HUB.get(args.dataset, args.dataset)
+        splits = datasets.load_dataset(path, split=["train", "test"])
+    labels = sorted(splits[0].unique("label"))
+    unknown = set(splits[1].unique("label")) - set(labels)
+    if unknown:  # the hub marks a label that is not public by -1
+        sys.exit(f"{args.dataset}: test has labels that train has not: {unknown}")
+    tokenizer = train_tokenizer(splits[0], args.seq_len)
+    return [encode(texts, labels, tokenizer, args) for texts in splits]
+
+
+def synthetic_texts():
+    """Returns texts of 5 to 100 random words. Every tenth word is one of its class's 50 words."""
+    generator = np.random.default_rng(0)
+    texts = []
+    for label in generator.integers(4, size=12_000).tolist():
+        words = generator.integers(1000, size=generator.integers(5, 101))
+        words[::10] = 50 * label + words[::10] % 50
+        texts.append({"text": " ".join(map(str, words)), "label": label})
+    texts = datasets.Dataset.from_list(texts)
+    return texts.skip(2000), texts.take(2000)
+
+
+def train_tokenizer(texts, seq_len):
+    """Returns a tokenizer for the frequent words of these texts. It pads to seq_len tokens."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(strip_accents=False)  # in small letters
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # Japanese and Thai need another
+    options = {"vocab_size": VOCAB_SIZE, "min_frequency": 2, "special_tokens": ["[PAD]", "[UNK]"]}
+    trainer = trainers.WordLevelTrainer(**options, show_progress=False)
+    tokenizer.train_from_iterator((batch["text"] for batch in texts.iter(1000)), trainer)
+    tokenizer.enable_truncation(seq_len)
+    tokenizer.enable_padding(length=seq_len)
+    return tokenizer
+
+
+class Texts(TensorDataset):
+    """Token ids (N, seq_len), with zeros after a text's end, and the numbers of classes (N,)."""
+
+    def __getitem__(self, indices):
+        """Returns a batch that is as long as its longest text: tokens (B, T), classes (B,)."""
+        tokens, targets = super().__getitem__(indices)
+        return tokens[:, : tokens.count_nonzero(1).max()].long(), targets
+
+
+def encode(texts, labels, tokenizer, args):
+    """Returns a table as Texts. The shortest come first, so that batches need little padding."""
+    batches = (tokenizer.encode_batch_fast(batch["text"]) for batch in texts.iter(1000))
+    tokens = np.concatenate([np.array([text.ids for text in batch], np.int16) for batch in batches])
+    tokens[:, 0] = tokens[:, 0].clip(1)  # an empty text becomes one [UNK]
+    order = np.count_nonzero(tokens, axis=1).argsort(stable=True)
+    targets = np.searchsorted(labels, texts["label"][:])
+    data = Texts(torch.from_numpy(tokens[order]), torch.from_numpy(targets[order]))
+    data.classes, data.batch_size = labels, args.batch_size
     return data
 
 
-def training_order(data, args, epoch):
-    """Returns the indices of all texts that fill a batch, in the order of an epoch."""
-    num_texts = len(data) // args.batch_size * args.batch_size  # an incomplete batch is left out
-    generator = np.random.default_rng((args.seed, epoch))
-    shuffled = generator.permutation(len(data))[:num_texts]
-    # The data is sorted by length, so that sorted numbers are texts sorted by length. 100 random
-    # batches at a time are sorted, to need little padding, and then all batches are shuffled.
-    cuts = range(100 * args.batch_size, num_texts, 100 * args.batch_size)
-    pools = [np.sort(pool) for pool in np.split(shuffled, cuts)]
-    return generator.permutation(np.concatenate(pools).reshape(-1, args.batch_size)).flatten()
+def training_order(data, rng):
+    """Returns the indices of an epoch. Texts of a batch are of similar length: little padding."""
+    lengths = data.tensors[0].count_nonzero(1).numpy()
+    order = rng.permutation(len(data))[: len(data) // data.batch_size * data.batch_size]
+    pools = np.arange(len(order)) // (100 * data.batch_size)  # 100 random batches are a pool
+    order = order[np.lexsort((lengths[order], pools))]  # pool by pool, sorted by length
+    batches = rng.permutation(order.reshape(-1, data.batch_size))
+    return rng.permuted(batches, axis=1).flatten()  # so no process has all the long texts
+
+
+def create_loader(data, batches, args):
+    """Returns a loader of these batches, which are lists of indices."""
+    options = {"num_workers": args.num_workers, "pin_memory": ON_GPU}
+    if args.num_workers:
+        options["multiprocessing_context"] = "fork"  # workers share the memory of the data
+    if isinstance(data, (StackDataset, TensorDataset)):  # of arrays: a whole batch by one index
+        return DataLoader(data, batch_size=None, sampler=batches, **options)
+    return DataLoader(data, batch_sampler=batches, **options)
 
 
 class TextEncoder(nn.Module):
@@ -228,9 +190,9 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
 
 
-def learning_rate_factor(args, done):
-    """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    return 0.9 ** (done * args.epochs)
+def learning_rate(args, done):
+    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    return args.learning_rate * 0.9 ** (done * args.epochs)
 
 
 def batch_loss(model, batch, args):
@@ -243,501 +205,292 @@ def batch_loss(model, batch, args):
 
 
 def finish(model, data, args, device):
-    """Called by one process at the end of the training. There is nothing to do."""
+    """Called by rank 0 at the end of the training. There is nothing to do."""
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
+# == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
 
-DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
-    "epochs max_steps eval_every grad_accum_steps compile num_workers data_dir "
-    "snapshot init_from log sample reconstructions"
-).split()
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
     has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is as inexact as bf16
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
-    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
-    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
-    add("--batch_size", type=int, help="global batch: samples per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
+    add("--batch_size", type=int, help="samples per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
     add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
-    add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
+    choices = ["fp32", "tf32", *DTYPES]
+    add("--precision", choices=choices, default=choices[has_tf32], help="number type")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    # These say how it is learned, not what: report.py compares runs that differ in them
+    add("--epochs", type=int, help="passes over the data")
+    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
+    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
-    add("--log", metavar="FILE.jsonl", help="append rows, for report.py")
+    add("--log", metavar="FILE.jsonl", help="append a row at each validation, for report.py")
     parser.set_defaults(**defaults)
     return parser.parse_args()
 
 
 def main(args):
-    device = torch.device(torch.accelerator.current_accelerator() if ON_GPU else "cpu")
-    set_seeds(args.seed)  # the same random splits in each run
-    train_data, val_data = read_data(args)
-    if len(train_data) < args.batch_size or len(val_data) < 1:
-        sys.exit(f"too few samples: {len(train_data)} for a batch, {len(val_data)} to validate on")
-    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
-    num_steps = args.max_steps or args.epochs * steps_per_epoch
-    eval_every = args.eval_every or steps_per_epoch
-
-    dtype = DTYPES[args.precision]
-    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    settings = dict(vars(args))  # what read_data() may add cannot always be saved
+    device = torch.device(0 if ON_GPU else "cpu")
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
-    # Time the algorithms of a convolution, and take the fastest. AMD's search takes too long.
-    torch.backends.cudnn.benchmark = torch.version.hip is None
-    set_seeds(args.seed)  # the same weights in each run
-    model = create_model(args, train_data).to(device)
-    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
-    resting = [part for part in model.modules() if model.training and not part.training]
-    model.train()
-    for part in resting:
-        part.training = False
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
+    torch.manual_seed(args.seed)  # the same random splits and weights in each run
+    train_data, val_data = read_data(args)
+    size, share = len(train_data), args.grad_accum_steps
+    if args.batch_size not in range(share, size + 1, share):
+        sys.exit(f"--batch_size {args.batch_size} must be a multiple of {share}, at most {size}")
+    if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
+        sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
+    steps_per_epoch = size // args.batch_size  # an incomplete last batch is left out
+    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": size}
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    model = create_model(args, train_data).to(device).train()
     optimizer = create_optimizer(model, args)
-    places = {parameter: place for place, parameter in enumerate(model.parameters())}
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if optimized - {*model.parameters()}:
-        sys.exit("the optimizer has parameters that the model has not: put them into the model")
-    left_out = [p for p in model.parameters() if p.requires_grad and p not in optimized]
-    for parameter in left_out:
-        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
-    if left_out:
-        print(f"{len(left_out)} parameters are frozen: the optimizer does not have them")
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
-        group["params"].sort(key=places.get)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    if args.snapshot:  # what a resume could not read fails here, before the training
-        torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
-    fingerprint = fingerprint_of(train_data, args)
-    progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The steps done, the step of the last row, and the sums of batch_loss since that row.
-    progress |= {"step": 0, "row_step": 0, "totals": {}}
+    first_step = 0  # the steps that are done
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        progress |= snapshot["progress"]
-        if progress["fingerprint"] != fingerprint:
-            way_out = f"--init_from {args.snapshot} starts anew with its weights"
-            sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        first_step, old = snapshot["step"], snapshot["settings"]
+        changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
+        settings["run"] = old["run"]
+        if changed:
+            print(f"{args.snapshot} was saved with {changed}")
+        if {"batch_size", "num_samples"} & changed.keys():  # its step is another place in the data
+            sys.exit("to start anew from its weights: --init_from")
         for name, part in parts.items():
-            part.load_state_dict(snapshot.pop(name))  # which frees its memory
+            part.load_state_dict(snapshot[name])
     elif args.init_from:
-        load_weights(model, fingerprint, args)
-    step = first_step = progress["step"]  # the steps done before this start
-    compiled_model = torch.compile(model) if args.compile else model
+        weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+        fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
+        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
+        if new:
+            print(f"not in {args.init_from}: {', '.join(new):.60}")
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
+    network = torch.compile(model) if args.compile else model  # both have the same weights
 
-    stop_requests = []
-
-    def note_stop(signum, frame):
-        stop_requests.append(signum)
-        if signum == signal.SIGINT:
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-
-    for signum in SIGNALS:
-        signal.signal(signum, note_stop)
-    Finalize(None, end_workers, exitpriority=0)  # called at exit, also after an error
-    for stream in (sys.stdout, sys.stderr):
-        stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
-    print(f"device {device}, steps {step} to {num_steps}", flush=True)
-    requests = training_requests(train_data, step, args)
-    batches = load_batches(train_data, requests, device, args)
+    torch.manual_seed(hash((args.seed, first_step)))  # a resumed run draws other crops
+    batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
-    bar = tqdm(initial=step, total=num_steps, mininterval=pause)
-    # The sums of batch_loss since the last row. Names with a slash are the run's own.
-    sums = Counter(progress["totals"])
-    rows = []  # since the start
-    look_step, look_time, next_look = step, time.perf_counter(), step + 1
-    is_stopped = False
+    bar = tqdm(initial=first_step, total=num_steps, mininterval=pause)
+    sums, totals = Counter(), Counter()  # since the last look, and since the row
+    row, is_stopped = None, False
+    look_time = time.perf_counter()
     mark("start")
-    while True:
-        is_row = step > progress["row_step"] and (step % eval_every == 0 or step >= num_steps)
-        # A look, about once a second: is the loss finite, and has anybody asked the run to stop?
-        # Python waits for the GPU only here.
-        if is_row or step == next_look:
-            totals = {name: float(value) for name, value in sums.items()}  # waits for the GPU
-            count_marks(is_warmup=step <= first_step + 3)
-            is_stopped = len(stop_requests) > 0
-            speed = (step - look_step) / (time.perf_counter() - look_time)  # steps/s
-            if not math.isfinite(totals["loss"]):
-                sys.exit(f"the loss is not finite at step {step}")
-            bar.set_postfix(loss=f"{totals['loss'] / max(1, totals['count']):.4g}", refresh=False)
-            if is_row or is_stopped:
-                check_weights(model, step)
-                progress |= {"step": step, "totals": dict(totals)}
-                if args.snapshot:
-                    save(parts, progress, train_data, args)
-                    mark("save")
-                val_totals = {}
-                if not is_stopped:  # else the resumed run validates first
-                    val_totals = evaluate(model, compiled_model, val_data, device, autocast, args)
-                    mark("eval")
-                    sums.clear()
-                    progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # a restart does not validate again
-                        save(parts, progress, train_data, args)
-                        mark("save")
-                row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
-                rate = float(optimizer.param_groups[0]["lr"])
-                row |= {"epoch": step / steps_per_epoch, "lr": rate}
-                rows.append(log_row(row, totals, val_totals, model, device, args))
-            # Look after each of the first 3 steps. Later, look again in about a second, but after
-            # at most twice as many steps as between the last two looks.
-            longest = 2 * (step - look_step) if step >= first_step + 3 else 1
-            next_look = step + max(1, min(int(speed), longest))
-            look_step, look_time = step, time.perf_counter()
-        if is_stopped or step >= num_steps:
-            break
-        factor = float(learning_rate_factor(args, (step + 1) / num_steps))
+    for step in range(first_step + 1, num_steps + 1):
+        seed = hash((args.seed, step))  # so a resumed run has the same dropout
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
+        if ON_GPU:
+            torch.get_device_module().manual_seed(seed)
+        rate = learning_rate(args, step / num_steps)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        for micro_step in range(args.grad_accum_steps):
-            batch = next(batches)
-            set_seeds(args.seed, step, micro_step)  # dropout is the same after a resume
+            group["lr"] = rate
+        for _ in range(args.grad_accum_steps):
+            batch = tree_map(lambda part: part.to(device, non_blocking=True), next(batches))
             mark("data")
             with autocast:
-                loss, batch_sums = batch_loss(compiled_model, batch, args)
-            sums.update(as_tensors(batch_sums))
+                loss, batch_sums = batch_loss(network, batch, args)
+            add(batch_sums, sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
-        if args.max_grad_norm > 0:
+        is_warmup = step <= first_step + 3  # they are slower
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_look = is_due or is_warmup or time.perf_counter() > look_time + 1
+        if args.max_grad_norm or is_look:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
-            # The scaler skips steps whose gradients are infinite: their norm does not count.
-            sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
-        set_seeds(args.seed, step)  # the same in all folders: an optimizer may draw numbers
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         mark("optimizer")
-        step += 1
         bar.update()
+        if not is_look:
+            continue
+
+        # A look, about once a second: is the loss finite? Has somebody asked to stop? Python waits
+        # for the GPU only here.
+        look = {name: float(value) for name, value in sums.items()}
+        sums.clear()
+        totals.update(look)
+        count_marks(is_warmup)
+        mean_loss = look["loss"] / look["count"]
+        if not math.isfinite(mean_loss):
+            sys.exit(f"step {step}: the loss is {mean_loss}")
+        bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
+        is_stopped = len(SIGNALS & signal.sigpending()) > 0 and step < num_steps
+        if is_due or is_stopped:
+            row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
+            row["grad_norm"] = float(norm)
+            if args.snapshot:
+                snapshot = {name: part.state_dict() for name, part in parts.items()}
+                snapshot |= {"step": step, "settings": settings}
+                snapshot["classes"] = [str(name) for name in getattr(train_data, "classes", ())]
+                torch.save(snapshot, f"{args.snapshot}.tmp")
+                os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
+            mark("save")
+            splits = {"train": totals}
+            if not is_stopped:  # else there may be no time for it
+                splits["val"] = evaluate(network, val_data, device, autocast, args)
+                mark("eval")
+            row = log_row(row, splits, model, device, settings)
+            totals.clear()
+        if is_stopped:
+            break
+        look_time = time.perf_counter()
 
     bar.close()
-    print_marks(rows)
+    if row:
+        print_marks(row)
     if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else a job would be queued again for ever
-        print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
-        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
+        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
     finish(model.eval(), val_data, args, device)
 
 
-def without_errors(write):
-    """Returns this method of a stream without its errors: a closed pipe must not end a training."""
+def training_batches(data, step, args):
+    """Yields the indices of each micro-batch, from the step after `step` on."""
+    steps = len(data) // args.batch_size  # of an epoch
+    for epoch in itertools.count(step // steps):
+        with torch.random.fork_rng(devices=()):  # a resumed run draws the same order
+            torch.manual_seed(hash((args.seed, epoch)))
+            order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
+        order = order[: steps * args.batch_size].reshape(steps, args.grad_accum_steps, -1)
+        for indices in order[step % steps :].reshape(-1, order.shape[2]):
+            yield indices.tolist()
+        step = 0
 
-    def try_to_write(*text):
-        with contextlib.suppress(OSError):
-            write(*text)
 
-    return try_to_write
-
-
-def end_workers():
-    """Kills the workers. They block SIGTERM (see load_batches), so Python would wait forever."""
+def kill_workers():
+    """Ends the workers. They block SIGTERM, so that Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
 
 
-def set_seeds(*numbers):
-    """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
-    if ON_GPU and not torch.utils.data.get_worker_info():
-        torch.get_device_module().manual_seed(seed)
-
-
-def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples and the first order."""
-    samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
-    samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    set_seeds(args.seed, 0)
-    order = np.asarray(training_order(data, args, 0))  # of a long one, str() shows both ends
-    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses of objects differ
-    return [len(data), zlib.crc32(text.encode())]
-
-
-def check_weights(model, step):
-    """Ends the run if the weights are not finite."""
-    if not all(p.isfinite().all() for p in model.parameters() if p.requires_grad):
-        sys.exit(f"the weights are not finite at step {step}")
-
-
-def load_weights(model, fingerprint, args):
-    """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    snapshot = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)
-    weights = snapshot["model"]
-    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-    fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    others = sorted((shapes.keys() | weights.keys()) - fitting.keys())
-    if not fitting:
-        sys.exit(f"{args.init_from} has no weights of this model")
-    if others:
-        print(f"{len(others)} weights do not match {args.init_from}: {', '.join(others):.60}")
-    if snapshot.get("progress", {}).get("fingerprint") != fingerprint:
-        print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
-    model.load_state_dict(fitting, strict=False)
-
-
-def save(parts, progress, data, args):
-    """Writes a temporary file and renames it, so that no snapshot is half written."""
-    snapshot = {name: part.state_dict() for name, part in parts.items()}
-    snapshot |= {"progress": progress, "settings": args.settings}
-    snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
-    path = os.path.realpath(args.snapshot)  # it may be a link
-    with open(f"{path}.tmp", "wb") as file:
-        torch.save(snapshot, file)
-        os.fsync(file.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
-def training_requests(data, step, args):
-    """Yields seeds, and indices of samples, for each micro-batch from `step` on."""
-    steps_per_epoch = len(data) // args.batch_size
-    for epoch in itertools.count(step // steps_per_epoch):
-        set_seeds(args.seed, epoch)  # a resumed run draws the same order
-        order = np.asarray(training_order(data, args, epoch))
-        while step < (epoch + 1) * steps_per_epoch:
-            start = step % steps_per_epoch * args.batch_size
-            share = order[start : start + args.batch_size]
-            for indices in share.reshape(args.grad_accum_steps, -1).tolist():
-                yield (args.seed, step), indices
-            step += 1
-
-
-class Batches:
-    """The batches of a data set. A request is (seeds, indices). The seeds are for augmentation."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __getitem__(self, request):
-        seeds, indices = request
-        set_seeds(*seeds, *indices)
-        if not hasattr(self.data, "__getitems__"):
-            return default_collate([self.data[index] for index in indices])
-        samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
-        return default_collate(samples) if isinstance(samples, list) else samples
-
-
-def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request."""
-    if args.num_workers and len(get_temp_dir()) > 89:  # a socket's path has at most 107 characters
-        sys.exit("TMPDIR is too long for workers")
-    loader = DataLoader(
-        Batches(data),
-        batch_size=None,  # each request is a whole batch
-        sampler=requests,
-        num_workers=args.num_workers or 0,
-        multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
-        pin_memory=HAS_EVENTS,
-    )
-    # Workers inherit the blocked signals: Slurm signals them, too, and the run still needs them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    for batch in batches:
-        yield tree_map(
-            lambda part: to_device(part, device), batch, is_leaf=lambda part: hasattr(part, "to")
-        )
-
-
-def to_device(part, device):
-    """Returns a part of a batch on the device. What has no .to stays as it is."""
-    if isinstance(part, torch.Tensor):
-        return part.to(device, non_blocking=True)
-    if not hasattr(part, "to"):
-        return part
-    moved = part.to(device)
-    return part if moved is None else moved  # some move in place, and return nothing
-
-
-def as_tensors(sums):
-    """Returns these sums in float32 or int64. In bfloat16 256 + 1 is 256, in bool 1 + 1 is 1."""
-    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
-    return {name: x.float() if x.is_floating_point() else x.long() for name, x in tensors.items()}
+def add(batch_sums, sums):
+    """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
+    for name, value in batch_sums.items():
+        value = torch.as_tensor(value).detach()  # else the graph lives until the look
+        sums[name] += value.float() if value.is_floating_point() else value.long()
 
 
 @torch.no_grad()
-def evaluate(model, compiled_model, data, device, autocast, args):
+def evaluate(model, data, device, autocast, args):
     """Returns the sums of batch_loss over the data."""
     size = args.batch_size // args.grad_accum_steps  # as in training
-    share = range(len(data))
-    pieces = (share[start : start + size] for start in range(0, len(share), size))
-    requests = (((args.seed,), list(piece)) for piece in pieces)
-    in_training = [part for part in model.modules() if part.training]
+    indices = list(range(len(data)))
+    batches = [indices[start : start + size] for start in range(0, len(data), size)]
     model.eval()
     sums = Counter()
-    for number, batch in enumerate(load_batches(data, requests, device, args)):
-        set_seeds(args.seed, number)  # the same in each validation
+    for batch in create_loader(data, batches, args):
+        batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            _, batch_sums = batch_loss(compiled_model, batch, args)
-        sums.update(as_tensors(batch_sums))
-    for part in in_training:
-        part.training = True
+            add(batch_loss(model, batch, args)[1], sums)
+    model.train()
     return {name: float(value) for name, value in sums.items()}
 
 
-def log_row(row, totals, val_totals, model, device, args):
-    """Appends the row to --log, prints its means, and returns it."""
-    if "/norm" in totals:
-        row["grad_norm"] = totals.pop("/norm") / max(1, totals.pop("/steps"))
-    means = {}
-    for split, sums in ("train", totals), ("val", val_totals):
-        count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
-        means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
-    device_module = torch.get_device_module(device)
-    row = vars(args) | row | means
-    row |= take_marks(args)
-    row |= {
-        "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "processes": 1,
-        "nodes": 1,
-        "rank": 0,
-        "host": os.uname().nodename,
-        "device": getattr(device_module, "get_device_name", device.type.upper)(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-    }
-    if args.log:
-        with open(args.log, "a") as file:
-            file.write(json.dumps(row, default=str) + "\n")
-    shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
-    words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
-    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
+def log_row(row, splits, model, device, settings):
+    """Prints the row, appends it to --log, and returns it."""
+    for split, sums in splits.items():
+        count = sums.pop("count")
+        row |= {f"{split}_{name}": value / count for name, value in sums.items()}
+    shown = [*row, "seconds", "samples/s", "peak_MB"]
+    count_marks()
+    row = settings | row | take_marks(times, settings["batch_size"]) | {"last_step": last_step}
+    all_times.update(times)
+    times.clear()
+    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
+    row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
+    row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
+    row |= {"processes": 1, "nodes": 1, "rank": 0}
+    row |= {"host": os.uname().nodename, "device": get_name()}
+    row["threads"] = torch.get_num_threads()
+    row["parameters"] = sum(weight.numel() for weight in model.parameters())
+    tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.4g}" for name in shown), 100))
+    if settings["log"]:
+        with open(settings["log"], "a") as file:
+            file.write(json.dumps(row) + "\n")
     return row
 
 
-def check_args(args, world_size):
-    """Ends the run if flags do not fit together, files cannot be written, or settings differ."""
-    divisor = world_size * args.grad_accum_steps
-    if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
-        sys.exit(f"--batch_size must be a multiple of {world_size} x --grad_accum_steps")
-    if args.seed < 0:
-        sys.exit("--seed must not be negative")
-    for path in map(os.path.realpath, filter(None, (args.snapshot, args.log))):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    args.settings = {}  # the flags that must stay the same, as numbers and strings
-    for name, value in vars(args).items():
-        if name not in (*MAY_CHANGE, "settings"):
-            args.settings[name] = value if isinstance(value, (int, float)) else str(value)
-    if args.snapshot and os.path.exists(args.snapshot):
-        saved = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)["settings"]
-        for name, value in args.settings.items():
-            if saved.get(name, value) != value:
-                sys.exit(f"{args.snapshot} was made with --{name} {saved[name]}, not {value}")
-
-
-# == Where the time goes. To remove it: delete this section, and lines with "mark(" or "marks(". ===
+# == Where the time goes. To remove it: delete it, and what has "mark", "timed" or "times" in it. ==
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
-PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
-TIMES = (*PHASES, "steps")
-moments = []  # the one at which the last phase ended
-events = []  # (phase, start, end, bytes) since the last look
-last_step = []  # the events of the last step, in seconds
-times = Counter()  # seconds by phase since the last row
-
-
-def now():
-    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
-    moment = torch.Event(enable_timing=True) if HAS_EVENTS else time.perf_counter()
-    if HAS_EVENTS:
-        moment.record()
-    return moment
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+marks = []  # (phase, the moment at which it ended)
+last_step = []  # its phases as (name, start, end, bytes) in seconds: report.py --step draws them
+times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
 def mark(phase):
-    """Notes that this phase ends here. It began where the one before it ended."""
-    moments.append(now())
-    if len(moments) > 1:
-        events.append((phase, moments.pop(0), moments[0], 0))
+    """Notes that this phase of a step ends here. Python does not wait for the GPU."""
+    moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
+    if ON_GPU:
+        moment.record()  # queued like all work: the GPU notes the time when it gets here
+    marks.append((phase, moment))
 
 
 def count_marks(is_warmup=False):
     """Adds up the times since the last look. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
+    if is_warmup:
+        marks[:] = [("warmup", moment) for _, moment in marks]
+    zero = marks[-1][1]
 
-    def seconds(moment):  # since the last mark
-        return -moment.elapsed_time(moments[0]) / 1000 if HAS_EVENTS else moment - moments[0]
+    def seconds(moment):
+        return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
 
-    step = []
-    timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
-    events.clear()
-    for name, start, end, size in timed:
-        if is_warmup:
-            times["warmup"] += end - start
-            continue
+    spans = [(name, start, end) for (_, start), (name, end) in zip(marks, marks[1:])]
+    spans = [(name, seconds(start), seconds(end), 0) for name, start, end in spans]
+    for name, start, end, _ in spans:
         times[name] += end - start
-        step.append((name, start, end, size))
-        if name == "optimizer":
-            times["steps"] += 1
-            last_step[:] = step
-            step = []
+    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends)
+    if ends:
+        last_step[:] = spans[[0, *ends][-2] : ends[-1]]
+    del marks[:-1]
 
 
-def take_marks(args):
-    """Returns the columns of time and memory. The times start again from 0."""
-    count_marks()
-    row = {name: times[name] for name in TIMES}
-    times.clear()
-    if sys.platform == "darwin":
-        row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    else:  # getrusage() would count the memory of the process that has started this one, too
-        sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
-        row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
-    if HAS_EVENTS:
+def take_marks(times, batch_size):
+    """Returns these times as columns of a row, their sum, the speed of training, and memory."""
+    row = {name: times[name] for name in (*PHASES, "steps")}
+    row["seconds"] = sum(times[phase] for phase in PHASES)
+    training = sum(times[phase] for phase in STEP_PHASES)
+    row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
-    return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}
+    return row
 
 
-def speed_of(row, batch_size):
-    """Returns all seconds of these times, and the speed of training after the warmup."""
-    training = sum(row[phase] for phase in STEP_PHASES)
-    speed = batch_size * row["steps"] / training if training else 0.0
-    return {"seconds": sum(row[phase] for phase in PHASES), "samples/s": speed}
-
-
-def print_marks(rows):
+def print_marks(row):
     """Prints where the time since the start has gone, and a row for results.md."""
-    if not rows:
-        return
-    total = {name: sum(row[name] for row in rows) for name in TIMES}
-    total |= speed_of(total, rows[0]["batch_size"])
-    print(f"\ntime by phase since this start, {total['seconds']:.2f} s in all")
+    mean = take_marks(all_times, row["batch_size"])
     for phase in PHASES:
-        share = total[phase] / total["seconds"]
-        print(f"{phase:9} {total[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[0].get(name, "-")) for name in names}
-    floats = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
-    results = {name: value for name, value in floats.items() if name.startswith("val_")}
-    results |= total | {"peak_MB": max(row["peak_MB"] for row in rows)}
-    cells |= {name: f"{value:.4g}" for name, value in results.items()}
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
+    names = ["script", "model", "dataset", "precision", "processes", "batch_size"]
+    cells = {name: str(row[name]) for name in names if name in row}
+    mean = {name: value for name, value in row.items() if name.startswith("val_")} | mean
+    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    for line in (cells, ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 
 if __name__ == "__main__":
     args = parse_args()
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        sys.exit(f"each task would train alone: use slurm/multinode_{Path(__file__).stem}.slurm")
-    check_args(args, 1)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_PROCID", 0)) > 0:
+        sys.exit(f"each process would train alone: use multinode/{Path(__file__).name}")
     main(args)
