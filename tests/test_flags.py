@@ -31,8 +31,8 @@ FLAGS = f"""
 --shard_size | hybrid/gpt_fsdp | test_hybrid
 --checkpoint_activations | hybrid/gpt_fsdp | test_flags
 --dataset --data_dir | */images | test_flags
---dataset --data_dir | */text | test_data
---dataset --data_dir --source --target | */translation | test_data
+--dataset --data_dir | */text | test_models
+--dataset --data_dir --source --target | */translation | test_models
 --dataset --vocab_size --sample | */gpt* | test_models
 --d_model --n_heads --num_layers --seq_len --model --size | */TASK hybrid/* | test_flags
 --dropout | */TASK hybrid/* | test_flags
