@@ -507,7 +507,7 @@ def log_row(row, splits, model, device, settings):
     return row
 
 
-# == Where the time goes. To remove it: delete it, and what has "mark", "timed" or "times" in it. ==
+# == Where the time goes. To remove it: delete it, and mend the lines that use its names. ==========
 
 STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")

@@ -53,7 +53,7 @@ def parse_args():
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
-    add("--sample", type=int, metavar="N", default=0, help="bytes to write at the end")
+    add("--sample", type=int, metavar="N", default=0, help="tokens to print at the end")
     return parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
 
 
@@ -160,14 +160,14 @@ def batch_loss(model, batch, args):
 
 @torch.no_grad()
 def finish(model, data, args, device):
-    """Writes --sample bytes, drawn one by one. They follow the first sequence to validate on."""
+    """Prints --sample bytes or ids, drawn one by one. They follow the first validation sequence."""
     tokens = torch.tensor(data[:1][0][:, :-1], device=device).long()  # (1, T)
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[:, -1]  # (1, V)
-        next_token = (logits / 0.8).softmax(1).multinomial(1)  # 0.8: the temperature
-        tokens = torch.cat((tokens, next_token), 1)
+        tokens = torch.cat((tokens, (logits / 0.8).softmax(1).multinomial(1)), 1)  # a temperature
     if args.sample:
-        print(bytes(tokens[0, args.seq_len :].tolist()).decode(errors="replace"))
+        ids = tokens[0, args.seq_len :].tolist()
+        print(bytes(ids).decode(errors="replace") if args.vocab_size <= 256 else ids)
 
 
 # == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
@@ -387,7 +387,7 @@ def log_row(row, splits, model, device, settings):
     return row
 
 
-# == Where the time goes. To remove it: delete it, and what has "mark", "timed" or "times" in it. ==
+# == Where the time goes. To remove it: delete it, and mend the lines that use its names. ==========
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
