@@ -55,15 +55,17 @@ def test_gpt(tmp_path):
     assert (before[:, 9:] != after[:, 9:]).any(2).all()
 
 
-def test_gpt_reads_tokens_and_writes_text(logged, run, tmp_path):
+def test_gpt_reads_tokens_and_writes_text(run, tmp_path):
     """Of a folder with --vocab_size ids, and of a text, whose last tenth is for validation."""
     ids = np.random.default_rng(0).integers(0, 300, 2_000, np.uint16)
     for name in ("train", "val"):
         np.save(tmp_path / f"{name}.npy", ids)
     words = "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2"
     words = (*words.split(), "--vocab_size", 512)
-    log = logged("singlegpu/gpt.py", *words, "--dataset", tmp_path)
+    log = tmp_path / "log.jsonl"
+    out = run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--sample", 40, "--log", log)
     assert 300 < math.exp(curve(log)[0, 1]) < 520
+    assert len(drawn := json.loads(out.splitlines()[-1])) == 40 and 300 < max(drawn) < 512
     (tmp_path / "a.txt").write_bytes(b"text " * 999)
     out = run("singlegpu/gpt.py", *words[:-2], "--dataset", tmp_path / "a.txt", "--sample", 40)
     assert re.search(r"\|\n.{20,40}\n$", out, re.S), "after the table"
