@@ -30,7 +30,7 @@ BUDGETS = """
     tools/*.py: check 1100, report 438, predict 483, allreduce 423
     slurm/*.sh: sweep 134
     *.md: README 287, results 446
-    tests/*.py: check_copies 190, conftest 436, gpu 628
+    tests/*.py: check_copies 150, conftest 410, gpu 380
 """
 BUDGETS = {
     row.split(":")[0].replace("*", name): int(lines)

@@ -6,12 +6,11 @@
 
 A part takes at most ten minutes on a fast GPU, by estimate.
 
-    mnist      the mnist.py of each folder, on made-up images
     check      tools/check.py watches images.py and gpt.py of three folders
     losses     the losses of each task are those of the CPU, in each precision, and compiled
     stops      a stop and a resume; phases and wall time; a killed process ends the others
     processes  with several GPUs: the losses of scripts of each folder are those of the CPU
-    ranks      with one GPU: mnist, check, processes and stops with 2 and 4 processes on it
+    ranks      with one GPU: check, stops and processes with 2 and 4 processes on it
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model
 
 In `ranks`, copies of the scripts do not refuse to share a GPU. This needs NCCL 2.30, which torch
@@ -21,7 +20,6 @@ In `ranks`, copies of the scripts do not refuse to share a GPU. This needs NCCL 
 import argparse
 import atexit
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -31,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from datetime import date
 from pathlib import Path
 
@@ -39,27 +36,26 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = {  # a small case of each script, whose batch divides by up to 6 processes, and by 8
-    # At the default rate, Adam's first steps turn a rounding into 3% of the cnn's loss.
-    "images": "--model cnn --batch_size 120 --learning_rate 3e-4",
-    "gpt": "--dataset {folder}/tokens --d_model 128 --num_layers 2 --seq_len 64 --batch_size 48",
-    "text": "--model transformer --seq_len 64",
-    "translation": "--model transformer --seq_len 16",
-    "mnist": "--synthetic --epochs 1 --batch_size 1200",
-    "gpt2": "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024",
-    "loop": "--max_steps 24",
-}
-TABLES = "--dataset tables --data_dir {folder}/data --model transformer --seq_len 8 --batch_size 24"
-TINY = {  # of a rehearsal, whose few steps must change the loss
-    "images": "--dataset mnist --data_dir {folder}/data --model cnn --batch_size 24 "
-    "--learning_rate 3e-3",
-    "gpt": "--dataset {folder}/tokens --vocab_size 64 --d_model 16 --num_layers 2 --seq_len 16 "
-    "--batch_size 24 --learning_rate 1e-2",
-    "text": TABLES,
-    "translation": f"{TABLES} --source number --target name",
-    "mnist": "--data_dir {folder}/data --epochs 1 --batch_size 120",
-    "gpt2": "--vocab_size 64 --d_model 16 --n_heads 2 --num_layers 1 --seq_len 16",
-    "loop": "--max_steps 4 --warmup 2 --matmul 64",
+TABLES = "--dataset tables --data_dir {folder}/data --seq_len 8 --batch_size 24"
+SIZES = {  # a small case of each script, and one of a rehearsal, whose few steps change the loss
+    # At the default rate, Adam's first steps turn a rounding into 3% of the cnn's loss. Batches
+    # divide by up to 6 processes, and by 8.
+    "images": (
+        "--model cnn --batch_size 120 --learning_rate 3e-4",
+        "--model cnn --batch_size 24 --learning_rate 3e-3 --dataset mnist --data_dir {folder}/data",
+    ),
+    "gpt": (
+        "--d_model 128 --num_layers 2 --seq_len 64 --batch_size 48 --dataset {folder}/tokens",
+        "--d_model 16 --num_layers 2 --seq_len 16 --batch_size 24 --dataset {folder}/tokens "
+        "--vocab_size 64 --learning_rate 1e-2",
+    ),
+    "text": ("--model transformer --seq_len 64", f"{TABLES} --model transformer"),
+    "translation": ("--seq_len 16", f"{TABLES} --source number --target name"),
+    "gpt2": (
+        "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024",
+        "--vocab_size 64 --d_model 16 --n_heads 2 --num_layers 1 --seq_len 16",
+    ),
+    "loop": ("--max_steps 24", "--max_steps 4 --warmup 2 --matmul 64"),
 }
 # A number of bf16 is rounded by up to 2^-9, one of TF32 or fp16 by 2^-12. In the first 24 steps
 # such errors do not yet grow by more than 25 times. Later they may.
@@ -105,8 +101,7 @@ def words_of(script, words, count):
 def execute(script, words, count, environment):
     """Runs a script as a user does. Returns (exit status, stdout, stderr)."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | environment
-    place = {"cwd": options.folder, "env": environment, "start_new_session": True}
+    place = {"cwd": options.folder, "env": os.environ | environment, "start_new_session": True}
     process = subprocess.Popen([sys.executable, *words_of(script, words, count)], **place, **pipes)
     try:
         out, err = process.communicate(timeout=options.timeout)
@@ -135,7 +130,7 @@ def run(script, words="", count=1, variables=None, status=0):
     if not options.rehearse:
         environment.pop("EMU_DEVICES", None)
     (log := Path(options.folder, "log.jsonl")).unlink(missing_ok=True)
-    more = [] if re.search("mnist|check", script) else ["--log", str(log)]
+    more = [] if "check" in script else ["--log", str(log)]
     if options.sharing and count > 1:
         path = changed(path)
     begin = time.monotonic()
@@ -179,13 +174,6 @@ def near(values, others, tolerance):
 
 
 # == Checks. A command is what run() takes: (script, flags, processes, variables). ==
-def check_lines(start, *commands):
-    """The commands end well; this is what they print."""
-    for command in commands:
-        out = run(*command)[1]
-        tell(*[f"- {line}" for line in out.splitlines() if line.startswith(start)])
-
-
 def check_copies(*commands):
     """tools/check.py finds nothing wrong in the first steps: copies, shares, averaging, order."""
     for script, words, count in commands:
@@ -266,25 +254,14 @@ def check_gpt(batch):
     # of a token: 6 a parameter, and the attention (Chowdhery et al. 2022, "PaLM", appendix B)
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     tflops = flops * speed / 1e12  # a second
-    peak = peak_of(options.name)
-    mfu = f"{tflops / peak:.1%} of {peak}" if peak else "-"
-    tell(
-        "",
-        "| batch | tokens/s | TFLOP/s | MFU | of a matmul | plain loop | ours to it |",
-        "|" + " --- |" * 7,
-        f"| {batch} | {speed:,.0f} | {tflops:.3g} | {mfu} | {tflops / before['matmul']:.1%} | "
-        f"{of_loop:,.0f} | {speed / of_loop:.2f} |",
-        "",
-    )
+    mfu = f"{tflops / peak:.1%} of {peak}" if (peak := peak_of(options.name)) else "-"
+    told = (batch, f"{speed:,.0f}", f"{tflops:.3g}", mfu, f"{tflops / before['matmul']:.1%}")
+    told = (*told, f"{of_loop:,.0f}", f"{speed / of_loop:.2f}")
+    head = "batch | tokens/s | TFLOP/s | MFU | of a matmul | plain loop | ours to it".split(" | ")
+    tell("", *["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * 7, told)])
 
 
 # == Parts: tables of checks ==
-def of_mnist(*counts):
-    words = options.size["mnist"]
-    several = [(f"{folder}/mnist.py", words, n) for n in counts for folder in LAUNCH]
-    return check_lines, "|", ("singlegpu/mnist.py", words), *several
-
-
 def of_check(*counts):
     cases = [("singlegpu", 1), *[(each, n) for n in counts for each in ("multigpu", "multinode")]]
     tasks = {name: f"{options.size[name]} --max_steps 20" for name in ("images", "gpt")}
@@ -311,19 +288,18 @@ def of_processes(*counts):
     return checks
 
 
-def parts_of(count, tasks):
+def parts_of(count):
     """Returns {part: {name: (check, its arguments)}}, for so many GPUs."""
     several = (count,) if count > 1 else ()
     ranks, killed = (4,) if options.rehearse else (2, 4), (check_killed, "multigpu", "multinode")
     resumes = {f"resume {model}": (check_resume, model) for model in ("mlp", "cnn")}
-    shared = {"mnist": of_mnist(*ranks), "check": of_check(2), "killed": killed}
+    shared = {"check": of_check(2), "killed": killed} | of_processes(*ranks)
     parts = {
-        "mnist": {"": of_mnist(*several)},
         "check": {"": of_check(*several)},
-        "losses": {name: of_losses(name) for name in tasks},
+        "losses": {name: of_losses(name) for name in ("images", "gpt", "text", "translation")},
         "stops": resumes | ({"killed": killed} if several else {}),
         "processes": of_processes(*several),
-        "ranks": shared | of_processes(*ranks),
+        "ranks": shared,
         "gpt": {str(batch): (check_gpt, batch) for batch in (8, 32, 64)},
     }
     if not (ROOT / "tools/check.py").exists():
@@ -342,9 +318,7 @@ def attempt(name, check, *arguments):
     tell("", f"**{name}**: {check.__doc__.splitlines()[0]}", "")
     try:
         check(*arguments)
-    except Exception as error:
-        if not isinstance(error, AssertionError):
-            traceback.print_exc()
+    except (AssertionError, subprocess.TimeoutExpired) as error:
         failures.append(name)
         tell(f"- **{name} failed**: {error}")
 
@@ -352,7 +326,7 @@ def attempt(name, check, *arguments):
 def set_up(folder):
     """Makes random tokens, 0 to 15. A rehearsal has tiny data, and forks on two emulated GPUs."""
     (folder / "tokens").mkdir()
-    for name, count in {"train": 1 << 14 if options.rehearse else 1 << 22, "val": 1 << 14}.items():
+    for name, count in {"train": 1 << (14 if options.rehearse else 22), "val": 1 << 14}.items():
         np.save(folder / f"tokens/{name}.npy", np.random.randint(16, size=count, dtype=np.uint16))
     if not options.rehearse:
         return
@@ -368,16 +342,15 @@ def set_up(folder):
     options.execute, options.own_variables = execute_in_forks, {"EMU_DEVICES": "2"}
 
 
-def run_parts(names, parts, count):
-    for name in names or parts:
-        begin, options.sharing = time.monotonic(), name.startswith("ranks")
-        if options.sharing and not options.may_share:
-            tell("", "- left out: ranks, which is for one GPU and NCCL 2.30")
-            continue
-        options.variables = options.own_variables | (SHARING if options.sharing else {})
-        for each, check in checks_of(parts, name).items():
-            attempt(f"{name.partition(':')[0]} {each}".strip(), *check)
-        tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
+def run_part(name, checks):
+    begin, options.sharing = time.monotonic(), name.startswith("ranks")
+    if options.sharing and not options.may_share:
+        tell("", "- left out: ranks, which is for one GPU and NCCL 2.30")
+        return
+    options.variables = options.own_variables | (SHARING if options.sharing else {})
+    for each, check in checks.items():
+        attempt(f"{name.partition(':')[0]} {each}", *check)
+    tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
 
 
 def main(words=None):
@@ -398,24 +371,19 @@ def main(words=None):
     options.sharing, options.timeout = False, 300  # seconds of a command
     nccl = gpu and gpu.type == "cuda" and torch.cuda.nccl.version()
     options.may_share = options.rehearse or (count == 1 and nccl and nccl >= (2, 30))
-    has_datasets = importlib.util.find_spec("datasets")
-    tasks = ("images", "gpt", "text", "translation")[: None if has_datasets else 2]
     with tempfile.TemporaryDirectory() as options.folder:
         folder = Path(options.folder)
-        sizes = (TINY if options.rehearse else SHORT).items()
-        options.size = {name: words.format(folder=folder) for name, words in sizes}
-        parts = parts_of(count, tasks)
+        sizes = {name: words[options.rehearse] for name, words in SIZES.items()}
+        options.size = {name: words.format(folder=folder) for name, words in sizes.items()}
+        parts = parts_of(count)
         names = options.only.split(",") if options.only else [*parts]
         if unknown := [name for name in names if not checks_of(parts, name)]:
             parser.error(f"--only: {', '.join(unknown)} is no part; they are {', '.join(parts)}")
-        versions = f"torch {torch.__version__}" + (f", NCCL {nccl}" if nccl else "")
+        versions = f"torch {torch.__version__}, NCCL {nccl}"
         tell("", f"## {count} x {options.name}, {versions}, {date.today()}", "")
         set_up(folder)
-        if options.rehearse:
-            tell("- a rehearsal: kinds of commands at a tiny size. Its times mean nothing")
-        if not has_datasets:
-            tell("- left out: text.py and translation.py, which need the package datasets")
-        run_parts(names, parts, count)
+        for name in names:
+            run_part(name, checks_of(parts, name))
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 
 

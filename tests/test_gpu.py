@@ -20,7 +20,6 @@ def alike(command, count):
 
 
 TOLD = {  # part, or a check of it: patterns of lines of gpu.md, without "- "
-    "mnist": [rf"\| {each} \| [12] \| .* {NUMBER} \|" for each in (*gpu.LAUNCH, "singlegpu")],
     "losses:gpt": [
         ran("EMU_DEVICES='0' .*gpt.py .*", 1, rf"validation loss {NUMBER} on CPU, .*"),
         *[alike(f"gpt.py .* {each}", 1) for each in ("--precision fp16", "--compile")],
@@ -57,7 +56,7 @@ def test_each_kind_of_command_runs(monkeypatch, tmp_path, part):
 
 def test_what_it_cannot_run(refused, tmp_path):
     refused("torch sees no GPU here", "tests/gpu.py", "--out", tmp_path / "gpu.md")
-    told = "none is no part; they are mnist, "
+    told = "none is no part; they are "
     refused(told, "tests/gpu.py", "--rehearse", "--only", "none")
 
 

@@ -188,7 +188,7 @@ def test_labels_and_tables(run, tmp_path, refused):
     with open(tmp_path / "texts/test.csv", "a") as file:
         file.write("\na,7")
     told = "test has labels that train has not: {7}"
-    assert refused(told, "singlegpu/text.py", *words, "--dataset", "texts").count("\n") == 1
+    refused(told, "singlegpu/text.py", *words, "--dataset", "texts")
     (tmp_path / "pairs").mkdir()
     pairs = [{"translation": {"en": f"{n} a", "zh": f"b {n}"}} for n in range(60)]
     for split in ("train", "validation", "test"):

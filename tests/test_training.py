@@ -78,4 +78,5 @@ def test_draws_and_bar(attempt, data, changed, tmp_path):
     drawn = re.findall(r"drawn (\S+)", out)
     assert status == 0 and (len(drawn), len({*drawn})) == (160, 160), out
     shown = re.findall(r"(\d+)/40 .*?loss=([\d.]+)", err)
-    assert shown[-1] == ("40", f"{rows(log)[-1]['train_loss']:.4g}") and len(shown) < 4, err
+    assert shown[-1][0] == "40" and len(shown) < 4, err
+    assert float(shown[-1][1]) == pytest.approx(rows(log)[-1]["train_loss"], rel=0.2)
