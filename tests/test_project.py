@@ -35,20 +35,20 @@ def test_an_edit_is_carried_to_its_copies(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests/check_copies.py", tmp_path / "tests")
-    copies, head = [*tmp_path.glob("multi*/[!m]*.py")], "def kill_workers():\n"
+    copies, head = [*tmp_path.glob("multi*/[!m]*.py")], '    """Ends the workers.'
     count = sum(head in path.read_text() for path in copies)
     for tasks in (["gpt"], ["gpt", "images"]):
         me = "git -c user.name=me -c user.email=me -c commit.gpgsign=false"
         commit = f"git init -q && git add . && {me} commit -qm all"
         subprocess.run(commit, shell=True, cwd=tmp_path, check=True)
         for path in [tmp_path / f"multigpu/{task}.py" for task in tasks]:
-            path.write_text(path.read_text().replace(head, f"{head}    print('{path.stem}')\n"))
+            path.write_text(path.read_text().replace(head, f"{head} {path.stem}."))
         before = {path.read_text() for path in copies}
         command = [sys.executable, tmp_path / "tests/check_copies.py", "--fix"]
         done = subprocess.run(command, capture_output=True, text=True)
         if tasks == ["gpt"]:
             assert done.returncode == 0, done.stderr
-            carried = [f"{head}    print('gpt')\n" in path.read_text() for path in copies]
+            carried = [f"{head} gpt." in path.read_text() for path in copies]
             assert sum(carried) == count >= 4
     assert done.returncode == 1 and "kill_workers\ndiffers" in done.stderr, done.stderr
     assert before == {path.read_text() for path in copies}
