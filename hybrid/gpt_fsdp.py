@@ -237,8 +237,8 @@ def set_up(args):
     if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
         read_data(argparse.Namespace(**vars(args)))
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    place = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
-    dist.init_process_group(backend, **place)  # waits for all
+    # Without device_id: with it, a mesh would split this group, which not all backends can.
+    dist.init_process_group(backend, rank=rank, world_size=world_size)  # waits for all
     if local_rank == 0 and rank > 0:  # where machines do not share a disk
         read_data(argparse.Namespace(**vars(args)))
     dist.barrier()
