@@ -47,7 +47,7 @@ PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a 
 
 # What is taken where a script does not log these columns.
 DEFAULTS = {"snapshot": None, "comm_hook": "none", "compile": False, "num_workers": 0}
-DEFAULTS |= {"epochs": 1, "eval_every": 0, "stages": [1]} | dict.fromkeys(LAUNCH, "-")
+DEFAULTS |= {"trained": 0, "stages": [1]} | dict.fromkeys(LAUNCH, "-")
 DEFAULTS |= {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "val_loss": math.nan}
 SPEED = ["processes", "nodes", "batch (samples)", "steps", "epoch (s)", "samples/s", "speedup (x)"]
 SPEED += ["efficiency (%)", "device-hours", "split"]
