@@ -1,32 +1,24 @@
-r"""Measure the time of an all-reduce on GPUs of many machines or, if they have none, CPU processes.
+"""Measure the time of an all-reduce on GPUs or, where there are none, CPU processes.
 
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
-        multinode/allreduce.py --min_bytes 1048576 --out link.json        # on each of two nodes
-    python predict.py one.jsonl link.json                   # what that link would do to a training
-    sbatch slurm/multinode_allreduce.slurm                  # on a cluster
-    sbatch --nodes=8 slurm/multinode_allreduce.slurm --pairs    # which link is slow
+    torchrun --standalone --nproc_per_node=4 tools/allreduce.py --out link.json   # on one machine
+    torchrun --nnodes=2 ... tools/allreduce.py --min_bytes 1048576 --out link.json    # on each of 2
+    sbatch --nodes=8 slurm/tools_allreduce.slurm --pairs    # which link is slow
 
 The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md). Each of N
 processes has n bytes. algbw = n / time. busbw = algbw x 2 (N - 1) / N is what each link carries in
-a ring, and can be compared between different N. One process a node measures the link alone. For
-predict.py, start one for each GPU.
-
-With --pairs each pair of nodes is measured on its own, all processes of the two at once. The exit
-status is 1 where one is slower than half of the median, or than --expect.
+a ring. For predict.py, start one process for each GPU. With --pairs each pair of nodes is measured
+on its own. The status is 1 where one is slower than half of the median, or than --expect.
 """
 
 import argparse
-import contextlib
 import json
+import math
 import os
-import re
-import signal
-import socket
 import statistics
 import sys
-import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import numpy as np
@@ -46,18 +38,7 @@ def parse_args():
     add("--pairs", action="store_true", help="measure each pair of nodes: which link is slow?")
     add("--expect", type=float, default=0.0, help="GB/s that each pair must reach, with --pairs")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
-    args = parser.parse_args()
-    if not 4 <= args.min_bytes <= args.max_bytes // 2:
-        parser.error("--min_bytes must be at least 4, and --max_bytes at least twice as large")
-    if args.pairs and args.out:
-        parser.error("--pairs measures no all-reduce that --out could write")
-    if args.expect and not args.pairs:
-        parser.error("--expect needs --pairs")
-    folder = os.path.join(os.path.dirname(args.out or ""), ".")
-    if args.out and (os.path.isdir(args.out) or not os.access(folder, os.W_OK)):
-        where = "it is a folder, or its folder is missing or read-only"
-        parser.error(f"cannot write {args.out}: {where}")
-    return args
+    return parser.parse_args()
 
 
 def time_all_reduce(buffer, repeats):
@@ -67,8 +48,7 @@ def time_all_reduce(buffer, repeats):
     for _ in range(repeats):
         dist.all_reduce(buffer)
     buffer[0].item()  # waits for the GPU
-    mean = (time.perf_counter() - start) / repeats
-    slowest = torch.tensor(mean, device=buffer.device)
+    slowest = torch.tensor((time.perf_counter() - start) / repeats, device=buffer.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
@@ -80,146 +60,65 @@ def compute_rate(buffer):
     rates = []
     for _ in range(9):
         dist.barrier()
-        count = 0  # of matrix products
         work = dist.all_reduce(buffer, async_op=True)
-        (matrix @ matrix).sum().item()  # when it has ended, the all-reduce has begun
-        start = time.perf_counter()
-        while not work.is_completed() or count == 0:
+        moments = []
+        while len(moments) < 2 or not work.is_completed():  # in the first one it may not have begun
             (matrix @ matrix).sum().item()
-            count += 1
-        middle = time.perf_counter()
+            moments.append(time.perf_counter())
         work.wait()
-        for _ in range(count):
+        start = time.perf_counter()
+        for _ in moments[1:]:
             (matrix @ matrix).sum().item()
-        end = time.perf_counter()
-        rates.append((end - middle) / (middle - start))
+        rates.append((time.perf_counter() - start) / (moments[-1] - moments[0]))
     return min(1.0, statistics.median(rates))
 
 
-def measure(args, device):
-    """Returns sizes in bytes, each twice the one before, their seconds, and the compute rate."""
+def fit_line(sizes, seconds, world_size):
+    """Returns the latency (s) and bandwidth (bytes/s) of the line with least relative errors."""
+    carried = np.array(sizes) * 2 * (world_size - 1) / world_size  # bytes on each link
+    columns = np.stack((np.ones(len(sizes)), carried), axis=1) / np.array(seconds)[:, None]
+    latency, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
+    if latency < 0 or per_byte <= 0:  # noise
+        latency, per_byte = 0.0, columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
+    return latency, 1 / per_byte
+
+
+def measure(args, device, nodes, progress):
+    """Prints a row for each size, and the fitted line. Returns what --out writes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    sizes = []
+    name = torch.get_device_module(device).get_device_name(device) if ON_GPU else "CPU"
+    link = {"processes": world_size, "nodes": nodes, "device": name, "torch": torch.__version__}
+    tell = print if rank == 0 else lambda line: None
+    tell(", ".join(f"{name} {value}" for name, value in link.items()))
+    tell("|      bytes |    time_us | algbw_GB/s | busbw_GB/s |")
+    tell("| ---------: | ---------: | ---------: | ---------: |")
+    sizes = [args.min_bytes << n for n in range(64) if args.min_bytes << n <= args.max_bytes]
     seconds = []
-    size = args.min_bytes // 4 * 4
-    while size <= args.max_bytes:
+    for size in sizes:
         buffer = torch.full((size // 4,), 1.0 + rank, device=device)
         dist.all_reduce(buffer)  # warm-up
         if (buffer != world_size * (world_size + 1) / 2).any():
             sys.exit(f"rank {rank}: an all-reduce of {size} bytes gave a wrong sum")
         buffer.zero_()  # sums of zeros cannot overflow
         repeats = max(1, int(args.seconds / 5 / time_all_reduce(buffer, 1)))
-        times = [time_all_reduce(buffer, repeats) for _ in range(5)]
-        sizes.append(size)
-        seconds.append(statistics.median(times))
-        size *= 2
-    length = 1 << (28 if ON_GPU else 22)  # 1 GiB or 16 MiB
-    return sizes, seconds, compute_rate(buffer[:length])
-
-
-def fit_line(sizes, seconds, world_size):
-    """Fits time = latency + n x 2 (N - 1) / N / bandwidth by least squares of relative errors.
-
-    Returns the latency in s (0 where noise would make it negative), the bandwidth in bytes/s, and
-    the relative error at each size.
-    """
-    seconds = np.array(seconds)
-    carried = np.array(sizes) * 2 * (world_size - 1) / world_size  # bytes on each link
-    columns = np.stack((1 / seconds, carried / seconds), axis=1)
-    latency, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
-    if latency < 0 or per_byte <= 0:
-        latency = 0.0
-        per_byte = columns[:, 1].sum() / (columns[:, 1] ** 2).sum()
-    return latency, 1 / per_byte, (latency + carried * per_byte) / seconds - 1
-
-
-def name_of(device):
-    """Returns "CPU", or the name that the GPU's maker gives it."""
-    return torch.get_device_module(device).get_device_name(device) if ON_GPU else "CPU"
-
-
-def print_link(sizes, seconds, rate, device, nodes):
-    """Prints the table and the fitted line. Returns what --out writes."""
-    world_size = dist.get_world_size()
-    link = {"processes": world_size, "nodes": nodes, "device": name_of(device)}
-    link["torch"] = torch.__version__
-    print(", ".join(f"{name} {value}" for name, value in link.items()))
-    print("|      bytes |    time_us | algbw_GB/s | busbw_GB/s |     fit_us |")
-    print("| ---------: | ---------: | ---------: | ---------: | ---------: |")
-    latency, bandwidth, errors = fit_line(sizes, seconds, world_size)
-    for size, took, error in zip(sizes, seconds, errors):
-        algbw = size / took / 1e9
+        seconds.append(statistics.median(time_all_reduce(buffer, repeats) for _ in range(5)))
+        algbw = size / seconds[-1] / 1e9
         busbw = algbw * 2 * (world_size - 1) / world_size
-        fit = 1e6 * took * (1 + error)
-        print(f"| {size:10} | {1e6 * took:10.1f} | {algbw:10.3f} | {busbw:10.3f} | {fit:10.1f} |")
-    print(f"fit: {1e6 * latency:.1f} us + n x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s")
-    print(f"errors: rms {np.sqrt((errors**2).mean()):.1%}, largest {abs(errors).max():.1%}")
-    print(f"beside an all-reduce a process computes at {rate:.0%} of its speed")
+        tell(f"| {size:10} | {1e6 * seconds[-1]:10.1f} | {algbw:10.3f} | {busbw:10.3f} |")
+        progress["moment"] = time.monotonic()
+    latency, bandwidth = fit_line(sizes, seconds, world_size)
+    tell(f"fit: {1e6 * latency:.1f} us + n x 2 (N - 1) / N / {bandwidth / 1e9:.4g} GB/s")
+    rate = compute_rate(buffer[: 1 << (28 if ON_GPU else 22)])  # 1 GiB or 16 MiB
+    tell(f"beside an all-reduce a process computes at {rate:.0%} of its speed")
     link |= {"latency_s": latency, "bandwidth_bytes_per_s": bandwidth, "compute_rate": rate}
-    link |= {"sizes": sizes, "seconds": seconds}
-    return link
-
-
-def main(args):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        os.environ["GROUP_RANK"] = os.environ["SLURM_NODEID"]
-        os.environ["GROUP_WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_NODES"]
-    needed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"}
-    if not needed <= {*os.environ}:
-        sys.exit("start it with torchrun or by its job file: see the top of this script")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, nodes = int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
-    if world_size == 1:
-        sys.exit("one process has nobody to send to: start two or more")
-    if nodes == 1 and args.pairs:
-        sys.exit("--pairs needs two nodes or more" if rank == 0 else 1)
-    if nodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
-    num_gpus = torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
-    if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
-        sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
-    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
-        torch.accelerator.set_device_index(device.index)
-    if args.pairs:
-        sys.exit(find_slow_links(args, rank, world_size, device))
-    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    device_id = device if backend == "nccl" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)
-    sizes, seconds, rate = measure(args, device)
-    if rank == 0:
-        link = print_link(sizes, seconds, rate, device, nodes)
-        if args.out:
-            with open(args.out, "w") as file:
-                json.dump(link, file, indent=1)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-# == Which link is slow: --pairs. To remove it: delete up to the main guard, and what names it. ==
-def tournament(count):
-    """Returns rounds of pairs, so that each of `count` nodes meets each other one once."""
-    around = list(range(count + count % 2))  # if they are odd, one rests in each round
-    half = len(around) // 2
-    rounds = []
-    for _ in around[1:]:
-        pairs = zip(around[:half], reversed(around[half:]))
-        rounds.append([pair for pair in pairs if max(pair) < count])
-        around.insert(1, around.pop())
-    return rounds
+    return link | {"sizes": sizes, "seconds": seconds}
 
 
 def transfer(buffer, peer, is_sender, seconds):
     """Sends the buffer to this rank, or gets it from there, again and again. Returns bytes/s."""
     there, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)
     note = torch.ones(1, dtype=torch.int64, device=buffer.device)  # from the sender: how many come
-    rates = []
-    for turn in range(5):  # the first one connects, the second one says how many take a third
+    for _ in range(3):  # the first one connects, and each one says how many the next has time for
         there(note, peer)
         repeats = note.item()
         start = time.perf_counter()
@@ -227,196 +126,124 @@ def transfer(buffer, peer, is_sender, seconds):
             there(buffer, peer)
         back(note, peer)  # the answer: all are there
         note.item()  # waits for the GPU
-        rates.append(repeats * buffer.nbytes / (time.perf_counter() - start))
-        if turn == 1:
-            note.fill_(max(1, int(seconds / 3 * rates[1] / buffer.nbytes)))
-    return statistics.median(rates[2:])
+        rate = repeats * buffer.nbytes / (time.perf_counter() - start)
+        note.fill_(max(1, int(seconds * rate / buffer.nbytes)))
+    return rate
 
 
-def measure_pairs(args, rank, device, nodes, progress):
-    """Returns {(from, to): bytes/s} of what this rank has sent; `nodes` are lists of ranks."""
+def measure_pairs(args, device, ranks_of, progress):
+    """Returns {(from, to): bytes/s} of nodes, each a list of its ranks."""
     buffer = torch.zeros(1 << (24 if ON_GPU else 18), device=device)  # 64 MiB or 1 MiB
-    rates = {}
-    for pairs in tournament(len(nodes)):
-        for a, b in pairs + [(b, a) for a, b in pairs]:  # one direction, then the other
-            for sender, receiver in zip(nodes[a], nodes[b]):
+    rank, nodes = dist.get_rank(), range(len(ranks_of))
+    own = {}
+    for turn in range(1, 1 << (len(nodes) - 1).bit_length()):
+        # In each turn a node has at most one partner, and over all turns each other one once.
+        pairs = [(node, node ^ turn) for node in nodes if node ^ turn in nodes]
+        for a, b in sorted(pairs, key=lambda pair: pair[0] > pair[1]):  # first one direction
+            for sender, receiver in zip(ranks_of[a], ranks_of[b]):
                 if rank == sender:
-                    rates[a, b] = transfer(buffer, receiver, True, args.seconds)
+                    own[a, b] = transfer(buffer, receiver, True, args.seconds)
                 elif rank == receiver:
                     transfer(buffer, sender, False, args.seconds)
-        progress |= {"round": progress["round"] + 1, "since": time.monotonic()}
+        progress["moment"] = time.monotonic()
+    dist.all_gather_object(of_ranks := [None] * dist.get_world_size(), own)
+    rates = {}
+    for pair in [(a, b) for a in nodes for b in nodes if a != b]:
+        found = [each[pair] for each in of_ranks if pair in each]
+        rates[pair] = len(found) * min(found)  # beside the slowest, others may have ended early
     return rates
 
 
-def name_slow(rates, median, limit):
-    """Returns a line for each node or link of {(from, to): bytes/s} that is below the limit."""
-    slow = {pair for pair, rate in rates.items() if rate < limit}
-    found = []
-    for end, verb in ((0, "sends"), (1, "receives")):
-        for node in sorted({pair[end] for pair in slow}):
-            links = [pair for pair in rates if pair[end] == node]
-            if len(links) > 1 and 2 * len(slow.intersection(links)) > len(links):
-                found.append((f"n{node} {verb}", links))
-                slow.difference_update(links)  # they are explained
-    for a, b in sorted(slow, key=rates.get):
-        if (b, a) not in slow:
-            found.append((f"n{a} -> n{b}", [(a, b)]))
-        elif a < b:
-            found.append((f"n{a} - n{b}", [(a, b), (b, a)]))
-    shares = [statistics.median(rates[pair] for pair in links) / median for _, links in found]
-    return [f"{name} at {share:.2f} of the median" for (name, _), share in zip(found, shares)]
-
-
-def print_pairs(rates, count, expect):
-    """Prints the bandwidths, and what is slow. Returns the exit status."""
+def print_pairs(rates, hosts, expect):
+    """Prints the bandwidths of {(from, to): bytes/s}, and what is slow. Returns the status."""
     median = statistics.median_high(rates.values())  # of two, the faster one
     limit = max(1e9 * expect, median / 2)
-    slow = sorted((pair for pair in rates if rates[pair] < limit), key=rates.get)
-    if count <= 10:
-        print("GB/s from the node of a row to that of a column:")
-        print("| from |" + "".join(f" to n{node:<2} |" for node in range(count)))
-        print("| ---: |" + " -----: |" * count)
-        for a in range(count):
-            cells = [f"{rates[a, b] / 1e9:.3g}"[:6] if a != b else "-" for b in range(count)]
-            print(f"| {f'n{a}':>4} |" + "".join(f" {cell:>6} |" for cell in cells))
-    else:
-        print(f"GB/s of the slowest of {len(slow)} slow links among {len(rates)}:")
-        print("".join(f"n{a} -> n{b}: {rates[a, b] / 1e9:.3g}\n" for a, b in slow[:20]), end="")
+    slow = {pair for pair, rate in rates.items() if rate < limit}
+    named = {}
+    for node, host in enumerate(hosts):
+        links = [[pair for pair in rates if pair[end] == node] for end in (0, 1)]
+        cells = [f"n{pair[1]} {rates[pair] / 1e9:.3g}" for pair in links[0]]
+        print(f"n{node}, {host}, sends GB/s to {', '.join(cells)}")
+        for pairs, verb in zip(links, ("sends", "receives")):
+            if len(pairs) > 1 and 2 * len(slow.intersection(pairs)) > len(pairs):
+                named[f"n{node} {verb}"] = pairs
+    named |= {f"n{a} -> n{b}": [(a, b)] for a, b in sorted(slow.difference(*named.values()))}
     print(f"median {median / 1e9:.3g} GB/s; slow is what is below {limit / 1e9:.3g} GB/s:")
-    print("\n".join(name_slow(rates, median, limit)[:20] or ["nothing"]), flush=True)
+    for name, pairs in named.items():
+        share = statistics.median(rates[pair] for pair in pairs) / median
+        print(f"{name} at {share:.2f} of the median")
     return 1 if slow else 0
 
 
-def read_nccl_log(text):
-    """Returns what NCCL has taken, such as "NET/IB/GDRDMA, P2P/CUMEM", and why it has no IB."""
-    lines = re.findall(r"NCCL INFO (?:Channel|Ring) .* via (.+?)(?: comm 0x.*)?$", text, re.M)
-    found = {re.sub(r"/\d+(\(\d+\))?|\(PCI\)|/Shared|/flush=\w+", "", via) for via in lines}
-    if not any("NET/" in via for via in found):
-        found |= {f"NET/{name}" for name in re.findall(r"NCCL INFO Using network (\S+)", text)}
-    reasons = r"NET/IB : No device found|Failed to open libibverbs|NCCL_IB_DISABLE set .*to 1"
-    return ", ".join(sorted(found)), (re.findall(reasons, text) or ["see NCCL_DEBUG=INFO"])[0]
-
-
-def sent_bytes():
-    """Returns {network interface: bytes that it has sent}."""
-    with open("/proc/net/dev") as file:
-        pairs = [line.split(":") for line in file.readlines()[2:]]  # two lines are its head
-    return {name.strip(): int(numbers.split()[8]) for name, numbers in pairs}
-
-
-def watch(store, rank, world_size, timeout, progress, done):
+def watch(store, rank, world_size, timeout, progress):
     """A thread. It ends this process where nothing goes on, and one for all says who is missing."""
-    keys = [f"beat {each}" for each in range(world_size)]
+    beats = [f"beat {each}" for each in range(world_size)]
+    pool = ThreadPoolExecutor(1)  # it asks the store, which is rank 0's and may not answer
 
-    def beat():  # as long as the time changes, this process lives
-        progress["answer"] = time.monotonic()  # the store has answered until now
-        words = f"{progress['answer']} {progress['round']} {socket.gethostname()}"
-        store.set(keys[rank], words)
+    def read(names):
+        store.set(beats[rank], f"{time.monotonic()} {os.uname().nodename}")  # this one lives
+        return [store.get(name).decode() if store.check([name]) else "0 unseen" for name in names]
 
-    def read():  # the time, round and host of each rank
-        found = [store.get(key) if store.check([key]) else b"0 0 unseen" for key in keys]
-        return [words.decode().split() for words in found]
-
-    with contextlib.suppress(dist.DistError):  # then guard() ends this process
-        beat()
-        while not done.wait(0.5):
-            beat()
-            if store.check(["over"]):
-                os._exit(1)
-            if time.monotonic() < progress["since"] + timeout + 5 * rank:
-                continue
-            before = read()  # rank 0 comes here or, if that is the hung one, the next
-            time.sleep(3)
-            beat()
-            after = read()
-            silent = [each for each in range(world_size) if after[each] == before[each]]
-            least = min((words[1] for words in after), key=int)
-            stuck = silent or [each for each in range(world_size) if after[each][1] == least]
-            names = ", ".join(f"rank {each} ({after[each][2]})" for each in stuck[:8])
-            what = "no sign of life from" if silent else f"all live; after {least} rounds waits"
-            print(f"no progress in {timeout} s: {what} {names}", file=sys.stderr, flush=True)
-            store.set("over", "1")
-            time.sleep(2)  # so that all others see it
-            os._exit(1)
+    try:
+        while time.monotonic() < progress["moment"] + timeout + 5 * rank:  # rank 0 is the first
+            pool.submit(read, []).result(timeout)
+            time.sleep(0.5)
+        before = pool.submit(read, beats).result(timeout)
+        time.sleep(3)
+        pairs = enumerate(zip(before, pool.submit(read, beats).result(timeout)))
+        silent = [f"rank {n} ({old.split()[1]})" for n, (old, new) in pairs if old == new]
+    except TimeoutError:
+        silent = ["rank 0"] if rank == 1 else []
+    except RuntimeError:  # rank 0 has ended: it has said who is missing, or all is measured
+        silent = []
+    if silent:
+        print(f"no sign of life for {timeout} s from {', '.join(silent[:8])}", file=sys.stderr)
+    if progress["moment"] < math.inf:
+        os._exit(1)
 
 
-def guard(timeout, progress, done):
-    """A thread. It ends this process where watch() hangs or has ended: the store is rank 0's."""
-    while not done.wait(0.5):
-        if time.monotonic() > progress["answer"] + timeout + 5:
-            if (os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"]) == ("1", "0"):
-                print("no sign of life from the node of rank 0", file=sys.stderr, flush=True)
-            os._exit(1)
+def main(args):
+    def number(name, of_slurm):  # that torchrun has set or, without it, srun
+        found = os.environ.get(name) or os.environ.get(f"SLURM_{of_slurm}")
+        return int(found or sys.exit("start it with torchrun or srun: see the top of this script"))
 
-
-def find_slow_links(args, rank, world_size, device):
-    """Measures all pairs of nodes. Returns the exit status."""
-    log = tempfile.TemporaryFile("r+")  # NCCL's, of this process
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV"}
-    os.environ["NCCL_DEBUG_FILE"] = f"/proc/self/fd/{log.fileno()}"
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    rank, world_size = number("RANK", "PROCID"), number("WORLD_SIZE", "STEP_NUM_TASKS")
+    node, nodes = number("GROUP_RANK", "NODEID"), number("GROUP_WORLD_SIZE", "STEP_NUM_NODES")
+    local_rank = number("LOCAL_RANK", "LOCALID")
+    if world_size == 1 or nodes == 1 and args.pairs:
+        sys.exit("it needs two processes or more, and --pairs two nodes" if rank == 0 else 1)
+    if nodes == 1:
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
+    device = torch.device(local_rank % torch.accelerator.device_count() if ON_GPU else "cpu")
+    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
+        torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = timedelta(seconds=args.timeout)
+    wait = timedelta(seconds=args.timeout)  # the group waits longer, so that watch() comes first
+    store = dist.TCPStore(*address, world_size, is_server, wait, wait_for_workers=False)
+    progress = {"moment": time.monotonic()}
+    words = (store.clone(), rank, world_size, args.timeout, progress)
+    threading.Thread(target=watch, args=words, daemon=True).start()
     try:
-        store = dist.TCPStore(*address, world_size, is_server, timeout, wait_for_workers=False)
-    except dist.DistError:
-        return f"no answer from {address[0]}, the node of rank 0" if rank == 1 else 1
-    now, done = time.monotonic(), threading.Event()
-    progress = {"round": 0, "since": now, "answer": now}
-    words = (store.clone(), rank, world_size, args.timeout, progress, done)
-    threads = [threading.Thread(target=watch, args=words, daemon=True)]
-    threads.append(threading.Thread(target=guard, args=words[3:], daemon=True))
-    for thread in threads:
-        thread.start()
-    before = sent_bytes()
-    backend = dist.get_default_backend_for_device(device)
-    try:
-        dist.init_process_group(
-            backend,
-            timeout=2 * timeout + timedelta(seconds=60),  # watch() comes first
-            world_size=world_size,
-            rank=rank,
-            store=dist.PrefixStore("group", store),
-            device_id=device if backend == "nccl" else None,
-        )
-        node_of = [None] * world_size
-        dist.all_gather_object(node_of, int(os.environ["GROUP_RANK"]))
-        numbers = sorted({*node_of})
-        nodes = [[each for each in range(world_size) if node_of[each] == n] for n in numbers]
-        rates = measure_pairs(args, rank, device, nodes, progress)
-        taken, why = read_nccl_log(log.read())
-        if backend == "gloo":
-            sent = {name: count - before.get(name, 0) for name, count in sent_bytes().items()}
-            taken = f"gloo, {max(sent, key=sent.get)}"
-        with open("/proc/self/status") as file:
-            cores = re.search(r"Cpus_allowed_list:\s*(\S+)", file.read())[1]
-        host = socket.gethostname().split(".")[0]
-        row = (host, name_of(device), cores, taken or backend, why, rates)
-        rows = [None] * world_size if rank == 0 else None
-        dist.gather_object(row, rows)
+        dist.init_process_group(backend, None, 9 * wait, world_size, rank, store)
+        dist.all_gather_object(places := [None] * world_size, (node, os.uname().nodename))
+        if args.pairs:
+            of_nodes = [[r for r in range(world_size) if places[r][0] == n] for n in range(nodes)]
+            rates = measure_pairs(args, device, of_nodes, progress)
+        else:
+            link = measure(args, device, nodes, progress)
+        progress["moment"] = math.inf
+        dist.barrier()
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         time.sleep(1e9)  # a peer is gone: watch() says which one, and ends this process
-    done.set()
-    for thread in threads:
-        thread.join(5)
     dist.destroy_process_group()
-    if rank > 0:
-        return 0
-    print("| rank | node | host           | device                | cores       | transport")
-    print("| ---: | ---: | -------------- | --------------------- | ----------- | ---------")
-    of_pair = {}
-    for each, (host, name, cores, taken, _, rates) in enumerate(rows):
-        cells = f"{host[-14:]:14} | {name[:21]:21} | {cores[:11]:11} | {taken[:32]}"
-        print(f"| {each:4} | {f'n{numbers.index(node_of[each])}':>4} | {cells}")
-        for pair, rate in rates.items():
-            of_pair.setdefault(pair, []).append(rate)
-    for why in sorted({row[4] for row in rows if "NET/Socket" in row[3]}):
-        print(f"NCCL has taken sockets, the slowest way: {why}")
-    # The slowest process sets the pace of all. Beside it, others may have ended early.
-    rates = {pair: len(found) * min(found) for pair, found in of_pair.items()}
-    return print_pairs(rates, len(nodes), args.expect)
+    if rank == 0 and args.pairs:
+        sys.exit(print_pairs(rates, [dict(places)[n] for n in range(nodes)], args.expect))
+    if rank == 0 and args.out:
+        open(args.out, "w").write(json.dumps(link, indent=1))
 
 
 if __name__ == "__main__":
