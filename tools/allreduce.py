@@ -55,8 +55,7 @@ def time_all_reduce(buffer, repeats):
 
 def compute_rate(buffer):
     """Returns how fast a process computes beside an all-reduce, as a share of its usual speed."""
-    size = 4096 if ON_GPU else 256
-    matrix = torch.rand(size, size, device=buffer.device)
+    matrix = torch.rand([4096 if ON_GPU else 256] * 2, device=buffer.device)
     rates = []
     for _ in range(9):
         dist.barrier()
@@ -134,8 +133,7 @@ def transfer(buffer, peer, is_sender, seconds):
 def measure_pairs(args, device, ranks_of, progress):
     """Returns {(from, to): bytes/s} of nodes, each a list of its ranks."""
     buffer = torch.zeros(1 << (24 if ON_GPU else 18), device=device)  # 64 MiB or 1 MiB
-    rank, nodes = dist.get_rank(), range(len(ranks_of))
-    own = {}
+    rank, nodes, own = dist.get_rank(), range(len(ranks_of)), {}
     for turn in range(1, 1 << (len(nodes) - 1).bit_length()):
         # In each turn a node has at most one partner, and over all turns each other one once.
         pairs = [(node, node ^ turn) for node in nodes if node ^ turn in nodes]
@@ -186,18 +184,20 @@ def watch(store, rank, world_size, timeout, progress):
 
     try:
         while time.monotonic() < progress["moment"] + timeout + 5 * rank:  # rank 0 is the first
-            pool.submit(read, []).result(timeout)
+            if pool.submit(read, ["over"]).result(timeout) != ["0 unseen"]:
+                os._exit(1)
             time.sleep(0.5)
         before = pool.submit(read, beats).result(timeout)
         time.sleep(3)
         pairs = enumerate(zip(before, pool.submit(read, beats).result(timeout)))
-        silent = [f"rank {n} ({old.split()[1]})" for n, (old, new) in pairs if old == new]
-    except TimeoutError:
-        silent = ["rank 0"] if rank == 1 else []
-    except RuntimeError:  # rank 0 has ended: it has said who is missing, or all is measured
-        silent = []
-    if silent:
-        print(f"no sign of life for {timeout} s from {', '.join(silent[:8])}", file=sys.stderr)
+        names = [f"rank {n} ({old.split()[1]})" for n, (old, new) in pairs if old == new]
+        found = ", ".join(names[:8]) or "the links: all processes live"
+        store.set("over", "")
+    except (TimeoutError, RuntimeError) as error:  # of the store: rank 0 hangs, or has ended
+        found = "rank 0" if rank == 1 and isinstance(error, TimeoutError) else ""
+    if found:
+        print(f"no sign of life for {timeout} s from {found}", file=sys.stderr)
+        time.sleep(2)  # so that all others see that it is over
     if progress["moment"] < math.inf:
         os._exit(1)
 
