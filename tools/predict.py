@@ -158,7 +158,7 @@ def runs_of(rows):
     runs["steps"] = steps / runs["processes"]
     runs["line"] = rows.index.to_series().groupby(rows["of"]).max()
     runs["samples/s"] = runs["batch_size"] / runs[PHASES].sum(axis=1)
-    return runs[runs["steps"] > 0]
+    return runs[runs["steps"] > 0].reset_index()
 
 
 def step_of(run, alike, links):
