@@ -41,10 +41,9 @@ class Site:
 
     def __init__(self, folder, environment):
         self.folder, self.environment = folder, environment
-        for name in (*FOLDERS, "slurm"):
+        for name in (*FOLDERS, "slurm", "tools"):
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-        shutil.copy(ROOT / "report.py", folder)
 
     def command(self, *words):
         where = {"cwd": self.folder, "env": self.environment}
