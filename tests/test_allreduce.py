@@ -1,4 +1,4 @@
-"""allreduce.py: its table, its file, its fit, wrong sums; who is missing; what --pairs finds slow."""
+"""allreduce.py: its table, file and fit, wrong sums, who is missing; what --pairs finds slow."""
 
 import itertools
 import json

@@ -202,7 +202,11 @@ def test_how_far_it_pays(tmp_path, times):
 
 SAME = ({}, {"seed": 7}, {"threads": 9}, {"nodes": 2}, {"comm_hook": "bf16"}, {"batch_size": 128})
 OTHER = [{"precision": "bf16"}, {"model": "mlp"}, {"compile": True}, {"device": "another"}]
-OTHER += [{"settings": {"batch_size": 64, "lr": 2}}, {"parameters": 9}, {"script": "multigpu/text.py"}]
+OTHER += [
+    {"settings": {"batch_size": 64, "lr": 2}},
+    {"parameters": 9},
+    {"script": "multigpu/text.py"},
+]
 
 
 @pytest.mark.parametrize("change", [*SAME, *OTHER], ids=str)

@@ -4,10 +4,9 @@
     torchrun --nnodes=2 ... tools/allreduce.py --min_bytes 1048576 --out link.json    # on each of 2
     sbatch --nodes=8 slurm/tools_allreduce.slurm --pairs    # which link is slow
 
-The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests, PERFORMANCE.md). Each of N
-processes has n bytes. algbw = n / time. busbw = algbw x 2 (N - 1) / N is what each link carries in
-a ring. For predict.py, start one process for each GPU. With --pairs each pair of nodes is measured
-on its own. The status is 1 where one is slower than half of the median, or than --expect.
+The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests): with n bytes in each of N
+processes, algbw = n / time, and busbw = algbw x 2 (N - 1) / N is what a link carries in a ring. The
+status of --pairs is 1 where a pair is slower than half of the median, or than --expect.
 """
 
 import argparse
@@ -64,7 +63,6 @@ def compute_rate(buffer):
         while len(moments) < 2 or not work.is_completed():  # in the first one it may not have begun
             (matrix @ matrix).sum().item()
             moments.append(time.perf_counter())
-        work.wait()
         start = time.perf_counter()
         for _ in moments[1:]:
             (matrix @ matrix).sum().item()
@@ -203,8 +201,10 @@ def watch(store, rank, world_size, timeout, progress):
 
 
 def main(args):
-    def number(name, of_slurm):  # that torchrun has set or, without it, srun
-        found = os.environ.get(name) or os.environ.get(f"SLURM_{of_slurm}")
+    by_srun = "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched()
+
+    def number(name, of_slurm):
+        found = os.environ.get(f"SLURM_{of_slurm}" if by_srun else name)
         return int(found or sys.exit("start it with torchrun or srun: see the top of this script"))
 
     rank, world_size = number("RANK", "PROCID"), number("WORLD_SIZE", "STEP_NUM_TASKS")
@@ -223,7 +223,7 @@ def main(args):
     wait = timedelta(seconds=args.timeout)  # the group waits longer, so that watch() comes first
     store = dist.TCPStore(*address, world_size, is_server, wait, wait_for_workers=False)
     progress = {"moment": time.monotonic()}
-    words = (store.clone(), rank, world_size, args.timeout, progress)
+    words = store.clone(), rank, world_size, args.timeout, progress
     threading.Thread(target=watch, args=words, daemon=True).start()
     try:
         dist.init_process_group(backend, None, 9 * wait, world_size, rank, store)
