@@ -178,17 +178,9 @@ def test_other_machines_have_a_note(tmp_path):
 
 
 PAYS = {  # seconds of 1, 2 and 6 processes: log2(6 / 2) = 1.58 doublings must pay, 1.5**1.58 = 1.90
-    (
-        12,
-        7,
-        4,
-    ): "It pays up to 2 processes: 6 are 1.75 times as fast as 2, and 1.90 times would pay.",
+    (12, 7, 4): "up to 2 processes: 6 are 1.75 times as fast as 2, and 1.90 times would pay.",
     (12, 7, 3.5): "It pays up to 6 processes, and there are no numbers on more.",
-    (
-        12,
-        10,
-        3,
-    ): "It pays up to 1 process: 2 are 1.20 times as fast as 1, and 1.50 times would pay.",
+    (12, 10, 3): "up to 1 process: 2 are 1.20 times as fast as 1, and 1.50 times would pay.",
     (12, 4, 2): "Not to be trusted: N processes are more than N times as fast",
 }
 
@@ -202,11 +194,8 @@ def test_how_far_it_pays(tmp_path, times):
 
 SAME = ({}, {"seed": 7}, {"threads": 9}, {"nodes": 2}, {"comm_hook": "bf16"}, {"batch_size": 128})
 OTHER = [{"precision": "bf16"}, {"model": "mlp"}, {"compile": True}, {"device": "another"}]
-OTHER += [
-    {"settings": {"batch_size": 64, "lr": 2}},
-    {"parameters": 9},
-    {"script": "multigpu/text.py"},
-]
+OTHER += [{"parameters": 9}, {"script": "multigpu/text.py"}]
+OTHER += [{"settings": {"batch_size": 64, "lr": 2}}]
 
 
 @pytest.mark.parametrize("change", [*SAME, *OTHER], ids=str)

@@ -4,9 +4,8 @@
     torchrun --nnodes=2 ... tools/allreduce.py --min_bytes 1048576 --out link.json    # on each of 2
     sbatch --nodes=8 slurm/tools_allreduce.slurm --pairs    # which link is slow
 
-The columns are those of NCCL's tests (github.com/NVIDIA/nccl-tests): with n bytes in each of N
-processes, algbw = n / time, and busbw = algbw x 2 (N - 1) / N is what a link carries in a ring. The
-status of --pairs is 1 where a pair is slower than half of the median, or than --expect.
+As in NCCL's tests, algbw = n / time, and busbw = algbw x 2 (N - 1) / N, for n bytes in each of N
+processes. --pairs has status 1 where a pair is slower than half of the median, or than --expect.
 """
 
 import argparse
@@ -63,6 +62,7 @@ def compute_rate(buffer):
         while len(moments) < 2 or not work.is_completed():  # in the first one it may not have begun
             (matrix @ matrix).sum().item()
             moments.append(time.perf_counter())
+        work.wait()
         start = time.perf_counter()
         for _ in moments[1:]:
             (matrix @ matrix).sum().item()
