@@ -69,6 +69,13 @@ def test_a_fault_ends_the_measurement(attempt, changed, fault):
     assert status and FAULTS[fault] in err, err
 
 
+def test_on_an_accelerator(run, changed, emulator):
+    """The emulated one, with a smaller matrix, fails where memory is used again too early."""
+    copy = changed(SCRIPT, {"4096 if ON_GPU": "256 if ON_GPU"})
+    out = run(copy, *SIZES, "--seconds", 0.02, processes=2, EMU_DEVICES="2")
+    assert out.startswith("processes 2, nodes 1, device Emulator, ") and "\nbeside an all-re" in out
+
+
 def test_what_it_needs(refused):
     refused("two processes or more", SCRIPT)
     refused("--pairs two nodes", SCRIPT, "--pairs", processes=2)
