@@ -20,7 +20,7 @@ os.chdir(Path(__file__).resolve().parent.parent)
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 TASKS = ("images", "text", "translation", "gpt")
 PATHS = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.py"))]
-PATHS += [Path("report.py"), Path("predict.py")]
+PATHS += [Path("tools/report.py"), Path("tools/predict.py")]
 TITLE = re.compile(r"^(# == .* =+)\n", re.M)
 YOURS, RUN, TIMING = TITLE.findall(Path("multigpu/images.py").read_text())
 # The names whose text may differ: everywhere, and from multinode in a folder or in a script.
@@ -35,7 +35,7 @@ OWN = {
         count_marks print_marks""",
     "hybrid/mnist": "print_marks",
     "quantize": "create_empty load_trained test measure COLUMNS COMPILED",
-    "/predict": "runs_of",  # it sums up a step, report.py an epoch
+    "tools/predict": "runs_of",  # it sums up a step, report.py an epoch
 }
 
 
@@ -70,7 +70,7 @@ def group_of(path, name):
         return None
     if task in TASKS and name in task_of(task):
         return task
-    return "mnist" if task == "mnist" else "scripts" if folder else "root"
+    return task if task == "mnist" else folder if folder == "tools" else "scripts"
 
 
 def drifted():

@@ -99,7 +99,7 @@ LAUNCH = {
     "multigpu": "--num_gpus {count}",
     "multinode": "-m torch.distributed.run --standalone --nproc_per_node={count} --",
 }
-LAUNCH["hybrid"] = LAUNCH["multinode"]
+LAUNCH["hybrid"] = LAUNCH["tools"] = LAUNCH["multinode"]
 IMAGES, GPT = "singlegpu/images.py", "singlegpu/gpt.py"
 LOOP = "tests/helpers/plain_gpt.py"  # nothing but steps
 STEP_ENDS = "        bar.update()\n"  # a line of the scripts
@@ -441,10 +441,10 @@ def of_shards(*counts):
 
 def of_allreduce(*counts):
     """It also proves the sums."""
-    small = [("size = 4096", "size = 256")] if options.rehearse else []
-    scripts = [changed(f"{each}/allreduce.py", *small) for each in ("multigpu", "multinode")]
+    small = [("4096 if ON_GPU", "256 if ON_GPU")] if options.rehearse else []
+    script = changed("tools/allreduce.py", *small)
     words = options.size["allreduce"]
-    return check_lines, ("fit:", "beside"), *[(s, words, n) for n in counts for s in scripts]
+    return check_lines, ("fit:", "beside"), *[(script, words, n) for n in counts]
 
 
 def of_hook(count):

@@ -152,7 +152,6 @@ TOO_FEW = (  # script, processes, devices, flags, what is said
     ("multigpu/images.py", 5, 4, "", "this machine has 4 GPU(s), not 5"),
     ("multigpu/mnist.py", 3, 2, "--synthetic", "this machine has 2 GPU(s), not 3"),
     ("multinode/mnist.py", 2, 1, "--synthetic", f"1 {NODE}"),
-    ("multinode/allreduce.py", 4, 2, "", f"2 {NODE}"),
     ("hybrid/images.py", 2, 3, "--num_stages 2", f"3 {NODE}"),
     ("hybrid/gpt_fsdp.py", 2, 1, "", f"1 {NODE}"),
 )
@@ -161,7 +160,7 @@ TOO_FEW = (  # script, processes, devices, flags, what is said
 @pytest.mark.parametrize(("script", "processes", "devices", "flags", "told"), TOO_FEW)
 def test_too_few_devices(attempt, words, script, processes, devices, flags, told):
     """One process says so in a line, and all end: under torchrun all see the same devices."""
-    is_short = "mnist" in script or "allreduce" in script
+    is_short = "mnist" in script
     flags = [*([] if is_short else words(task_of(script))[1:]), *flags.split()]
     status, _, err = attempt(script, *flags, processes=processes, EMU_DEVICES=str(devices))
     assert status != 0 and err.count(f"{told}\n") == 1 and "Traceback" not in err, err

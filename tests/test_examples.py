@@ -99,7 +99,7 @@ def test_muon(logged, changed, data, tmp_path):
 
 def test_tokens(run, tmp_path):
     """gpt.py trains on the files that its docstring's commands make."""
-    (tmp_path / "my.txt").write_text((ROOT / "report.py").read_text() * 5)
+    (tmp_path / "my.txt").write_text((ROOT / "tools/report.py").read_text() * 5)
     text = (ROOT / "examples/tokens.py").read_text()
     make, train = re.findall(r"^    python (\S+ .*)", text, re.M)
     assert " tokens in my_tokens\n" in run(*make.split(), cwd=tmp_path)

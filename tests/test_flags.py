@@ -43,15 +43,15 @@ FLAGS = f"""
 --synthetic | */mnist | test_mnist
 --data_dir --epochs --batch_size | {MNIST} | test_mnist
 --data_dir --model | quantize/mnist | test_mnist
---min_bytes --max_bytes --out --seconds --timeout | */allreduce | test_allreduce
---pairs --expect | multinode/allreduce | test_allreduce
+--min_bytes --max_bytes --out --seconds --timeout | tools/allreduce | test_allreduce
+--pairs --expect | tools/allreduce | test_allreduce
 --dataset --data_dir --num_images --versions --copies --out | */make_bigmnist | test_images
 --size --out --grey | */make_images | test_images
---snapshot --steps --out | */noise_scale | test_predict
+--snapshot --steps --out | */noise_scale | soak_slurm
 --snapshot --row --out --eager --dataset | quantize/TASK | test_quantize
 --batch_size --num_samples --rounds --data_dir | quantize/TASK | test_quantize
---out --step | report | test_report
---out --processes --noise --steps | predict | test_predict
+--out --step | tools/report | test_report
+--out --processes --steps --link --latency --gpus_per_node | tools/predict | test_predict
 """
 
 
@@ -63,9 +63,12 @@ def flags_of(script):
             yield from (word for word in words if str(word).startswith("--"))
 
 
+TOOLS = ("tools/report.py", "tools/predict.py", "tools/allreduce.py")
+
+
 def test_each_flag_is_listed():
     """Each flag of a script is in the table, and the test file named there has it, too."""
-    scripts = [script.removesuffix(".py") for script in (*SCRIPTS, "report.py", "predict.py")]
+    scripts = [script.removesuffix(".py") for script in (*SCRIPTS, *TOOLS)]
     missing = {(script, flag) for script in scripts for flag in flags_of(script)}
     assert len(missing) > 300 and ("hybrid/images", "--num_stages") in missing
     all_flags = set(missing)

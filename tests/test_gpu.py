@@ -46,7 +46,7 @@ TOLD = {  # part: patterns of lines of gpu.md, without "- "
         alike("multinode/images.py .* --comm_hook bf16", 2),
         TRACED,
         HIDDEN,
-        ran("multinode/allreduce.py", 2, rf"fit: {NUMBER} us \+ .*"),
+        ran("tools/allreduce.py", 2, rf"fit: {NUMBER} us \+ .*"),
         lost("multigpu") + ".*SIGKILL",
         lost("multinode") + ".*",
         lost("multigpu") + r"\w+Error: .*",

@@ -124,11 +124,10 @@ def test_what_cannot_work_is_said_in_a_line(refused, run, base, tmp_path):
         ("multinode/images.py", "/none/file: it is a folder", *base, "--snapshot", "none/file"),
         ("singlegpu/images.py", f"cannot write {tmp_path}", *base, "--log", tmp_path),
         ("singlegpu/images.py", f"cannot write {tmp_path}/none", *base, "--snapshot", link),
-        ("multigpu/allreduce.py", "one process has nobody", "--num_gpus", 1),
     ]
     for script, told, *words in cases:
         err = refused(told, script, *words, processes=2)
-        assert err.count("\n") == 1 or "allreduce" in script, (script, words, err)
+        assert err.count("\n") == 1, (script, words, err)
     words = (*base, "--max_steps", 4)  # nodes with other files, or flags
     told = "the processes have different code, flags, data or snapshots"
     none = tmp_path / "none.pt"

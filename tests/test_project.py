@@ -31,11 +31,10 @@ LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sac
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_an_edit_is_carried_to_its_copies(tmp_path):
     """By --fix, in all folders; not if two copies are new since the last commit."""
-    for name in ("multigpu", "multinode", "slurm"):
+    for name in ("multigpu", "multinode", "slurm", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tests").mkdir()
-    for name in ("report.py", "predict.py", "tests/check_copies.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "tests/check_copies.py", tmp_path / "tests")
     copies, head = [*tmp_path.glob("multi*/[!m]*.py")], "def set_seeds(*numbers):\n"
     for tasks in (["gpt"], ["gpt", "text"]):
         me = "git -c user.name=me -c user.email=me -c commit.gpgsign=false"
@@ -77,7 +76,7 @@ def test_each_script_has_its_job_file(tmp_path):
     assert "--job-name=multigpu_mine\n" in text and " python multigpu/mine.py --snapshot " in text
     names = [script.removesuffix(".py").replace("/", "_") for script in SCRIPTS]
     files = {path.stem: path for path in mine.parent.glob("*.slurm")}
-    assert {*files} == {*names, "report", mine.stem}
+    assert {*files} == {*names, "report", "tools_allreduce", mine.stem}
     for name, path in (files | {"sweep": ROOT / "slurm/sweep.sh"}).items():
         assert subprocess.run(["bash", "-n", path]).returncode == 0, path
         if TRAINING.search(name.replace("_", "/", 1) + ".py"):  # they go on in a new job
@@ -119,9 +118,9 @@ def test_readme_commands(tmp_path):
     pretrained = resnet18().state_dict()
     pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
     torch.save(pretrained, tmp_path / "hub/checkpoints" / weights)
-    for name in (*FOLDERS, "examples", "report.py", "predict.py"):
+    for name in (*FOLDERS, "examples", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "my.txt").write_text((ROOT / "report.py").read_text())
+    (tmp_path / "my.txt").write_text((ROOT / "tools/report.py").read_text())
     Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
     lines = re.findall(r"^((?:python|torchrun) (?!.*mnist)[^#\n]*)", "".join(blocks), re.M)
@@ -217,7 +216,7 @@ def test_a_copy_without_its_timing(run, data, tmp_path, script):
     assert subprocess.run(ruff).returncode == 0
     words = ["--data_dir", data, "--batch_size", 48]
     if "gpt" in script:
-        words = ["--dataset", ROOT / "report.py", "--seq_len", 32, "--d_model", 32]
+        words = ["--dataset", ROOT / "tools/report.py", "--seq_len", 32, "--d_model", 32]
     elif "images" in script:
         words += ["--model", "mlp", "--dataset", "mnist"]
     words += [] if "mnist" in script else ["--max_steps", 9, "--eval_every", 3]

@@ -106,7 +106,7 @@ def test_int8_is_smaller_and_as_good(run, refused, trained, load_saved, tmp_path
     if model == "gpt":
         assert before == pytest.approx(math.exp(curve(log)[-1, 1]), rel=0.01) and before < 12
         assert float(rows[1]["same %"]) > 95
-        other = ("--dataset", ROOT / "report.py")
+        other = ("--dataset", ROOT / "tools/report.py")
         refused("is not what it was in training", script, "--snapshot", snapshot, *other)
     else:
         assert before == pytest.approx(curve(log, "val_acc")[-1, 2], abs=1e-4) and before > 0.6

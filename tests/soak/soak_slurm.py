@@ -29,9 +29,9 @@ JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("[!q]*_*.slurm"))
 
 def options(folder):
     """Counts of a node, so that a job has one or two processes."""
-    gpus = {"multigpu": 2, "multinode": 1, "hybrid": 2}.get(folder)
+    gpus = {"multigpu": 2, "multinode": 1, "hybrid": 2, "tools": 1}.get(folder)
     found = [f"--cpus-per-task={gpus or 1}", *([f"--gpus-per-node={gpus}"] if gpus else [])]
-    return [*found, "--ntasks-per-node=1"] if folder in ("multinode", "hybrid") else found
+    return [*found, "--ntasks-per-node=1"] if folder in ("multinode", "hybrid", "tools") else found
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -71,9 +71,11 @@ def test_default_counts(site):  # noqa: F811
 def test_pairs_of_nodes(site):  # noqa: F811
     """A job of two nodes lists what each sends to the other. It fails if one seems slow."""
     words = ("--pairs", "--seconds", 0.05)
-    job = site.submit("multinode_allreduce", *words, options=options("multinode"))
+    job = site.submit("tools_allreduce", *words, options=options("tools"))
     site.wait(job)
-    assert len(re.findall(r"^\| +n[01] \|", site.output(job), re.M)) == 2, site.output(job)
+    assert len(re.findall(r"^n[01], .* sends GB/s to n[01] ", site.output(job), re.M)) == 2, (
+        site.output(job)
+    )
 
 
 def long_job(site, data, folder, *more):  # noqa: F811
