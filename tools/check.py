@@ -9,17 +9,15 @@ PyTorch itself loads this file in each process of the job, as a plug-in (entry p
 "torch.backends"). There it watches optimizers, models, data loaders and files, changes nothing, and
 writes what it sees to a file. Then the first process compares the files, and prints a line for
 each kind of fault: ok, warning, ERROR, or "not seen" where nothing shows whether it is right.
-Status 1: an error; 2: nothing trained; else 0.
-
-On several machines that each start their own torchrun, start this file on each, with CHECK_FOLDER
-set to one new folder that all of them share: the machine of rank 0 prints the table.
+Status 1: an error; 2: nothing trained; else 0. Machines that each start their own torchrun each
+start this file, with one CHECK_FOLDER, new and shared: the machine of rank 0 prints the table.
 """
 
 import argparse
-import collections
 import faulthandler
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -40,167 +38,127 @@ from pathlib import Path
 LEVELS = ["ERROR", "warning", "ok", "not seen"]
 
 
-def parse_args():
+def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=20, help="optimizer steps to watch; then the job ends")
-    add("--epoch_batches", type=int, help="end each pass over a DataLoader after so many batches")
+    add("--epoch_batches", type=int, default=-1, help="end a pass over data after so many; -1: no")
     add("--against", metavar="COMMAND", help="one that should train alike, as on one GPU")
     add("--resume", action="store_true", help="stop the job, start it again, compare")
     add("--timeout", type=float, default=600, help="seconds without progress: it hangs")
     add("--grace", type=float, default=20, help="seconds to end in after the last step")
     add("command", nargs=argparse.REMAINDER, help="after --: what starts the training")
-    return parser.parse_args()
-
-
-def main():
-    args = parse_args()
+    args = parser.parse_args()
     command = shlex.join(args.command[args.command[:1] == ["--"] :])
     with tempfile.TemporaryDirectory() as own_folder:
         folder = Path(os.environ.get("CHECK_FOLDER", own_folder)).resolve()
         job = run(command, args, folder / "whole")
-        found = {"run": [*ending(job, args)]}
-        if job.steps:
-            found |= {kind.__name__: findings(kind, job) for kind in KINDS}
+        rows = findings(ending, job)
+        for kind in KINDS if job.steps else ():
+            rows += findings(kind, job)
         if job.steps and args.against:
-            found["against"] = findings(against, job, run(args.against, args, folder / "against"))
+            rows += findings(against, job, run(args.against, args, folder / "against"))
         if job.steps and args.resume:
             stopped = run(command, args, folder / "stopped", stop_at=max(1, args.steps // 2))
-            again = run(command, args, folder / "stopped", lives=2)
-            found["resume"] = findings(resume, job, stopped, again)
-    rows = [(level, name, words) for name, each in found.items() for level, words in each]
-    rows.sort(key=lambda row: LEVELS.index(row[0]))
+            rows += findings(resume, job, stopped, run(command, args, folder / "stopped", life=2))
     if job.prints:
         words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: {command}"
         print(f"\n{textwrap.shorten(words, 100)}")
-        for level, name, words in rows:
-            print(textwrap.fill(words, 100, initial_indent=f"{level:9}{name:13}", **INDENT))
-    sys.exit(1 if rows[0][0] == "ERROR" and job.steps else 0 if job.steps else 2)
-
-
-INDENT = {"subsequent_indent": 22 * " ", "break_long_words": False}
+        for level, name, words in sorted(rows, key=lambda row: LEVELS.index(row[0])):
+            lines = textwrap.wrap(words, 78, break_long_words=False)
+            print(f"{level:9}{name:13}" + f"\n{' ' * 22}".join(lines))
+    sys.exit(any(row[0] == "ERROR" for row in rows) if job.steps else 2)
 
 
 def findings(kind, *jobs):
-    """Returns the lines of a kind: what is wrong or else, in one line, that it is right."""
+    """Returns the rows of a kind: all that is wrong or else, in one line, that it is right."""
     try:
-        found = list(dict.fromkeys(kind(*jobs)))
+        found = sorted(dict.fromkeys(kind(*jobs)), key=lambda row: LEVELS.index(row[0]))
     except Exception as error:  # of this file: it says nothing of the training
-        place = error.__traceback__.tb_next.tb_lineno
-        return [("not seen", f"check.py failed itself: {type(error).__name__}, {error}, {place}")]
+        line = error.__traceback__.tb_next.tb_lineno
+        found = [("not seen", f"check.py failed itself, line {line}: {error!r}")]
     wrong = [row for row in found if row[0] in LEVELS[:2]]
-    right = sorted(found, key=lambda row: LEVELS.index(row[0]))
-    return wrong or right[:1] or [("not seen", "nothing showed it in these steps")]
+    return [(level, kind.__name__, words) for level, words in wrong or found[:1]]
 
 
 # == The kinds of faults. Each takes what the job's processes saw, and yields (level, words). ======
 
 
-def ending(job, args):
+def ending(job):
     """The job neither hangs nor fails before the last step that is watched."""
-    where = "; ".join(f"rank {rank} at {place}" for rank, place in sorted(job.stacks.items()))
-    done = {rank: each.steps for rank, each in job.ranks.items()}
+    steps = {rank: each.steps for rank, each in job.ranks.items()}
     if job.hangs:
-        yield (
-            "ERROR",
-            f"it hangs after step {min(done.values(), default=0)}: {where or 'no trace'}.",
-        )
-    elif job.status and job.steps < args.steps:
-        words = f"it ended with status {job.status} after {job.steps} steps"
-        yield "ERROR" if job.steps else "not seen", words
-    elif not job.steps and job.backwards:
-        yield "not seen", "no optimizer took a step: the script changes its weights by itself"
-    elif not job.steps:
-        yield "not seen", "it ended without a step of an optimizer of PyTorch"
-    elif len({*done.values()}) > 1:
-        yield "warning", f"the ranks took other numbers of steps: {done}"
-    else:
+        where = "; ".join(f"rank {rank} at {place}" for rank, place in job.stacks.items())
+        yield "ERROR", f"it hangs after step {min(steps.values(), default=0)}: {where or '?'}."
+    if job.status and not job.has_ended:
+        yield "ERROR", f"it ended with status {job.status} after {job.steps} steps"
+    if len({*steps.values()}) > 1:
+        yield "warning", f"the ranks took other numbers of steps: {steps}"
+    for text, count in Counter(x["text"] for x in job.all("trouble")).most_common(3):
+        yield "warning", f"check.py failed itself, {count} times: {text}"
+    if job.steps:
         yield "ok", f"status {job.status} after {job.steps} steps"
-    texts = Counter(x["text"] for x in job.all("trouble"))
-    for text, count in texts.most_common(3):
-        yield "not seen", f"check.py failed itself, {count} times: {text}"
+    yield "not seen", "no optimizer of PyTorch takes a step: are weights changed by hand?"
 
 
 def processes(job):
-    """All processes that train are in one group, and each has a GPU of its own."""
+    """All that train are one group, on GPUs of their own, with the same code, flags, versions."""
     starts = [each.start for each in job.ranks.values()]
-    alone = [start for start in starts if start["world"] == 1]
-    count = max(len(alone), *[start["launched"] for start in alone]) if alone else 0
+    alone = [start["launched"] for start in starts if start["world"] == 1]
     if job.is_hogwild:
         yield "ok", f"{len(starts)} share one memory (Hogwild): ranks are not compared"
-    elif count > 1:
-        yield "ERROR", f"{count} train, each alone. Call dist.init_process_group(), wrap the model."
-    elif len(starts) == 1:
-        yield "not seen", "one process: what compares several is left out"
-    else:
-        yield "ok", f"{len(starts)} in one group"
-    places = Counter(json.dumps(start["place"]) for start in starts)
-    (host, device, devices), count = json.loads(max(places, key=places.get)), max(places.values())
-    if count > 1 and devices > 1 and device != "cpu":
-        yield "ERROR", f"{count} train on {device} of {host}. Choose the GPU by LOCAL_RANK."
-
-
-def settings(job):
-    """All ranks run the same code, with the same flags and versions."""
-    (first, one), *others = job.ranks.items()
-    for rank, other in others:
-        for name in ("flags", "versions", "code"):
-            a, b = one.start[name], other.start[name]
-            names = [x for x in a if x in b and a[x] != b[x]] if name == "code" else a != b
-            if names:
-                words = names if name == "code" else f"{b}, in rank {first}: {a}"
-                yield "ERROR", f"other {name} in rank {rank}: {words}. Start all ranks alike."
-                return
-        yield "ok", f"the same flags, versions and code in {len(job.ranks)} ranks"
+    elif max([len(alone), *alone]) > 1:
+        yield "ERROR", f"{len(alone)} train, each alone. Call dist.init_process_group(), use DDP."
+    (place, count), *_ = Counter(tuple(start["place"]) for start in starts).most_common()
+    if count > 1 and place[2] > 1 and "cpu" not in place:
+        yield "ERROR", f"{count} train on {place[1]} of {place[0]}. Choose it by LOCAL_RANK."
+    for rank, each in job.ranks.items():
+        a, b = job.first.start["settings"], each.start["settings"]
+        for name in [x for x in a if b.get(x, a[x]) != a[x]][:1]:
+            yield (
+                "ERROR",
+                f"other {name} in rank {rank}: {b[name]}, not {a[name]}. Start all alike.",
+            )
+    if len(starts) > 1:
+        yield "ok", f"{len(starts)} in one group, with the same code, flags and versions"
+    yield "not seen", "one process: what compares several is left out"
 
 
 def weights(job):
     """Copies of a weight have the same bits in all ranks, after each step."""
-    compared = 0
     for family in job.families:
-        for number, start in enumerate(job.ranks[family.ranks[0]].starts):
-            bad = defaultdict(list)  # step: (index of the tensor, two ranks)
-            runs = {rank: job.ranks[rank].states(number) for rank in family.ranks}
-            common = sorted(set.intersection(*[{*run} for run in runs.values()]))
-            for index in range(len(start["names"])):
-                for ranks in family.copies(job, number, index):
-                    compared += len(ranks) > 1
-                    for step in common:
-                        bits = [runs[rank][step]["weights"][index] for rank in ranks]
-                        other = [rank for rank, x in zip(ranks, bits) if x != bits[0]]
-                        bad[step] += [(index, ranks[0], other[0])] if other else []
-            steps = [step for step in common if bad[step]]
-            if not steps:
+        for number, start in enumerate(job.ranks[family.ranks[0]]["start"]):
+            states = {rank: job.ranks[rank].states(number) for rank in family.ranks}
+            common = sorted(set.intersection(*[{*each} for each in states.values()]))
+            bad = {step: family.differences(states, step) for step in common}
+            step = next((step for step in common if bad[step]), None)
+            if step is None:
+                yield "ok", f"the same bits in ranks {family.ranks}, {len(common)} times"
                 continue
-            step, (index, one, two) = steps[0], bad[steps[0]][0]
-            a, b = runs[one][step], runs[two][step]
-            words = f"{len(bad[step])} of {len(start['names'])} tensors differ in ranks {one} and {two} "
-            words += f"{f'after step {step}' if step else 'at the start'}, first "
-            words += f"{start['names'][index]}. "
-            last = bad[common[-1]]
-            if not last:
+            one, two, indices = bad[step]
+            index, names = indices[0], start["names"]
+            when = f"after step {step}" if step else "at the start"
+            words = (
+                f"{len(indices)} of {len(names)} tensors differ in ranks {one} and {two} {when},"
+            )
+            words += f" first {names[index]}. "
+            apart = distance(states[one][common[-1]], states[two][common[-1]], index)
+            way = distance(states[one][common[-1]], states[one][0], index)
+            machines = {states[rank][0]["machine"] for rank in (one, two)}
+            if not bad[common[-1]]:
                 yield "warning", words + "Later they are equal: local SGD?"
-            elif is_rounding(job, start, runs, one, two, index, common):
-                words += "It is rounding: their machines compute differently"
-                yield "warning", f"{words} ({job.ranks[one].kind}; {job.ranks[two].kind})."
+            elif len(machines) > 1 and apart < 0.01 * way + 1e-6 * distance(
+                states[one][0], None, index
+            ):
+                yield (
+                    "warning",
+                    words + f"It is rounding by unlike machines: {', '.join(machines)}.",
+                )
             else:
-                which = [i for i, *ranks in bad[step] if ranks == [one, two]]
-                yield "ERROR", words + cause(job, start, step, which, a, b, family)
-    if not compared and len(job.ranks) > 1:
+                a, b = states[one][step], states[two][step]
+                yield "ERROR", words + cause(start, step, indices, a, b, family)
+    if len(job.ranks) > 1:
         yield "not seen", "no weight is known to have a copy: all are sharded, or stages"
-    elif compared:
-        yield "ok", f"{compared} tensors have equal bits in all ranks, after each step"
-
-
-def is_rounding(job, start, runs, one, two, index, steps):
-    """Whether unlike machines differ by no more than their rounding explains."""
-    if job.ranks[one].kind == job.ranks[two].kind:
-        return False
-    a, b, first = (
-        runs[rank][step] for rank, step in ((one, steps[-1]), (two, steps[-1]), (one, 0))
-    )
-    apart, way, size = (distance(a, x, index) for x in (b, first, None))
-    return apart < 1e-2 * way + 1e-6 * size
 
 
 def distance(one, two, index):
@@ -210,29 +168,28 @@ def distance(one, two, index):
     return (sum((x - y) ** 2 for x, y in zip(a, b)) / len(a)) ** 0.5
 
 
-def cause(job, start, step, which, one, two, family):
+def cause(start, step, indices, one, two, family):
     """Returns the likely cause of weights that differ in two ranks, and what to do."""
-    if family.is_tensor_parallel:
-        return (
-            "Other parts are split over the ranks, this is whole in each: clip and average alike."
-        )
+    gradients = [i for i in indices if step and one["grads"][i] != two["grads"][i]]
+    if family.is_split:
+        return "Other weights are split over the ranks, this is whole: clip and average it alike."
     if start["shared"]:
-        return "The model was given to spawn(), and lies in one memory. Make it in each process."
+        return "spawn() got the model, so it lies in one memory. Make it in each process."
     if step == 0:
         return "Wrap the model in DDP, or send rank 0's weights to all."
-    gradients = [i for i in which if one["grads"][i] != two["grads"][i]]
-    rates = f"{one['rates'][0]}, {two['rates'][0]}"
     if not gradients and one["rates"] != two["rates"]:
-        return f"The learning rates differ: {rates}. Schedule all alike."
+        return (
+            f"The learning rates differ: {one['rates'][0]}, {two['rates'][0]}. Schedule all alike."
+        )
     if not gradients:
         return "The gradients are equal: give the optimizers one state and the same settings."
     if any((one["grads"][i] is None) != (two["grads"][i] is None) for i in gradients):
         return "Only one of them has a gradient for it. Use it in each rank."
     if any(start["shards"]):
-        return "One replica was changed, or its gradients were not averaged with the others'."
+        return "A replica was changed, or its gradients are not averaged with the others'."
     if not any(start["in_ddp"]):
         return "Nothing averages the gradients. Wrap the model in DistributedDataParallel."
-    if not start["in_ddp"][which[0]]:
+    if not start["in_ddp"][indices[0]]:
         return "DDP does not know it. Wrap the model when it is complete."
     if one["moved"]:
         return "The model was moved or cast after DDP was made. Make DDP last."
@@ -240,99 +197,93 @@ def cause(job, start, step, which, one, two, family):
         return "The model is called past DDP. Call the DDP object, not its .module."
     if one["in_no_sync"]:
         return "The last backward before the step was in no_sync(). Leave it before."
-    return "Gradients changed or were lost after DDP averaged them: by code, or by a link of GPUs."
+    return "Gradients changed or were lost after DDP averaged them: by code, or a link of GPUs."
 
 
 def updates(job):
     """Each weight that has a gradient moves, and keeps moving."""
-    for start, steps in job.optimizers():
-        names, count = start["names"], len(start["names"])
-        states, moves = [start, *steps], []
-        for i in range(count):
-            moves.append([a["weights"][i] != b["weights"][i] for a, b in zip(states, steps)])
-        pulls = [[x["grads"][i] not in (None, 0) for x in steps] for i in range(count)]
-        rates = [max(x["rates"]) for x in steps]
-        stuck = [i for i in range(count) if any(pulls[i]) and not any(moves[i])]
-        if steps and not any(rates):
+    for start, steps in job.first.optimizers():
+        stuck, still, moving, rates = [], [], 0, [max(x["rates"]) for x in steps]
+        for i, name in enumerate(start["names"]):
+            bits = [x["weights"][i] for x in (start, *steps)]
+            moves = [a != b for a, b in zip(bits, bits[1:])]
+            pulls = [x["grads"][i] not in (None, 0) and rate for x, rate in zip(steps, rates)]
+            moving += any(moves)
+            stuck += [name] if any(pulls) and not any(moves) else []
+            last = max([step for step, moved in enumerate(moves, 1) if moved], default=len(steps))
+            if len(pulls[last:]) >= 5 and all(pulls[last:]):
+                still.append(
+                    (math.prod(start["shapes"][i]), f"{name} stands still from step {last + 1} on")
+                )
+        if still:
+            words = f"{max(still)[1]} ({len(still)} tensors do), though it has gradients."
+            level = "ERROR" if 2 * len(still) >= len(start["names"]) else "warning"
+            yield level, words + " Is it the optimizer's state? A bias before BatchNorm may."
+        count, frozen = len(start["names"]), start["trainable"].count(False)
+        words = f"{len(stuck)} of {count} weights have gradients but never change: {stuck[:1]}."
+        if not any(rates):
             yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
-        elif not any(start["trainable"]):
-            words = f"none of its {count} tensors changes: all have requires_grad False."
-            yield "ERROR", words + " Set it True, or give the optimizer others."
-        elif not any(map(any, moves)):
+        elif not moving and frozen == count:
+            yield "ERROR", f"none of its {count} tensors changes: all have requires_grad False."
+        elif not moving:
             yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps."
         elif stuck:
-            words = f"{len(stuck)} of {count} weights have gradients but never change: {names[stuck[0]]}."
-            words += " Steps too small for bf16? A bias before BatchNorm?"
-            yield "ERROR" if 2 * len(stuck) >= count else "warning", words
-        for i in range(count):
-            last = max((k for k, moved in enumerate(moves[i]) if moved), default=len(steps))
-            rest = [pull and rate for pull, rate in zip(pulls[i], rates)][last + 1 :]
-            if len(rest) >= 5 and all(rest):
-                words = f"{names[i]} stands still from step {last + 2} on, though it has gradients."
-                yield "ERROR", words + " Look at the optimizer's state, and at the size of a step."
-                break
-        frozen = count - sum(start["trainable"])
-        yield "ok", f"{sum(map(any, moves))} tensors change, {frozen} are frozen"
+            level = "ERROR" if 2 * len(stuck) >= count else "warning"
+            yield level, words + " Steps too small for bf16? A bias before BatchNorm?"
+        yield "ok", f"{moving} tensors change, {frozen} are frozen"
 
 
 def gradients(job):
     """Each weight is in an optimizer, and has a gradient when the optimizer steps."""
-    for start, steps in job.optimizers():
-        never = [all(x["grads"][i] is None for x in steps) for i in range(len(start["names"]))]
-        unused = [x for x, no, yes in zip(start["names"], never, start["trainable"]) if no and yes]
-        if unused and all(never) and any(x["had_gradients"] for x in steps):
-            words = "backward() makes gradients, but none is left at step()."
-            yield "ERROR", words + " Call zero_grad() after step()."
+    for x in [x["names"] for x in job.first["lost"] if x["names"]]:
+        yield "ERROR", f"{len(x)} weights with gradients are in no optimizer: {x[0]}. Give it all."
+    for start, steps in job.first.optimizers():
+        count = len(start["names"])
+        never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
+        unused = [start["names"][i] for i in never if start["trainable"][i]]
+        words = f"{len(unused)} of {count} weights never have a gradient: {unused[:1]}."
+        if len(never) == count and unused and any(x["had_gradients"] for x in steps):
+            yield "ERROR", "none is left at step() of those of backward(). Zero them after step()."
         elif unused:
-            words = (
-                f"{len(unused)} of {len(never)} weights never have a gradient: {unused[0]}. Does"
-            )
-            words += " the loss use them? Was the model copied after the optimizer was made?"
-            yield "ERROR" if len(unused) == len(never) else "warning", words
-        yield "ok", f"{len(never) - len(unused)} weights have gradients"
-    lost = [name for x in of(job.first.records, "lost") for name in x["names"]]
-    if lost:
-        words = f"{len(lost)} weights have gradients, but are in no optimizer: {lost[0]}."
-        yield "ERROR", words + " Give it all parameters."
+            words += " Does the loss use them? Was the model copied after the optimizer was made?"
+            yield "ERROR" if len(unused) == count else "warning", words
+        yield "ok", f"{count - len(never)} weights have gradients"
 
 
 def zeroing(job):
     """Gradients are zeroed once a step: not between micro-batches, and not never."""
-    for rank, each in job.ranks.items():
-        for number in range(len(each.starts)):
-            steps = list(each.states(number).values())[1:]
-            late = [x["step"] for x in steps if x["clean"] is False]
-            twice = [
-                b["step"]
-                for a, b in zip(steps, steps[1:])
-                if b["clean"] is None and any(b["grads"]) and a["grads"] == b["grads"]
-            ]
-            if late:
-                words = (
-                    f"gradients are not zeroed before step {late[0]} and {len(late) - 1} others,"
-                )
-                yield (
-                    "ERROR",
-                    f"{words} in rank {rank}. Call optimizer.zero_grad() after each step.",
-                )
-            if twice:
-                words = f"step {twice[0]} uses the gradients of the step before, in rank {rank}."
-                yield "ERROR", words + " Is step() called twice for one backward()?"
-            if any(x["wiped"] for x in steps):
-                words = "zeroed between the micro-batches of a step: only the last one counts."
-                yield "ERROR", words + " Call zero_grad() after step()."
-            if steps and any(x["clean"] for x in steps):
-                yield "ok", "gradients are zeroed in each step"
+    for rank, steps in [
+        (x.start["rank"], y) for x in job.ranks.values() for _, y in x.optimizers()
+    ]:
+        late = [x["step"] for x in steps if x["clean"] is False]
+        twice = [b["step"] for a, b in zip(steps, steps[1:]) if a["grads"] == b["grads"]]
+        twice = [
+            x["step"]
+            for x in steps
+            if x["step"] in twice and x["clean"] is None and any(x["grads"])
+        ]
+        if late:
+            words = f"not zeroed before step {late[0]} and {len(late) - 1} others, in rank {rank}."
+            yield "ERROR", words + " Call optimizer.zero_grad() after each step."
+        if twice:
+            words = f"step {twice[0]} uses the gradients of the step before, in rank {rank}."
+            yield "ERROR", words + " Is step() called twice for one backward()?"
+        if any(x["wiped"] for x in steps):
+            words = "zeroed between the micro-batches of a step: only the last one counts."
+            yield "ERROR", words + " Call zero_grad() after step()."
+        if any(x["clean"] for x in steps):
+            yield "ok", "gradients are zeroed in each step"
+    yield "not seen", "no gradients of backward() at a step"
 
 
 def averaging(job):
     """DDP averages once a step, in the last micro-batch."""
-    for start, steps in job.optimizers():
-        counts = [x["averaged"] for x in steps]
-        if start["world"] > 1 and counts and min(counts) > 1:
-            words = f"DDP averaged {counts[0]} times in step {steps[0]['step']}. Use no_sync() for"
-            yield "warning", words + " all micro-batches but the last."
-        elif start["world"] > 1 and any(counts):
+    for start, steps in job.first.optimizers():
+        counts = [x["averaged"] for x in steps if start["world"] > 1] or [0]
+        if min(counts) > 1:
+            words = f"DDP averaged {counts[0]} times in step {steps[0]['step']}."
+            yield "warning", words + " Use no_sync() for all micro-batches but the last."
+        if any(counts):
             yield "ok", "DDP averages once in each step"
     yield "not seen", "nothing is called by DDP in several processes"
 
@@ -340,37 +291,35 @@ def averaging(job):
 def finite(job):
     """Losses and gradients are finite."""
     for rank, each in job.ranks.items():
-        losses = of(each.records, "loss")
-        for x in [x for x in losses if x["value"] - x["value"] != 0][:1]:
+        for x in [x for x in each["loss"] if x["value"] - x["value"] != 0][:1]:
             yield (
                 "ERROR",
-                f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}. Stop there.",
+                f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}. Stop it.",
             )
-        for x in of(each.records, "step"):
-            if x["infinite"]:
-                words = f"a gradient is inf or nan in step {x['step']}, rank {rank}: {x['infinite'][0]}."
-                yield "ERROR", words + " Clip, lower the rate, or look at the loss."
-                break
-        if losses:
-            yield "ok", f"losses from {losses[0]['value']:.4f} to {losses[-1]['value']:.4f}"
+        for x in [x for x in each["step"] if x["infinite"]][:1]:
+            words = f"inf or nan in the gradient of {x['infinite'][0]} in step {x['step']}, rank"
+            yield "ERROR", f"{words} {rank}. Clip, lower the rate, or look at the loss."
+        if each["loss"]:
+            first, *_, last = [x["value"] for x in each["loss"] * 2]
+            yield "ok", f"losses from {first:.4f} to {last:.4f}"
 
 
 def clipping(job):
     """Gradients that GradScaler scaled are clipped after unscale_()."""
-    steps = of(job.first.records, "step")
-    if any(x["clipped"] == "scaled" for x in steps):
+    ways = {x["clipped"] for x in job.first["step"]}
+    if "scaled" in ways:
         yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
-    elif any(x["clipped"] for x in steps):
+    if ways != {0}:
         yield "ok", "clipped as they are"
     yield "not seen", "clip_grad_norm_() and clip_grad_value_() are not called"
 
 
 def schedule(job):
     """A schedule steps once for each step, after it, and its rate is the one that is used."""
-    for start, steps in job.optimizers():
-        calls = of(job.first.records, "schedule", number=start["number"])
-        words = f"{calls[0]['name']}.step() is called {len(calls)} times" if calls else ""
-        words += f" in {len(steps)} steps"
+    for start, steps in job.first.optimizers():
+        calls = [x for x in job.first["schedule"] if x["number"] == start["number"]]
+        words = f"{calls[0]['name'] if calls else ''}.step() is called {len(calls)} times in"
+        words += f" {len(steps)} steps"
         if calls and calls[0]["caller"] == "accelerate":
             yield "ok", words + ", by Accelerate: its length is to be N times the steps"
         elif len(calls) > 1.2 * len(steps) + 1:
@@ -379,36 +328,24 @@ def schedule(job):
             yield "warning", "it comes before optimizer.step(): the first rate is never used"
         elif calls:
             yield "ok", words
-        said = [x for x in steps if x["said"]]
-        other = [
-            x
-            for x in said
-            if any(abs(a - b) > 1e-6 * abs(b) for a, b in zip(x["rates"], x["said"]))
-        ]
-        if other:
-            x = other[0]
-            words = f"step {x['step']} uses the rate {x['rates'][0]:.4g}, but the schedule says "
-            words += (
-                f"{x['said'][0]:.4g} ({len(other)} of {len(said)} steps). What sets it afterwards?"
-            )
+        said = [(x["step"], x["rates"][0], x["said"][0]) for x in steps if x["said"]]
+        other = [x for x in said if abs(x[1] - x[2]) > 1e-6 * abs(x[2])]
+        for step, rate, wanted in other[:1]:
+            words = f"step {step} uses the rate {rate:.4g}, but the schedule says {wanted:.4g}"
+            words += f" ({len(other)} of {len(said)} steps). What sets it afterwards?"
             yield "ERROR" if len(other) == len(said) else "warning", words
     yield "not seen", "no scheduler of PyTorch is called"
 
 
 def precision(job):
     """Weights are fp32 where a flag says so, and autocast reaches the layers."""
-    types = Counter(x for each in job.first.starts for x in each["dtypes"])
-    for x in job.all("flags"):
-        for name, value in x["values"].items():
-            says = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
-            if says and re.search("precision|dtype", name.lower()):
-                low = [kind for kind in types if kind in ("bfloat16", "float16")]
-                if low:
-                    words = (
-                        f"{types[low[0]]} weights are {low[0]}, but the flag {name} says {value}."
-                    )
-                    yield "ERROR", words + " Make the model in float32, use autocast for less."
-                yield "ok", f"weights are as the flag {name} says, {value}"
+    types = Counter(x for each in job.first["start"] for x in each["dtypes"])
+    low = [kind for kind in types if kind in ("bfloat16", "float16")]
+    for name, value in [x for flags in job.all("flags") for x in flags["values"].items()]:
+        says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
+        if low and says_fp32 and re.search("precision|dtype", name.lower()):
+            words = f"{types[low[0]]} weights are {low[0]}, but the flag {name} says {value}."
+            yield "ERROR", words + " Make the model in float32; autocast computes in less."
     for x in job.all("autocast")[:1]:
         words = f"autocast is on, but a {x['module']} gives {x['gives']} in step {x['step'] + 1}."
         yield "warning", words + " Does it work in this thread, and in its forward()?"
@@ -417,52 +354,40 @@ def precision(job):
 
 def modes(job):
     """Dropout and BatchNorm train in train(), and validate in eval()."""
-    forwards, calls = of(job.first.records, "forward"), job.first.trained_calls
-    trains = [x for x in forwards if x["call"] in calls and x["layers"]]
-    wrong = [x for x in trains if x["in_eval"]]
-    if wrong:
-        x = wrong[0]
+    forwards, trained = job.first["forward"], {x["pass"] for x in job.first["loss"]} | {None}
+    trains = [x for x in job.first.training_calls if x["layers"]]
+    for x in [x for x in trains if x["in_eval"]][:1]:
         words = f"{x['in_eval']} of {x['layers']} layers train in eval() from step {x['step'] + 1}"
-        later = not trains[0]["in_eval"]
-        words += ": validation did not end with model.train()" if later else ". Call model.train()"
-        yield "ERROR" if later else "warning", words + "."
-    tests = [x for x in forwards if not x["grad"] and x["layers"]]
-    passes = {x["pass"] for x in of(job.first.records, "loss")} - {None}
-    alone = [  # not one call in a step, as of a GAN's generator
-        x
-        for x, after in zip(forwards, [*forwards[1:], None])
-        if x in tests and (x["pass"] not in {None, *passes} or after and not after["grad"])
-    ]
-    noisy = [x for x in alone if x["in_eval"] < x["layers"]]
-    if noisy:
-        words = f"{noisy[0]['module']} validates in train() after step {noisy[0]['step']}."
-        yield "warning", words + " Call model.eval() before."
-    early = [x for x in forwards if x["spectral"] and not x["training"] and not x["trained"]]
-    if early:
-        words = f"{early[0]['module']} has spectral_norm and is called in eval() before it ever was"
-        yield "warning", words + " in train(): its norm is not yet known. Call it in train() first."
+        if trains[0]["in_eval"]:
+            yield "warning", words + ". Call model.train()."
+        else:
+            yield "ERROR", words + ": validation did not end with model.train()."
+    for x, after in zip(forwards, [*forwards[1:], {"grad": True}]):
+        is_single = x["pass"] in trained and after["grad"]  # as of a GAN's generator
+        if not x["grad"] and x["in_eval"] < x["layers"] and not is_single:
+            words = f"{x['module']} validates in train() after step {x['step']}."
+            yield "warning", words + " Call model.eval() before."
+            break
+    for x in [x for x in forwards if x["spectral"] and not x["training"] and not x["trained"]][:1]:
+        words = f"{x['module']} has spectral_norm, and is called in eval() before it ever was in"
+        yield "warning", words + " train(): its norm is not known yet."
     if trains:
-        words = f"in train() in {len(trains)} calls, in eval() in {len(tests)} without gradients"
-        yield "ok", words
+        yield "ok", f"{len(trains)} calls in train(), and validation in eval()"
     yield "not seen", "no Dropout or BatchNorm is called for training"
 
 
 def dropout(job):
     """Dropout draws other masks in each rank, and none in eval()."""
-    active = job.all("dropout")
-    if active:
-        words = f"{active[0]['function']} drops values in eval() of {active[0]['module']}"
-        yield (
-            "warning",
-            words + f" after step {active[0]['step']}. Give it p only if self.training.",
-        )
+    for x in job.all("dropout")[:1]:
+        words = f"{x['function']} drops values in eval() of {x['module']} after step {x['step']}."
+        yield "warning", words + " Give it a probability only if self.training."
     for one, two, *_ in job.data_groups:
-        calls = [of(job.ranks[rank].records, "forward") for rank in (one, two)]
-        pairs = [(a, b) for a, b in zip(*calls) if a["grad"] and a["random"] and b["random"]]
-        if pairs and all(a["random"] == b["random"] for a, b in pairs):
-            words = f"ranks {one} and {two} draw the same masks in {len(pairs)} calls. After the"
-            yield "warning", words + " model is made, add the rank to the seed."
-        elif pairs:
+        calls = [job.ranks[rank].training_calls for rank in (one, two)]
+        pairs = [(a["random"], b["random"]) for a, b in zip(*calls) if a["random"] and b["random"]]
+        if pairs and all(a == b for a, b in pairs):
+            words = f"ranks {one} and {two} draw the same masks in {len(pairs)} calls."
+            yield "warning", words + " After the model is made, add the rank to the seed."
+        if pairs:
             yield "ok", f"ranks {one} and {two} draw different masks"
     yield "not seen", "no two ranks with random numbers in the model"
 
@@ -470,15 +395,12 @@ def dropout(job):
 def batchnorm(job):
     """BatchNorm's statistics are the same in all ranks when they validate."""
     for one, two, *_ in job.data_groups:
-        calls = [of(job.ranks[rank].records, "forward", grad=False) for rank in (one, two)]
-        pairs = [(a, b) for a, b in zip(*calls) if a["norms"]]
-        bad = [a for a, b in pairs if a["norms"] != b["norms"]]
-        if bad:
-            words = f"BatchNorm's statistics differ in validation after step {bad[0]['step']} in"
-            words += f" ranks {one} and {two}. Send those of rank 0, or use SyncBatchNorm."
-            yield "warning", words
-        elif pairs:
-            yield "ok", f"the same statistics in {len(pairs)} calls"
+        calls = [[x for x in job.ranks[i]["forward"] if x["norms"]] for i in (one, two)]
+        for step in [a["step"] for a, b in zip(*calls) if a["norms"] != b["norms"]][:1]:
+            words = f"statistics differ in validation after step {step} in ranks {one} and {two}."
+            yield "warning", words + " Send those of rank 0, or use SyncBatchNorm."
+        if calls[0]:
+            yield "ok", f"the same statistics in {len(calls[0])} calls"
     yield "not seen", "no two ranks that validate with BatchNorm"
 
 
@@ -486,153 +408,127 @@ def shares(job):
     """Each rank trains on samples of its own."""
     for one, *others in job.data_groups:
         for two in others:
-            yield share_of(job, one, two, 1 + len(others))
+            who, count = f"ranks {one} and {two}", 1 + len(others)
+            yield share_of(job.ranks[one], job.ranks[two], count, who)
     yield "not seen", "no two ranks that should have samples of their own"
 
 
-def share_of(job, one, two, count):
+def share_of(one, two, count, who):
     """Returns the finding on the samples of two of `count` ranks."""
-    samples = [job.ranks[rank].samples() for rank in (one, two)]
-    common = [x for x in samples[0] if samples[0][x] and samples[1].get(x)]
-    equal = [x for x in common if sorted(samples[0][x]) == sorted(samples[1][x])]
-    firsts = [passes_of(job.ranks[rank], training=True)[:1] for rank in (one, two)]
-    a, b = (x[0] if x else None for x in firsts)
-    by_index = a and b and a["known"] and b["known"]
-    alike = by_index and same_data(a, b)
-    if common and len(equal) > len(common) / 2 or alike and a["index"] == b["index"]:
-        words = f"ranks {one} and {two} get the same samples in {len(equal) or len(common)} steps."
-        return "ERROR", words + " Use a DistributedSampler, or slices by rank."
-    if by_index:
-        whole = epoch_length(job.ranks[one], a, count)
-        mine, theirs = a["index"][:whole], b["index"][:whole]
-        both = set(mine) & set(theirs)
-        left = a["size"] - count * len(set(a["index"]))
-        if len(set(mine)) < len(mine):
+    advice = " Use a DistributedSampler, or one order of which each rank takes its part."
+    mine, theirs = one.samples(), two.samples()
+    common = [x for x in mine if theirs.get(x)]
+    equal = [x for x in common if sorted(mine[x]) == sorted(theirs[x])]
+    a, b = [(each.passes(True) or [{"known": False}])[0] for each in (one, two)]
+    known = a["known"] and b["known"]
+    alike = known and same_data(a, b)
+    if len(equal) > len(common) / 2 or alike and a["index"] == b["index"]:
+        return "ERROR", f"{who} get the same samples in {len(equal) or 'all'} steps." + advice
+    if known:
+        drawn = a["index"][: epoch_length(one, a, count)]
+        both = {*drawn} & {*b["index"][: len(drawn)]}
+        left = a["size"] - count * len({*a["index"]})
+        if len({*drawn}) < len(drawn):
             return "ok", "drawn with replacement, so that ranks may share some"
         if len(both) >= count and alike:
-            words = f"ranks {one} and {two} share {len(both)} of {len(mine)} samples in an epoch."
-            return "ERROR", words + " Use a DistributedSampler, or one order for all ranks."
-        if both and alike is False:
-            return "ok", f"ranks {one} and {two} have data sets of their own"
+            return "ERROR", f"{who} share {len(both)} of {len(drawn)} samples of an epoch." + advice
         if a["ended"] and left > 0.1 * a["size"] and not both:
             return "warning", f"{left} of {a['size']} samples are left out of the first epoch"
-        return "ok", f"ranks {one} and {two} share none of {len(mine) + len(theirs)} samples"
+        return "ok", f"{who} share none of {len(drawn)} samples, or have data of their own"
     if not common:
-        return "not seen", f"the samples of ranks {one} and {two} are not known"
-    seen = [Counter(y for x in each.values() for y in x) for each in samples]
+        return "not seen", f"the samples of {who} are not known"
+    seen = [Counter(y for x in each.values() for y in x) for each in (mine, theirs)]
     between = sum(seen[0][x] * seen[1][x] for x in seen[0])
     within = sum(x * (x - 1) / 2 for each in seen for x in each.values())
-    if between > 2 and between > 5 * within:
-        words = f"ranks {one} and {two} share {between} samples of {sum(seen[0].values())}."
-        return "ERROR", words + " Draw one order, and give each rank its part."
-    return "ok", f"ranks {one} and {two} share {between} of {sum(seen[0].values())} samples"
+    words = f"{who} share {between} of {sum(seen[0].values())} samples."
+    return ("ERROR", words + advice) if between > 2 + 5 * within else ("ok", words)
 
 
 def order(job):
     """The order of the samples is random, and another one in each epoch."""
-    trains = passes_of(job.first, training=True)
+    trains = job.first.passes(training=True)
+    known = bool(trains) and trains[0]["known"]
     orders = [x["index"] if x["known"] else (x["parts"] or [[]])[0] for x in trains]
-    if trains and trains[0]["known"]:  # a pass may have several epochs
+    if known:  # a pass may have several epochs
         length = epoch_length(job.first, trains[0], job.first.start["world"])
         orders = [x[i : i + length] for x in orders for i in range(0, len(x), length)]
-    orders = [x for x in orders if len(x) > 7]
-    if not orders:
-        yield "not seen", "the samples of an epoch come from no DataLoader, or are fewer than 8"
-        return
-    first, *later = orders
-    if not trains[0]["known"] and len(set(first)) <= len(first) / 2:
-        words = f"{len(set(first))} different samples among {len(first)} of a pass."
-        yield "ERROR", words + " Workers of an IterableDataset share them: use get_worker_info()."
-    elif trains[0]["known"] and first == sorted(first):
+    first, second, *_ = [*[x for x in orders if len(x) > 7], [], []]
+    if first and not known and len({*first}) <= len(first) / 2:
+        words = f"{len({*first})} different samples among {len(first)} of a pass. Workers of an"
+        yield "ERROR", words + " IterableDataset share them by get_worker_info()."
+    elif first and known and first == sorted(first):
         yield "warning", f"not shuffled: {str(first[:4])[1:-1]}, ... If not wanted, shuffle."
-    elif later and all(a == b for a, b in zip(first, later[0])):
-        words = f"the first two epochs have one order ({min(len(first), len(later[0]))} compared)."
+    elif second and all(a == b for a, b in zip(first, second)):
+        words = f"the first two epochs have one order ({min(len(first), len(second))} compared)."
         yield "ERROR", words + " Call sampler.set_epoch(epoch) in each."
-    elif later:
+    elif second:
         yield "ok", "the first two epochs have different orders"
-    yield "not seen", "only one epoch began. Try more --steps, or --epoch_batches 5"
+    yield "not seen", "no two epochs of a DataLoader. Try more --steps, or --epoch_batches 5"
 
 
 def inputs(job):
     """A batch has a row for each sample, and is not all zeros."""
     for rank, each in job.ranks.items():
-        calls = [x for x in of(each.records, "forward") if x["call"] in each.trained_calls]
-        empty = [x["step"] + 1 for x in calls if x["zero"]]
-        if 0 < len(empty) < len(calls) / 2:
+        empty = [x["step"] + 1 for x in each.training_calls if x["zero"]]
+        if 0 < len(empty) < len(each.training_calls) / 2:
             words = (
-                f"the input of step {empty[0]} in rank {rank} is all zeros ({len(empty)} steps)."
+                f"the input of step {empty[0]} in rank {rank} is all zeros ({len(empty)} calls)."
             )
             yield "ERROR", words + " Was it lost on its way to the device?"
-        batches = [x for x in of(each.records, "batch") if x["rows"]]
-        odd = [
-            next((rows for rows in x["rows"] if rows != len(x["index"])), None)
-            for x in batches
-            if len(x["index"]) in x["rows"]
-        ]
-        if odd and None not in odd and len({*odd}) == 1 and len(odd) > 1:
-            words = (
-                f"a batch of {len(batches[0]['index'])} samples has a tensor of {odd[0]} row(s)."
-            )
+        trained = {x["pass"] for x in each["loss"]}
+        batches = [(len(x["index"]), {*x["rows"]}) for x in each["batch"] if x["pass"] in trained]
+        odd = [(count, rows - {count}) for count, rows in batches if count in rows]
+        if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
+            words = f"a batch of {odd[0][0]} samples has a tensor of {min(odd[0][1])} row(s)."
             yield "warning", words + " Does collate_fn take one for all of them?"
-        if calls:
-            yield "ok", f"none of {len(calls)} inputs is all zeros"
+        if each.training_calls:
+            yield "ok", f"none of {len(each.training_calls)} inputs is all zeros"
 
 
 def samples(job):
-    """A data set gives the same sample for an index in each epoch, unless random numbers change it."""
+    """A data set gives the same sample for an index, unless it draws random numbers."""
     random_ones = {x["data"] for x in job.all("fetch") if x["used"]}
     for rank, each in job.ranks.items():
-        seen = {}  # (data set, index): (hashes, pass)
-        for x in of(each.records, "batch"):
-            if x["data"] in random_ones or None in x["index"]:
-                continue
-            for index, *parts in zip(
-                x["index"], *[p for p in x["parts"] if len(p) == len(x["index"])]
-            ):
-                old, number = seen.setdefault((x["data"], x["size"], index), (parts, x["pass"]))
-                if old != parts and number != x["pass"]:
+        seen = {}  # (data set, its size, index): the sample's hashes, and its pass
+        for x in [x for x in each["batch"] if x["data"] not in random_ones]:
+            parts = [part for part in x["parts"] if len(part) == len(x["index"])]
+            for index, *hashes in zip(x["index"], *parts):
+                key = (x["data"], x["size"], index)
+                old, number = seen.setdefault(key, (hashes, x["pass"]))
+                if index is not None and number != x["pass"] and old != hashes:
                     words = (
-                        f"sample {index} of {x['data']} has other bytes in a later epoch in rank"
+                        f"sample {index} of {x['data']} has other bytes in a later epoch, though"
                     )
-                    words += (
-                        f" {rank}, though nothing random was drawn. Copy it before you change it."
+                    yield (
+                        "ERROR",
+                        f"{words} nothing random is drawn, in rank {rank}. Change a copy.",
                     )
-                    yield "ERROR", words
                     return
-                if number != x["pass"]:
-                    yield "ok", "samples that were read twice have the same bytes"
-    if random_ones:
-        yield "not seen", f"{', '.join(sorted(random_ones))} draws random numbers"
-    yield "not seen", "no sample was read twice. Try more --steps, or --epoch_batches 5"
+                if index is not None and number != x["pass"]:
+                    yield "ok", "samples that are read twice have the same bytes"
+    yield "not seen", f"no sample is read twice, or all are random: {', '.join(random_ones)}"
 
 
 def augmentation(job):
     """Random numbers of data sets differ in workers, ranks and epochs."""
-    pids = {each.name: rank for rank, each in job.ranks.items()}
+    ranks = {each.name: rank for rank, each in job.ranks.items()}
     drawn = defaultdict(list)  # (generator, data set, rank, worker): its states, by epoch
-    for records in job.seen.values():
-        fetches = [x for x in of(records, "fetch") if x["used"] and x["parent"] in pids]
+    for each in job.seen.values():
+        fetches = [x for x in each["fetch"] if x["used"] and x["parent"] in ranks][:3]
         for name in fetches[0]["used"] if fetches else ():
-            one = fetches[0]
-            key = (name, one["data"], pids[one["parent"]], one["worker"], one["workers"])
-            drawn[key].append((one["at"], [x["used"].get(name) for x in fetches[:3]]))
+            key = (name, fetches[0]["data"], ranks[fetches[0]["parent"]], fetches[0]["worker"])
+            drawn[key].append((fetches[0]["at"], [x["used"].get(name) for x in fetches]))
     epochs = {key: [states for _, states in sorted(each)] for key, each in sorted(drawn.items())}
-    said = set()
+    places = {x: f"worker {x[3]} of " * (x[3] is not None) + f"rank {x[2]}" for x in epochs}
     for key, states in epochs.items():
-        name, data, rank, worker, workers = key
-        place = f"worker {worker} of rank {rank}" if workers else f"rank {rank}"
-        if workers and len(states) > 1 and states[0] == states[1] and "epoch" not in said:
-            said.add("epoch")
-            words = f"{place} draws the same numbers in each epoch ({name})."
-            yield "ERROR", words + " Seed it by torch.initial_seed()."
-        for other in epochs:
-            level = "ERROR" if other[2] == rank else "warning"
-            if other < key and other[:2] == key[:2] and epochs[other][0] == states[0]:
-                whose = f"worker {other[3]} of rank {other[2]}" if workers else f"rank {other[2]}"
-                if level not in said:
-                    said.add(level)
-                    words = f"{place} draws the same numbers as {whose} ({name})."
-                    yield level, words + " Add worker and rank to the seed."
+        alike = [x for x in epochs if x[:2] == key[:2] and epochs[x][0] == states[0]]
+        words = f"{places[key]} draws the same numbers"
+        if key[3] is not None and len(states) > 1 and states[0] == states[1]:
+            yield "ERROR", f"{words} in each epoch ({key[0]}). Seed it by torch.initial_seed()."
+        if alike[0] != key:
+            level = "ERROR" if alike[0][2] == key[2] else "warning"
+            yield level, f"{words} as {places[alike[0]]} ({key[0]}). Add both to the seed."
+            break
     if epochs:
         yield "ok", f"different random numbers in {len(epochs)} places"
     yield "not seen", "no data set draws random numbers in a DataLoader"
@@ -640,206 +536,154 @@ def augmentation(job):
 
 def split(job):
     """No sample of the validation is trained on."""
-    runs = [x for each in job.ranks.values() for x in passes_of(each, training=False)[:1]]
-    runs = [x for x in runs if x["known"] and x["split"]]
-    trained = [x for each in job.ranks.values() for x in passes_of(each, training=True)]
-    same = [x for x in trained if x["known"] and runs and x["split"] == runs[0]["split"]]
-    leaked = {i for x in same for i in x["index"]} & {i for x in runs for i in x["index"]}
-    if leaked:
-        words = f"{len(leaked)} samples of one rank's validation are trained on, such as"
-        yield "ERROR", f"{words} {min(leaked)}. Seed random_split()."
-    elif same:
-        yield "ok", "no sample of the validation was trained on"
+    tests = [x for each in job.ranks.values() for x in each.passes(training=False)[:1]]
+    trains = [x for each in job.ranks.values() for x in each.passes(training=True)]
+    trains = [x for x in trains if tests and x["split"] and x["split"] == tests[0]["split"]]
+    leaked = {i for x in trains for i in x["index"]} & {i for x in tests for i in x["index"]}
+    if leaked and trains:
+        words = f"{len(leaked)} samples of one rank's validation are trained on, as {min(leaked)}."
+        yield "ERROR", words + " Seed random_split()."
+    if trains:
+        yield "ok", "no sample of the validation is trained on"
     yield "not seen", "training and validation are not known as parts of one data set"
 
 
 def validation(job):
     """Validation counts each sample once."""
-    runs = [x for each in job.ranks.values() for x in passes_of(each, training=False)[:1]]
-    runs = [x for x in runs if x["ended"] and x["known"]]
-    if not runs:
-        yield "not seen", "no whole pass over a DataLoader without gradients ended"
-        return
-    size = runs[0]["size"]
-    counts = Counter(i for x in runs for i in x["index"])
-    twice = sum(count > 1 for count in counts.values())
-    if any(same_data(runs[0], x) is False for x in runs[1:]):
-        yield "ok", f"{len(runs)} ranks have data sets of their own"
-    elif len(runs) > 1 and min(counts.values()) == len(runs):
-        yield "ok", f"{len(runs)} ranks validate all {size} samples each"
-    elif twice and runs[0]["maker"] == "accelerate":
+    tests = [x for each in job.ranks.values() for x in each.passes(training=False)[:1]]
+    tests = [x for x in tests if x["ended"] and x["known"]]
+    counts = Counter(i for x in tests for i in x["index"])
+    size, twice = tests[0]["size"] if tests else 0, sum(count > 1 for count in counts.values())
+    if any(same_data(tests[0], x) is False for x in tests[1:]):
+        yield "ok", f"{len(tests)} ranks have data sets of their own"
+    elif len(tests) > 1 and min(counts.values()) == len(tests):
+        yield "ok", f"{len(tests)} ranks validate all {size} samples each"
+    elif twice and tests[0]["maker"] == "accelerate":
         yield "ok", f"{twice} of {size} samples come twice; gather_for_metrics() drops them"
     elif twice:
         words = f"{twice} of {size} samples count twice: a DistributedSampler fills up."
         yield "warning", words + " Give each rank range(rank, size, world_size)."
-    elif len(counts) < size and len(runs) == len(job.ranks):
+    elif len(counts) < size and len(tests) == len(job.ranks):
         yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
-    else:
+    elif tests:
         yield "ok", f"{len(counts)} of {size} samples once each"
+    yield "not seen", "no whole pass over a DataLoader without gradients ended"
 
 
 def snapshot(job):
     """One process writes a snapshot, under another name first."""
     saves, moved = defaultdict(list), {x["path"] for x in job.all("move")}
     for x in job.all("save"):
-        saves[x["path"]].append(x)
-    for path, each in saves.items():
-        writers = len({x["writer"] for x in each})
-        if writers > 1:
-            words = f"{writers} processes write {os.path.basename(path)}."
-            yield "ERROR", words + " Let rank 0 alone write it."
-        elif path not in moved and len(each) > 1:
-            words = f"{os.path.basename(path)} is written over in place: a kill meanwhile leaves no"
-            yield "warning", words + " whole file. Write a .tmp, then os.replace() it."
-    whole = sum(each[0]["optimizer"] for each in saves.values())
+        saves[x["path"]].append(x["writer"])
+    for path, writers in saves.items():
+        name, count = os.path.basename(path), len({*writers})
+        if count > 1:
+            yield "ERROR", f"{count} processes write {name}. Let rank 0 alone write it."
+        elif path not in moved and len(writers) > 1:
+            words = f"{name} is written over in place: a kill meanwhile leaves no whole file."
+            yield "warning", words + " Write a .tmp, then os.replace() it."
     if saves:
-        yield "ok", f"{len(saves)} file(s), {whole} of them with an optimizer's state"
+        whole = sum(x["optimizer"] for x in job.all("save"))
+        yield "ok", f"{len(saves)} file(s); an optimizer's state is saved {whole} times"
     yield "not seen", "torch.save() is not called"
 
 
-KINDS = [processes, settings, weights, updates, gradients, zeroing, averaging, finite, clipping]
-KINDS += [schedule, precision, modes, dropout, batchnorm, shares, order, inputs, samples]
-KINDS += [augmentation, split, validation, snapshot]
+KINDS = [processes, weights, updates, gradients, zeroing, averaging, finite, clipping, schedule]
+KINDS += [precision, modes, dropout, batchnorm, shares, order, inputs, samples, augmentation]
+KINDS += [split, validation, snapshot]
 
 
 def against(job, other):
-    """The same samples and the same weights as in another run, as far as rounding lets them."""
-    if not other.ranks:
-        yield "not seen", "the other command took no step"
+    """The samples and the weights are those of another run, as far as rounding lets them."""
+    if not other.ranks or job.first.start["shapes"] != other.first.start["shapes"]:
+        yield "not seen", "the other run took no step, or has other tensors: stages?"
         return
     mine, theirs = job.first.states(0), other.first.states(0)
-    if job.first.start["shapes"] != other.first.start["shapes"]:
-        yield "not seen", "the runs have other tensors: stages, or another model"
-        return
-    names, way = job.first.start["names"], 0
-    step, words, only_rounds = other_samples(job, other)
-    for at in sorted(mine.keys() & theirs.keys()):
-        for index, name in enumerate(names):
-            apart = distance(mine[at], theirs[at], index)
-            way = distance(theirs[at], theirs[0] if at else None, index) * (1 if at else 0.05)
-            if apart <= 0.02 * way + 1e-7 * distance(theirs[at], None, index):
-                continue
-            if at and step and step <= at and not only_rounds:
-                yield "ERROR", f"data: {words} Compare seed, order and shares."
-            elif at:
-                share = f"{apart / way:.0%} of its way" if way else f"{apart:.0e}"
-                words = f"computation: the samples are the same, but {name} differs after step {at}"
-                words += f" by {share}. Compare mean or sum, accumulation, rate, clipping, dropout."
-                yield "ERROR", words
-            else:
-                yield "ERROR", f"start: {name} differs before step 1. Compare seeds and set-up."
+    common, names = sorted(mine.keys() & theirs.keys()), job.first.start["names"]
+    at, words, is_rounding = other_samples(job, other)
+    for step, index in [(step, index) for step in common for index in range(len(names))]:
+        apart, size = (distance(mine[step], x, index) for x in (theirs[step], None))
+        way = distance(theirs[step], theirs[0], index) if step else 0.05 * size
+        if apart <= 0.02 * way + 1e-7 * size:
+            continue
+        by = f"{names[index]} differs after step {step} by {apart / (way or apart):.0%} of its way"
+        if step == 0:
+            yield "ERROR", f"start: {names[index]} differs before step 1. Compare the seeds."
             return
-    if step and only_rounds:
-        yield "warning", f"data: {words} It is rounding: does it depend on the number of threads?"
-    elif step:
+        if is_rounding or not 0 < at <= step:
+            yield "ERROR", f"computation: the samples are the same, but {by}. Mean, rate, clipping?"
+            return
+        break
+    if at and is_rounding:
+        yield "warning", f"data: {words} It is rounding: by the number of threads?"
+    elif at:
         yield "ERROR", f"data: {words} Compare seed, order and shares."
-    yield "ok", f"the same weights in {len(mine.keys() & theirs.keys()) - 1} steps, to rounding"
+    yield "ok", f"the same weights in {len(common) - 1} steps, to rounding"
 
 
 def other_samples(job, other, skip=0):
-    """Returns the first step with other samples in two runs, words on it, whether it is rounding."""
+    """Returns the first step with other samples in two runs, words on it, whether they are close."""
     mine, theirs = job.union(), other.union()
-    for step in sorted(mine):
-        if mine[step] and theirs.get(step - skip):
-            a, b = (Counter(x for x, _ in each) for each in (mine[step], theirs[step - skip]))
-            if a != b:
-                count = f"{sum((a - b).values())} of {sum(a.values())}"
-                words = f"{count} samples of step {step} are not in the other run's step."
-                sizes = [sorted(x for _, x in each) for each in (mine[step], theirs[step - skip])]
-                close = [abs(x - y) <= 1e-4 * abs(y) + 1e-6 for x, y in zip(*sizes)]
-                return step, words, len(sizes[0]) == len(sizes[1]) and any(sizes[0]) and all(close)
+    for step in sorted(step for step in mine if theirs.get(step - skip)):
+        two = (mine[step], theirs[step - skip])
+        a, b = (Counter(x for x, _ in each) for each in two)
+        if a != b:
+            words = (
+                f"{sum((a - b).values())} of {sum(a.values())} samples of step {step} are not in"
+            )
+            pairs = [*zip(*[sorted(size for _, size in each) for each in two])]
+            close = [abs(x - y) <= 1e-4 * abs(y) + 1e-6 for x, y in pairs if x or y]
+            return step, words + " the other run's step.", bool(close) and all(close)
     return 0, "", False
 
 
 def resume(whole, stopped, again):
     """A job that was stopped and started again takes the steps of the undisturbed one."""
-    states = whole.first.states(0)
-    done = stopped.steps
+    states, done = whole.first.states(0), stopped.steps
+    news = again.first.states(0) if again.ranks else {0: {"weights": None}}
+    at = max([step for step, x in states.items() if x["weights"] == news[0]["weights"]], default=-1)
     if done >= max(states):
-        yield "not seen", f"stopped only at step {done}: the steps are too fast, try more --steps"
+        yield "not seen", f"stopped only at step {done}: try more --steps"
         return
-    if not again.ranks:
-        yield "ERROR", f"stopped at step {done}, the same command takes no step"
+    if at < 1:
+        words = {-1: "it has weights that the undisturbed run never had", 0: "it starts anew"}[at]
+        words = words if again.ranks else "the same command takes no step"
+        yield "ERROR", f"stopped at step {done}, {words}. Save and load all weights."
         return
-    start = again.first.start
-    at = [step for step, x in states.items() if x["weights"] == start["weights"]]
-    if not at or at[-1] == 0:
-        words = "starts anew" if at else "goes on with weights that the undisturbed run never had"
-        yield "ERROR", f"stopped at step {done}, it {words}. Save and load all weights."
-        return
-    at = at[-1]
-    other, _, only_rounds = other_samples(whole, again, skip=at)
-    before = {
-        x["step"]: x["extras"] for x in reversed(of(whole.first.records, "forward", grad=True))
-    }
-    after = {
-        x["step"]: x["extras"] for x in reversed(of(again.first.records, "forward", grad=True))
-    }
-    changed = [
-        name
-        for name, value in (before.get(at) or {}).items()
-        if value != before[0].get(name, value) and value != (after.get(0) or {}).get(name, value)
-    ]
-    for step, x in list(again.first.states(0).items())[1:]:
-        old = states.get(at + step)
-        if old is None:
-            break
+    other, _, is_rounding = other_samples(whole, again, skip=at)
+    before, after = whole.first.extras(), again.first.extras().get(0, {})
+    held = before.get(at, {})
+    lost = [x for x in held if held[x] not in (before[0].get(x, held[x]), after.get(x, held[x]))]
+    for step, (old, new) in {x: (states.get(at + x), news[x]) for x in news if x}.items():
         words = f"goes on at step {at}, but step {at + step} has other "
-        if old["types"] != x["types"]:
-            types = sorted({*x["types"]} ^ {*old["types"]})
-            yield "ERROR", words + f"types in the optimizer's state: {', '.join(types)}."
-            return
-        if old["weights"] != x["weights"]:
-            if changed:
-                words += f"weights: {changed[0]} is in no state_dict, and was not restored."
-                yield "ERROR", words + " Register it as a buffer."
-            elif other and other <= at + step and not only_rounds:
-                yield "ERROR", words + "samples. Save the place in the data, and the order's seed."
-            else:
-                yield "ERROR", words + "weights. Save optimizer, schedule, scaler, random states."
-            return
+        types = {*new["types"]} ^ {*old["types"]} if old else ()
+        if types:
+            words += f"types in the optimizer's state: {', '.join(sorted(types))}."
+        elif old is None or old["weights"] == new["weights"]:
+            continue
+        elif lost:
+            words += f"weights: {lost[0]} is in no state_dict. Register it as a buffer."
+        elif 0 < other <= at + step and not is_rounding:
+            words += "samples. Save the place in the data, and the order's seed."
+        else:
+            words += "weights. Save optimizer, schedule, scaler, random states."
+        yield "ERROR", words
+        return
     yield "ok", f"stopped at step {done}, goes on at {at} with the same weights, bit for bit"
-
-
-def of(records, kind, **values):
-    return [x for x in records if x["kind"] == kind and all(x[k] == v for k, v in values.items())]
-
-
-def pass_of(records, number):
-    """A pass over a DataLoader: its indices, and for each tensor of the batches the hashes."""
-    batches = of(records, "batch", **{"pass": number})
-    index = [i for x in batches for i in x["index"]]
-    parts = [[y for part in column for y in part] for column in zip(*[x["parts"] for x in batches])]
-    parts = [x for x in parts if len(x) == len(index)]
-    ended = bool(of(records, "ended", **{"pass": number}))
-    one = {name: batches[0][name] for name in ("size", "split", "maker")}
-    return one | {"index": index, "parts": parts, "ended": ended, "known": None not in index}
-
-
-def passes_of(process, training):
-    """The passes over data from which the model trained, or which it only read."""
-    records = process.records
-    trained = {x["pass"] for x in of(records, "loss")}
-    tested = {x["pass"] for x in of(records, "forward", grad=False)} - trained
-    return [pass_of(records, x) for x in sorted((trained if training else tested) - {None})]
 
 
 def epoch_length(process, one, count):
     """How many samples each of `count` processes takes from a data set in an epoch."""
-    sizes = {step: len(each) for step, each in process.samples().items()}
-    share = sizes[min(sizes, default=0)] if sizes else len(one["index"])
-    return (one["size"] // (share * count) * share if share else 0) or one["size"]
+    sizes = [len(each) for _, each in sorted(process.samples().items())] or [len(one["index"])]
+    return one["size"] // (sizes[0] * count) * sizes[0] or one["size"]
 
 
 def same_data(one, two):
     """Whether an index means one sample in two passes. None: no index is in both."""
-    if one["size"] != two["size"]:
-        return False
-    answers = []
-    for mine, theirs in zip(one["parts"], two["parts"]):
+    answers = [False] if one["size"] != two["size"] else []
+    for mine, theirs in zip(one["parts"], two["parts"]) if not answers else ():
         a, b = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
-        both = a.keys() & b.keys()
-        if both:
+        if both := a.keys() & b.keys():
             several = len({a[i] for i in both}) > 1 or len(both) == 1
             answers.append(several and all(a[i] == b[i] for i in both))
     return any(answers) if answers else None
@@ -847,54 +691,9 @@ def same_data(one, two):
 
 # == The hooks: in each process of the job, they write down what it does ===========================
 
-optimizers = {}  # id: what is known of an optimizer that took a step
-made = weakref.WeakSet()  # all optimizers
-names, alive, owners = {}, {}, {}  # id of a parameter: name, weak reference, class of its module
-averaged_by, nodes = {}, {}  # id of a parameter: its DDP, and the node that DDP listens to
-calls = weakref.WeakKeyDictionary()  # how often a module was called, and whether for training
-now = Counter()  # of the step under way: backward passes, and what DDP did
-stepping = []  # optimizers that take a step right now
-state = {"depth": 0, "backward": False, "passes": 0, "pass": None, "call": 0, "backwards": 0}
-file, file_pid = None, 0
-
-
-def record(kind, **values):
-    """Appends a line to this process's file. Here tensors become numbers, and wait for the GPU."""
-    global file, file_pid
-    if file_pid != os.getpid():  # also in a process that was forked
-        path = f"{os.environ['CHECK_SEEN']}/{process_name(os.getpid())}"
-        file, file_pid = open(path, "a", 1), os.getpid()
-        record("process", parent=os.environ["CHECK_PARENT"])
-        record.stack = open(f"{path}.stack", "w")
-    file.write(json.dumps({"kind": kind, **values}, default=lambda x: x.tolist()) + "\n")
-
 
 def process_name(pid):
     return f"{socket.gethostname()}-{pid}"
-
-
-def watch_time():
-    """Writes down where this process stands if it does not come here again in time."""
-    faulthandler.dump_traceback_later(float(os.environ["CHECK_STUCK"]), file=record.stack)
-
-
-def wrap(owner, name, around):
-    """Makes owner.name(...) call around(plain, ...), where plain is what it was."""
-    plain = getattr(owner, name)
-    setattr(owner, name, functools.wraps(plain)(lambda *a, **k: around(plain, *a, **k)))
-
-
-def careful(hook):
-    """A hook whose own errors are reported, and do not end the training."""
-
-    @functools.wraps(hook)
-    def safe(*args):
-        try:
-            return hook(*args)
-        except Exception as error:
-            record("trouble", text=f"{hook.__name__}: {type(error).__name__}: {error}"[:200])
-
-    return safe
 
 
 def local(tensor):
@@ -905,11 +704,10 @@ def bits(tensor):
     """A number for all bits of a tensor, on its device."""
     tensor = local(tensor)
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
-    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = tensor.contiguous().view(ints[tensor.element_size()]).flatten()
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
     if hash_tensor and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
-        return hash_tensor(flat).to(torch.int64)
+        return change(hash_tensor(flat), torch.int64)
     return flat.long().sum()
 
 
@@ -921,38 +719,40 @@ def factors(length, device):
 
 @functools.lru_cache
 def signs(length, device):
-    """Four rows of 1 and -1, float64 where the device has it."""
+    """Rows of 1 and -1, in float64 where the device has it."""
     kind = torch.float32 if device.type == "mps" else torch.float64
-    picked = [(factors(length, torch.device("cpu")) >> i & 2).sub(1) for i in (9, 19, 29, 39)]
-    return change(torch.stack(picked), device, kind)
+    shifts = (9, 19, 29, 39) if "CHECK_AGAINST" in os.environ else (9, 19)
+    rows = [factors(length, torch.device("cpu")) >> shift & 2 for shift in shifts]
+    return change(torch.stack(rows) - 1, device, kind)
 
 
 def sketch(tensor):
     """Random projections: those of a difference are about as large as the difference."""
     if "CHECK_AGAINST" in os.environ and hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()  # all ranks of its mesh are here
+        tensor = tensor.full_tensor()  # all ranks of its mesh come here
     flat = local(tensor).flatten()
-    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
-    rows = signs(len(flat), flat.device)[: None if "CHECK_AGAINST" in os.environ else 2]
-    return rows @ change(flat, rows.dtype)
+    rows = signs(len(flat), flat.device)
+    return rows @ change(flat.abs() if flat.is_complex() else flat, rows.dtype)
 
 
 def hash_samples(batch):
-    """Returns two numbers for each sample, of each tensor of a batch: all bits, about how large."""
-    tensors = [x for x in torch.utils._pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
-    tensors = [local(x) for x in tensors if x.dim() and not x.is_complex() and not x.is_sparse]
-    tensors = [x for x in tensors if len(x) == len(tensors[0]) and x.numel()]
+    """For each tensor of a batch: numbers of all bits of its samples; and how large these are."""
+    tensors = [local(x) for x in tensors_of(batch) if x.dim() and not x.is_sparse]
     hashes, sizes = [], []
-    for tensor in tensors:
+    for tensor in [x for x in tensors if len(x) == len(tensors[0]) and x.numel()]:
         rows = tensor.reshape(len(tensor), -1).contiguous()
         if "CHECK_AGAINST" in os.environ and rows.is_floating_point():
             sizes.append(rows.double() @ signs(rows.shape[1], rows.device)[0].double())
         if rows.shape[1] * rows.element_size() % 8 == 0:
-            rows = rows.view(torch.int64)  # faster
+            rows = rows.view(torch.int64)
         elif rows.is_floating_point():
             rows = rows.float().view(torch.int32)
         hashes.append((rows.long() * factors(rows.shape[1], rows.device)).sum(1))
     return hashes, sizes
+
+
+def tensors_of(tree):
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def random_states(data=None):
@@ -961,28 +761,24 @@ def random_states(data=None):
     if data is None and torch.accelerator.is_available():
         states["device"] = zlib.crc32(torch.get_device_module().get_rng_state().cpu().numpy())
     if "numpy" in sys.modules:
-        _, words, place, *rest = sys.modules["numpy"].random.get_state()
+        _, words, place, *_ = sys.modules["numpy"].random.get_state()
         states["numpy"] = zlib.crc32(words, place)
-    for name, value in own_generators(data) if data is not None else ():
-        if hasattr(value, "bit_generator"):
-            states[f"its {name}"] = zlib.crc32(repr(value.bit_generator.state).encode())
-        elif isinstance(value, random.Random):
-            states[f"its {name}"] = hash(value.getstate())
-        else:
-            states[f"its {name}"] = zlib.crc32(value.get_state().numpy())
+    for name, own in own_generators(data):
+        own = getattr(getattr(own, "bit_generator", None), "state", own)  # NumPy's: a dictionary
+        own = own.get_state().tolist() if isinstance(own, torch.Generator) else own
+        own = own.getstate() if isinstance(own, random.Random) else own
+        states[f"its {name}"] = zlib.crc32(repr(own).encode())
     return states
 
 
 def own_generators(data, depth=4):
     """Yields the random generators that an object holds, with their names."""
     for name, value in [*getattr(data, "__dict__", {}).items()]:
-        if isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator"):
-            yield name, value
-        elif depth and isinstance(value, (list, tuple)):
-            for part in value[:20]:
-                yield from own_generators(part, depth - 1)
-        elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, type(os))):
-            yield from own_generators(value, depth - 1)
+        for each in value[:20] if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, (torch.Generator, random.Random)) or hasattr(each, "bit_generator"):
+                yield name, each
+            elif depth and not isinstance(each, (type, type(os))):
+                yield from own_generators(each, depth - 1)
 
 
 def used(before, after):
@@ -990,574 +786,530 @@ def used(before, after):
     return {x: [old, after.get(x)] for x, old in before.items() if old != after.get(x)}
 
 
-def learn_names(module):
-    for owner_name, owner in module.named_modules():
-        for name, weight in owner.named_parameters(recurse=False):
-            parts = [x for x in owner_name.split(".") if x not in ("", "module", "_orig_mod")]
-            names.setdefault(id(weight), ".".join([*parts, name]))
-            owners.setdefault(id(weight), [x.__name__ for x in type(owner).__mro__])
-            alive.setdefault(id(weight), weakref.ref(weight))
-
-
 def extras(module):
-    """Numbers and tensors of a model that its state_dict does not have."""
+    """Numbers and tensors of a model that its state_dict does not have, by name."""
     found = {}
-    for name, part in module.named_modules():
-        hidden = {key: part._buffers[key] for key in part._non_persistent_buffers_set}
-        if type(part).__module__.partition(".")[0] != "torch":
-            hidden |= {key: x for key, x in vars(part).items() if key != "training"}
-        for key, x in hidden.items():
-            if isinstance(x, torch.Tensor):
-                found[f"{name}.{key}".removeprefix("module.").strip(".")] = bits(x)
-            elif isinstance(x, (int, float)):
-                found[f"{name}.{key}".removeprefix("module.").strip(".")] = x
+    for path, part in module.named_modules():
+        held = {} if type(part).__module__.startswith("torch.") else {**vars(part)}
+        held |= {name: part._buffers[name] for name in part._non_persistent_buffers_set}
+        for name, x in held.items():
+            if isinstance(x, (int, float, torch.Tensor)) and name != "training":
+                path = path.removeprefix("module").strip(".")
+                found[f"{path}.{name}".strip(".")] = bits(x) if hasattr(x, "dtype") else x
     return found
-
-
-@careful
-def before_module(module, args):
-    if torch.compiler.is_compiling():
-        return
-    state["depth"] += 1
-    grad = torch.is_grad_enabled()
-    if isinstance(module, DDP) and grad and not state["backward"]:
-        now["ddp"] += 1
-        now["averaged"] += module.require_backward_grad_sync
-        now["in_no_sync"] = not module.require_backward_grad_sync
-    if state["depth"] > 1 or state["backward"] or is_over():
-        return
-    if next(module.parameters(), None) is None:
-        return
-    history = calls.setdefault(module, Counter())
-    history["calls"] += 1
-    if history["calls"] <= 3:
-        learn_names(module)
-    modules = list(module.modules())
-    layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
-    norms = [x for x in modules if getattr(x, "running_mean", None) is not None]
-    layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
-    kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # global hooks get none from PyTorch
-    hashes, sizes = hash_samples((args, kwargs))
-    state["call"] += 1
-    values = {"grad": grad, "step": steps_done(), "module": type(module).__name__}
-    values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
-    values |= {"samples": sum((i * 2 + 1) * x for i, x in enumerate(hashes)), "sizes": sum(sizes)}
-    values |= {"pass": state["pass"], "call": state["call"], "training": module.training}
-    values |= {"trained": history["training"], "random": random_states(), "norms": norms}
-    values["zero"] = next((not x.any() for x in tensors_of(args)), False)
-    values["spectral"] = any(
-        hasattr(x, "weight_u") or "_SpectralNorm" in str(type(x)) for x in modules
-    )
-    values["extras"] = extras(module) if "CHECK_RESUME" in os.environ and grad else {}
-    history["training"] |= module.training
-    if not (grad or module.training or is_compiled(modules)) and history["watched"] < 3:
-        history["watched"] += 1
-        values["mode"] = make_mode(values)
-        values["mode"].__enter__()
-    module.__dict__["_check"] = values
-
-
-def tensors_of(args):
-    """The tensors with more than a number for each sample."""
-    leaves = torch.utils._pytree.tree_leaves(args)
-    return [x for x in leaves if isinstance(x, torch.Tensor) and x.dim() > 1 and x[0].numel() > 1]
-
-
-def is_compiled(modules):
-    return any(type(x).__name__ == "OptimizedModule" or x._compiled_call_impl for x in modules)
-
-
-def make_mode(values):
-    """Notes the calls of dropout in a model that is in eval()."""
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            kwargs = kwargs or {}
-            name = getattr(function, "__name__", "")
-            p = kwargs.get(
-                "dropout_p", args[4] if name.startswith("scaled") and len(args) > 4 else 0
-            )
-            if "dropout" in name:
-                given = dict(zip(("input", "p", "training"), args)) | kwargs
-                p = given.get("training", True) and given.get("p", 0.5)
-            if p and state["dropouts"] < 3:
-                state["dropouts"] += 1
-                record("dropout", function=name, module=values["module"], step=values["step"])
-            return function(*args, **kwargs)
-
-    state.setdefault("dropouts", 0)
-    return Mode()
-
-
-@careful
-def after_module(module, args, output):
-    if torch.compiler.is_compiling():
-        return
-    state["depth"] = max(0, state["depth"] - 1)
-    if isinstance(module, LAYERS) and isinstance(output, torch.Tensor) and args:
-        check_autocast(module, args[0], output)
-    values = module.__dict__.pop("_check", None)
-    if values:
-        if "mode" in values:
-            values.pop("mode").__exit__(None, None, None)
-        norms = [] if values["grad"] else values["norms"]
-        values["norms"] = [bits(x.running_mean) for x in norms]  # DDP sent them at its start
-        record("forward", **values | {"random": used(values["random"], random_states())})
-        number = values["call"]
-        for x in torch.utils._pytree.tree_leaves(output) if values["grad"] else ():
-            if isinstance(x, torch.Tensor) and x.requires_grad and x.grad_fn is not None:
-                x.register_hook(lambda _: note_training(number))
-
-
-def note_training(call):
-    """A gradient comes to the output of this call."""
-    if state.get("noted") != call:
-        state["noted"] = call
-        record("trained", call=call)
-
-
-def check_autocast(module, given, output):
-    device = output.device.type
-    if torch.is_autocast_enabled(device) and "autocast" not in state:
-        if output.dtype not in (torch.get_autocast_dtype(device), torch.float64):
-            state["autocast"] = True
-            kind = str(output.dtype).removeprefix("torch.")
-            record("autocast", module=type(module).__name__, gives=kind, step=steps_done())
 
 
 def weights_of(optimizer):
     return [x for group in optimizer.param_groups for x in group["params"]]
 
 
-def backward(plain, tensors, *args, **kwargs):
-    before_backward(tensors)
-    state["backward"] = True
-    try:
-        plain(tensors, *args, **kwargs)
-        each = [weights_of(known["optimizer"]) for known in optimizers.values()]
-        each += [] if each else [weights_of(optimizer) for optimizer in made]
-        now["had_gradients"] = any(x.grad is not None for weights in each for x in weights)
-        now["version"] = sum(x._version for weights in each for x in weights)
-    finally:
-        state["backward"] = False
-    if not optimizers and state["backwards"] >= 20 * int(os.environ["CHECK_STEPS"]):
-        end()  # a script without an optimizer
-
-
-@careful
-def before_backward(tensors):
-    watch_time()
-    now["backward"] += 1
-    state["backwards"] += 1
-    for known in optimizers.values():
-        weights = weights_of(known["optimizer"])
-        grads = [x.grad for x in weights if x.grad is not None]
-        clean = not grads or not any(torch.stack([bits(x) for x in grads]).tolist())
-        known["clean"] = clean or bool(known["clean"])
-        if clean and now["had_gradients"] and len(made) == 1 and not stepping:
-            now["wiped"] += now["version"] == sum(x._version for x in weights)
-    loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-    if not is_over():
-        value = local(loss).double() / (now["scale"] or 1) if loss.numel() == 1 else 0
-        record("loss", step=steps_done(), value=value, **{"pass": state["pass"]})
-
-
-def steps_done():
-    return max((known["step"] for known in optimizers.values()), default=0)
-
-
-def is_over():
-    return steps_done() >= int(os.environ["CHECK_STEPS"])
-
-
-@careful
-def before_step(optimizer, args, kwargs):
-    if optimizer in stepping:
-        stepping.clear()  # its last step ended by an error
-    stepping.append(optimizer)
-    if len(stepping) > 1:  # one optimizer calls another, as ZeroRedundancyOptimizer does
-        return
-    if id(optimizer) not in optimizers:
-        known = {"number": len(optimizers), "step": 0, "clean": True, "optimizer": optimizer}
-        optimizers[id(optimizer)] = known
-        record_start(optimizer, known["number"])
-    known = optimizers[id(optimizer)]
-    known["backward"] = now["backward"]
-    known["values"] = gradients_of(optimizer, known)
-
-
-def gradients_of(optimizer, known):
-    """What is known of the gradients with which an optimizer takes its step."""
-    weights = weights_of(optimizer)
-    grads = [None if x.grad is None else local(x.grad) for x in weights]
-    infinite = [
-        names.get(id(weight), f"parameter {i}")
-        for i, (weight, x) in enumerate(zip(weights, grads))
-        if x is not None and not (x._values() if x.is_sparse else x).isfinite().all()
-    ]
-    scheduler = known.get("scheduler", lambda: None)()
-    with torch.enable_grad():
-        moved = [x for x in weights if id(x) in nodes and node_of(x) is not nodes[id(x)]]
-    counts = ("ddp", "averaged", "in_no_sync", "wiped", "clipped", "had_gradients")
-    return {
-        "grads": [None if x is None else bits(x) for x in grads],
-        "infinite": infinite,
-        "rates": [float(group.get("lr", 1)) for group in optimizer.param_groups],
-        "said": [float(x) for x in scheduler.get_last_lr()] if scheduler else [],
-        "moved": len(moved),
-        **{name: now[name] for name in counts},
-    }
-
-
 def node_of(weight):
     """The node that adds up this weight's gradient. DDP listens to it; a move makes another one."""
-    return weight.view_as(weight).grad_fn.next_functions[0][0] if weight.requires_grad else None
-
-
-def record_start(optimizer, number):
-    dist = torch.distributed
-    weights, group = weights_of(optimizer), dist.is_available() and dist.is_initialized()
-    ddp = next((averaged_by[id(x)]() for x in weights if id(x) in averaged_by), None)
-    groups = dist.distributed_c10d._world.pg_group_ranks.values() if group else []
-    modules = [getattr(x, "__file__", None) or "" for x in list(sys.modules.values())]
-    files = [x for x in modules if x.startswith(os.getcwd()) and "site-packages" not in x]
-    files += [os.path.abspath(sys.argv[0])]
-    device = weights[0].device
-    kind = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
-    if device.type != "cpu":
-        kind.append(getattr(torch.get_device_module(device), "get_device_name", str)())
-    record(
-        "start",
-        number=number,
-        rank=dist.get_rank() if group else 0,
-        world=dist.get_world_size() if group else 1,
-        launched=int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1),
-        groups=[len(x) for x in groups],
-        ddp=dist.get_process_group_ranks(ddp.process_group) if ddp else [],
-        in_ddp=[id(x) in averaged_by for x in weights],
-        names=[names.get(id(x), f"parameter {i}") for i, x in enumerate(weights)],
-        shapes=[list(x.shape) for x in weights],
-        shards=[shard_of(x) for x in weights],
-        mesh=next((x.device_mesh.mesh.tolist() for x in weights if hasattr(x, "device_mesh")), []),
-        is_fsdp=["FSDPModule" in owners.get(id(x), []) for x in weights],
-        whole=[is_whole(x) for x in weights],
-        trainable=[x.requires_grad for x in weights],
-        dtypes=[str(x.dtype).removeprefix("torch.") for x in weights],
-        weights=[bits(x) for x in weights],
-        sketches=[sketch(x) for x in weights],
-        shared=device.type == "cpu" and all(local(x).is_shared() for x in weights),
-        place=[socket.gethostname(), str(device), torch.accelerator.device_count()],
-        machine=kind,
-        flags=[x for x in sys.argv[1:] if "rank" not in x],
-        versions=[sys.version.split()[0], torch.__version__],
-        code={x: zlib.crc32(Path(x).read_bytes()) for x in files if os.path.isfile(x)},
-    )
+    with torch.enable_grad():
+        return weight.view_as(weight).grad_fn.next_functions[0][0] if weight.requires_grad else None
 
 
 def shard_of(weight):
     """Which part of a DTensor is here; "" if it is all of it."""
-    if not hasattr(weight, "placements"):
-        return ""
-    places = zip(weight.placements, weight.device_mesh.get_coordinate())
+    mesh = getattr(weight, "device_mesh", None)
+    places = zip(weight.placements, mesh.get_coordinate()) if mesh else ()
     return " ".join(f"{kind}{place}" for kind, place in places if not kind.is_replicate())
 
 
-def is_whole(weight):
-    """Whether each rank has all of it, even if other weights are split over them by hand."""
-    by_hand = getattr(weight, "tensor_model_parallel", None)
-    return not by_hand if by_hand is not None else "Norm" in str(owners.get(id(weight)))
+def careful(hook):
+    """A hook whose own errors are reported, and do not end the training."""
+
+    @functools.wraps(hook)
+    def safe(*args, **kwargs):
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:
+            watch.record("trouble", text=f"{hook.__name__}: {type(error).__name__}: {error}"[:200])
+
+    return safe
 
 
-@careful
-def note_step(optimizer, known):
-    if known["backward"] != now["backward"]:  # a closure ran in it
-        known["values"] = gradients_of(optimizer, known)
-    weights = weights_of(optimizer)
-    types = {
-        f"{key} {str(x.dtype).removeprefix('torch.')}"
-        for each in optimizer.state.values()
-        for key, x in (each.items() if isinstance(each, dict) else ())
-        if isinstance(x, torch.Tensor)
-    }
-    values = {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
-    values |= {"clean": known["clean"], "types": sorted(types), **known["values"]}
-    record("step", number=known["number"], step=known["step"], **values)
-    if known["step"] == 2:
-        held = {id(x) for each in made for x in weights_of(each)}
-        lost = [x for x in (each() for each in alive.values()) if x is not None]
-        lost = [names[id(x)] for x in lost if id(x) not in held and x.grad is not None]
-        record("lost", names=lost)
+def wrap(owner, name, around):
+    """Makes owner.name(...) call around(plain, ...), where plain is what it was."""
+    plain = getattr(owner, name)
+    setattr(owner, name, functools.wraps(plain)(lambda *a, **k: around(plain, *a, **k)))
 
 
-def after_step(optimizer, args, kwargs):
-    if not stepping or optimizer is not stepping[0]:
-        return
-    known = optimizers[id(optimizer)]
-    known["step"] += 1
-    watch_time()
-    note_step(optimizer, known)
-    stepping.clear()
-    known["clean"] = None
-    now.clear()
-    if known["step"] >= int(os.environ.get("CHECK_PAUSE", known["step"] + 1)):
-        time.sleep(0.2)  # the signal to stop comes now
-    counts = [each["step"] for each in optimizers.values()]
-    limit = int(os.environ["CHECK_STEPS"])
-    if min(counts) >= limit or max(counts) >= 2 * limit:
-        end()
+def tell(owner, name, note):
+    """Makes owner.name(...) call note(...) before it does what it did."""
+    note = careful(note)
+    wrap(owner, name, lambda plain, *a, **k: (note(*a, **k), plain(*a, **k))[1])
 
 
-def end():
-    """Leaves the script as sys.exit() would, when the other ranks are here, too."""
-    record("end")
-    faulthandler.cancel_dump_traceback_later()
-    dist, folder = torch.distributed, Path(os.environ["CHECK_SEEN"])
-    if dist.is_available() and dist.is_initialized():
-        (folder / f"rank{dist.get_rank()}.end").touch()
-        until = time.time() + 5
-        while len(list(folder.glob("*.end"))) < dist.get_world_size() and time.time() < until:
-            time.sleep(0.02)
-    raise SystemExit(0)
+class Watch:
+    """What is known in a process. Its methods are the hooks."""
 
+    def __init__(self):
+        self.optimizers = {}  # id: what is known of an optimizer that took a step
+        self.made = weakref.WeakSet()  # all optimizers
+        self.stepping = []  # optimizers that take a step right now
+        self.names, self.alive = {}, {}  # id of a parameter: its name, a weak reference to it
+        self.owners, self.ddps, self.nodes = {}, {}, {}  # its module's classes, its DDP, DDP's node
+        self.calls = weakref.WeakKeyDictionary()  # how often a module was called, and in train()
+        self.now = Counter()  # of the step under way: backward passes, and what DDP did
+        self.state = Counter()  # of this process: depth of modules, passes over data, calls
+        self.limit, self.pid = int(os.environ["CHECK_STEPS"]), 0
 
-def start_pass(plain, loader):
-    iterator = plain(loader)
-    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-    one = {"pass": state["passes"], "size": size, "data": loader.dataset, "batches": 0}
-    one["maker"] = type(loader.batch_sampler).__module__.split(".")[0]
-    one["limit"] = int(os.environ["CHECK_EPOCH_BATCHES"])
-    if not hasattr(loader.batch_sampler or loader.sampler, "__len__"):
-        one["limit"] = -1  # an endless one
-    iterator._check = one
-    state["passes"] += 1
-    return iterator
+    def record(self, kind, **values):
+        """Appends a line to this process's file. Here tensors become numbers: it waits."""
+        if self.pid != os.getpid():  # also in a process that was forked
+            self.pid = os.getpid()
+            path = f"{os.environ['CHECK_SEEN']}/{process_name(self.pid)}"
+            self.file, self.stack = open(path, "a", 1), open(f"{path}.stack", "w")
+            self.record("process", parent=os.environ["CHECK_PARENT"])
+        text = json.dumps({"kind": kind, **values}, default=lambda x: x.tolist())
+        self.file.write(text + "\n")
+        if kind in ("loss", "step", "batch"):  # if no more comes, Python writes where it stands
+            faulthandler.dump_traceback_later(float(os.environ["CHECK_STUCK"]), file=self.stack)
 
+    def steps_done(self):
+        return max((known["step"] for known in self.optimizers.values()), default=0)
 
-def restart(plain, iterator, *args, **kwargs):
-    iterator._check_indices = collections.deque()
-    return plain(iterator, *args, **kwargs)  # with workers, this draws the first indices
+    def is_over(self):
+        return self.steps_done() >= self.limit
 
+    def learn_names(self, module):
+        for path, owner in module.named_modules():
+            parts = [x for x in path.split(".") if x not in ("", "module", "_orig_mod")]
+            for name, weight in owner.named_parameters(recurse=False):
+                self.names.setdefault(id(weight), ".".join([*parts, name]))
+                self.owners.setdefault(
+                    id(weight), " ".join(x.__name__ for x in type(owner).__mro__)
+                )
+                self.alive.setdefault(id(weight), weakref.ref(weight))
 
-def next_index(plain, iterator):
-    index = plain(iterator)
-    iterator.__dict__.setdefault("_check_indices", collections.deque()).append(index)
-    return index
+    @careful
+    def before_module(self, module, args):
+        if torch.compiler.is_compiling():
+            return
+        self.state["depth"] += 1
+        grad = torch.is_grad_enabled()
+        if isinstance(module, DDP) and grad and not self.state["in_backward"]:
+            self.now["ddp"] += 1
+            self.now["averaged"] += module.require_backward_grad_sync
+            self.now["in_no_sync"] = not module.require_backward_grad_sync
+        if self.state["depth"] > 1 or self.state["in_backward"] or self.is_over():
+            return
+        modules, past = [*module.modules()], self.calls.setdefault(module, Counter())
+        if past["calls"] < 3:
+            self.learn_names(module)
+        layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
+        norms = [x for x in modules if getattr(x, "running_mean", None) is not None]
+        layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
+        kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # global hooks get none from PyTorch
+        hashes, sizes = hash_samples((args, kwargs))
+        first = [x for x in tensors_of(args) if x.dim() > 1 and x[0].numel() > 1][:1]
+        self.state["call"] += 1
+        values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
+        values |= {"step": self.steps_done(), "module": type(module).__name__, "norms": norms}
+        values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
+        values |= {"training": module.training, "trained": past["training"]}
+        values |= {"zero": any(not x.any() for x in first), "sizes": sum(sizes)}
+        values["samples"] = sum((i * 2 + 1) * x for i, x in enumerate(hashes))
+        kinds = " ".join(type(x).__name__ for x in modules)
+        values["spectral"] = "_SpectralNorm" in kinds or any(
+            "weight_u" in x._buffers for x in modules
+        )
+        values["extras"] = extras(module) if "CHECK_RESUME" in os.environ and grad else {}
+        past["calls"] += 1
+        past["training"] |= module.training
+        compiled = any(x._compiled_call_impl or "OptimizedModule" in str(type(x)) for x in modules)
+        if not (grad or module.training or compiled) and past["modes"] < 3:
+            past["modes"] += 1
+            values["mode"] = Mode(values)
+            values["mode"].__enter__()
+        module.__dict__["_check"] = values | {"random": random_states()}
 
+    @careful
+    def after_module(self, module, args, output):
+        if torch.compiler.is_compiling():
+            return
+        self.state["depth"] = max(0, self.state["depth"] - 1)
+        values, outputs = module.__dict__.pop("_check", None), tensors_of(output)
+        if isinstance(module, LAYERS) and outputs and not self.state["autocast"]:
+            kind, device = outputs[0].dtype, outputs[0].device.type
+            good = (torch.get_autocast_dtype(device), torch.float64)
+            if torch.is_autocast_enabled(device) and kind not in good:
+                self.state["autocast"] = True
+                given = {"gives": str(kind).removeprefix("torch."), "step": self.steps_done()}
+                self.record("autocast", module=type(module).__name__, **given)
+        if values:
+            if "mode" in values:
+                values.pop("mode").__exit__(None, None, None)
+            norms = [] if values["grad"] else values["norms"]
+            values["norms"] = [bits(x.running_mean) for x in norms]  # DDP sent them at its start
+            self.record("forward", **values | {"random": used(values["random"], random_states())})
+            for x in [x for x in outputs if x.grad_fn is not None and values["grad"]]:
+                x.register_hook(lambda _, call=values["call"]: self.record("trained", call=call))
 
-def next_batch(plain, iterator):
-    one = getattr(iterator, "_check", None)
-    if one is None or is_over():
-        return plain(iterator)
-    if one["batches"] == one["limit"]:
-        raise StopIteration
-    try:
-        batch = plain(iterator)
-    except StopIteration:
-        record("ended", **{"pass": one["pass"]})
-        raise
-    record_batch(one, iterator._check_indices, batch)
-    return batch
+    def backward(self, plain, tensors, *args, **kwargs):
+        self.before_backward(tensors)
+        self.state["in_backward"] = 1
+        try:
+            plain(tensors, *args, **kwargs)
+        finally:
+            self.state["in_backward"] = 0
+        weights = [x for optimizer in self.made for x in weights_of(optimizer)]
+        self.now["had_gradients"] = any(x.grad is not None for x in weights)
+        self.now["version"] = sum(x._version for x in weights)
+        if not self.optimizers and self.state["backwards"] >= 20 * self.limit:
+            self.end()  # a script without an optimizer
 
+    @careful
+    def before_backward(self, tensors):
+        self.now["backward"] += 1
+        self.state["backwards"] += 1
+        for known in self.optimizers.values():
+            weights = weights_of(known["optimizer"])
+            grads = [x.grad for x in weights if x.grad is not None]
+            clean = not grads or not any(torch.stack([bits(x) for x in grads]).tolist())
+            known["clean"] = clean or bool(known["clean"])
+            if clean and self.now["had_gradients"] and len(self.made) == 1 and not self.stepping:
+                self.now["wiped"] += self.now["version"] == sum(x._version for x in weights)
+        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        value = local(loss).double() / (self.now["scale"] or 1) if loss.numel() == 1 else 0
+        if not self.is_over():
+            values = {"step": self.steps_done(), "pass": self.state.get("pass")}
+            self.record("loss", value=value, **values)
 
-@careful
-def record_batch(one, indices, batch):
-    watch_time()
-    state["pass"] = one["pass"]
-    one["batches"] += 1
-    index = indices.popleft()  # workers, too, deliver in the order of the indices
-    index = list(index) if hasattr(index, "__iter__") else [index]
-    index = [int(x) if hasattr(x, "__index__") else None for x in index]
-    data = one["data"]
-    while isinstance(data, torch.utils.data.Subset):  # as of random_split()
-        index = [None if i is None else int(data.indices[i]) for i in index]
-        data = data.dataset
-    split = data is not one["data"] and [type(data).__name__, len(data)]
-    values = {name: one[name] for name in ("pass", "size", "maker")}
-    values |= {"index": index, "split": split, "data": type(data).__name__}
-    parts = batch.values() if isinstance(batch, dict) else batch
-    parts = parts if isinstance(batch, (dict, list, tuple)) else [batch]
-    rows = [len(x) for x in parts if isinstance(x, torch.Tensor) and x.dim()]
-    record("batch", **values, rows=rows, parts=hash_samples(batch)[0][:3])
+    @careful
+    def before_step(self, optimizer, args, kwargs):
+        if optimizer in self.stepping:
+            self.stepping.clear()  # its last step ended by an error, or a subclass calls its step
+        self.stepping.append(optimizer)
+        if len(self.stepping) > 1:  # one optimizer calls another, as ZeroRedundancyOptimizer does
+            return
+        if id(optimizer) not in self.optimizers:
+            known = {"number": len(self.optimizers), "step": 0, "clean": True}
+            self.optimizers[id(optimizer)] = known | {"optimizer": optimizer}
+            self.record_start(optimizer, known["number"])
+        known = self.optimizers[id(optimizer)]
+        known |= {"backward": self.now["backward"], "values": self.gradients_of(optimizer, known)}
 
+    def gradients_of(self, optimizer, known):
+        """What is known of the gradients with which an optimizer takes its step."""
+        weights, scheduler = weights_of(optimizer), known.get("scheduler", lambda: None)()
+        grads = [None if x.grad is None else local(x.grad) for x in weights]
+        finite = [x is None or (x._values() if x.is_sparse else x).isfinite().all() for x in grads]
+        counts = ("ddp", "averaged", "in_no_sync", "wiped", "clipped", "had_gradients")
+        values = {name: self.now[name] for name in counts}
+        values["grads"] = [None if x is None else bits(x) for x in grads]
+        values["infinite"] = [x for x, fine in zip(self.names_of(weights), finite) if not fine]
+        values["rates"] = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+        values["said"] = [float(x) for x in scheduler.get_last_lr()] if scheduler else []
+        nodes = [(x, self.nodes[id(x)]) for x in weights if id(x) in self.nodes]
+        values["moved"] = any(node_of(x) is not node for x, node in nodes)
+        return values
 
-def fetch(plain, fetcher, index):
-    """In a worker, or where there is none in the process itself."""
-    count = fetcher._check = getattr(fetcher, "_check", 0) + 1
-    before = random_states(fetcher.dataset)
-    data = plain(fetcher, index)
-    drawn = used(before, random_states(fetcher.dataset))
-    if count <= 3 or drawn and not state.get("drew"):
-        state["drew"] = bool(drawn)
-        note_fetch(fetcher.dataset, drawn)
-    return data
+    def names_of(self, weights):
+        return [self.names.get(id(x), f"parameter {i}") for i, x in enumerate(weights)]
 
+    def record_start(self, optimizer, number):
+        dist, weights = torch.distributed, weights_of(optimizer)
+        group = dist.is_available() and dist.is_initialized()
+        ddp = next((self.ddps[id(x)]() for x in weights if id(x) in self.ddps), None)
+        groups = dist.distributed_c10d._world.pg_group_ranks.values() if group else []
+        owners = [self.owners.get(id(x), "") for x in weights]
+        split = [getattr(x, "tensor_model_parallel", None) for x in weights]  # Megatron's mark
+        files = [getattr(x, "__file__", None) or "" for x in [*sys.modules.values()]]
+        files = [x for x in files if x.startswith(os.getcwd()) and "site-packages" not in x]
+        files = [Path(x) for x in {*files, os.path.abspath(sys.argv[0])} if os.path.isfile(x)]
+        settings = {f"code in {path.name}": zlib.crc32(path.read_bytes()) for path in files}
+        settings["flags"] = shlex.join(x for x in sys.argv[1:] if "rank" not in x)
+        settings["versions"] = f"{sys.version.split()[0]}, {torch.__version__}"
+        device = weights[0].device
+        machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        if device.type != "cpu":
+            machine = getattr(torch.get_device_module(device), "get_device_name", str)()
+        tasks = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1
+        self.record(
+            "start",
+            number=number,
+            step=0,
+            rank=dist.get_rank() if group else 0,
+            world=dist.get_world_size() if group else 1,
+            launched=int(tasks),
+            groups=[len(x) for x in groups],
+            ddp=dist.get_process_group_ranks(ddp.process_group) if ddp else [],
+            in_ddp=[id(x) in self.ddps for x in weights],
+            mesh=[x.device_mesh.mesh.tolist() for x in weights if hasattr(x, "device_mesh")][:1],
+            is_fsdp=any("FSDPModule" in x for x in owners),
+            names=self.names_of(weights),
+            shapes=[list(x.shape) for x in weights],
+            shards=[shard_of(x) for x in weights],
+            whole=["Norm" in x if y is None else not y for x, y in zip(owners, split)],
+            trainable=[x.requires_grad for x in weights],
+            dtypes=[str(x.dtype).removeprefix("torch.") for x in weights],
+            weights=[bits(x) for x in weights],
+            sketches=[sketch(x) for x in weights],
+            shared=device.type == "cpu" and all(local(x).is_shared() for x in weights),
+            place=[socket.gethostname(), str(device), torch.accelerator.device_count()],
+            machine=machine,
+            settings=settings,
+        )
 
-@careful
-def note_fetch(data, drawn):
-    worker = torch.utils.data.get_worker_info()
-    values = {"worker": worker.id if worker else 0, "workers": bool(worker), "at": time.time()}
-    values["parent"] = process_name(os.getppid() if worker else os.getpid())
-    while isinstance(data, torch.utils.data.Subset):
-        data = data.dataset
-    record("fetch", used=drawn, data=type(data).__name__, **values)
+    def after_step(self, optimizer, args, kwargs):
+        if not self.stepping or optimizer is not self.stepping[0]:
+            return
+        known = self.optimizers[id(optimizer)]
+        known["step"] += 1
+        self.note_step(optimizer, known)
+        self.stepping.clear()
+        self.now.clear()
+        known["clean"] = None
+        if known["step"] >= int(os.environ.get("CHECK_PAUSE", known["step"] + 1)):
+            time.sleep(0.2)  # the signal to stop comes now
+        counts = [each["step"] for each in self.optimizers.values()]
+        if min(counts) >= self.limit or max(counts) >= 2 * self.limit:
+            self.end()
 
+    @careful
+    def note_step(self, optimizer, known):
+        if known["backward"] != self.now["backward"]:  # a closure ran in it
+            known["values"] = self.gradients_of(optimizer, known)
+        weights, states = weights_of(optimizer), optimizer.state.values()
+        states = [(key, x) for each in states if isinstance(each, dict) for key, x in each.items()]
+        values = {name: known[name] for name in ("number", "step", "clean")} | known["values"]
+        values["types"] = sorted({f"{key} {x.dtype}" for key, x in states if hasattr(x, "dtype")})
+        values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
+        self.record("step", **values)
+        if known["step"] == 2:
+            held = {id(x) for each in self.made for x in weights_of(each)}
+            lost = [x for x in (each() for each in self.alive.values()) if x is not None]
+            lost = [x for x in lost if x.grad is not None and id(x) not in held]
+            self.record("lost", names=self.names_of(lost))
 
-def schedule_step(plain, scheduler, *args, **kwargs):
-    caller = sys._getframe(2)
-    now["schedulers"] += 1  # one may call others
-    try:
-        result = plain(scheduler, *args, **kwargs)
-        if now["schedulers"] == 1 and caller.f_code.co_name not in ("_initial_step", "__init__"):
-            note_schedule(scheduler, caller.f_globals.get("__name__", "").split(".")[0])
-        return result
-    finally:
-        now["schedulers"] -= 1
+    def end(self):
+        """Leaves the script as sys.exit() would, when the other ranks are here, too."""
+        self.record("end")
+        faulthandler.cancel_dump_traceback_later()
+        dist, folder, until = torch.distributed, Path(os.environ["CHECK_SEEN"]), time.time() + 5
+        if dist.is_available() and dist.is_initialized():
+            (folder / f"rank{dist.get_rank()}.end").touch()
+            while len([*folder.glob("*.end")]) < dist.get_world_size() and time.time() < until:
+                time.sleep(0.02)
+        raise SystemExit(0)
 
+    def start_pass(self, plain, loader):
+        iterator = plain(loader)
+        own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        endless = not hasattr(own, "__len__") or isinstance(loader.dataset, IterableDataset)
+        limit = -1 if endless else int(os.environ["CHECK_EPOCH_BATCHES"])
+        size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        iterator._check = {"pass": self.state["passes"], "size": size, "data": loader.dataset}
+        iterator._check |= {"maker": type(own).__module__.split(".")[0], "left": limit}
+        self.state["passes"] += 1
+        return iterator
 
-@careful
-def note_schedule(scheduler, caller):
-    optimizer = getattr(scheduler, "optimizer", None)
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    known = optimizers.get(id(optimizer), {"step": steps_done(), "number": 0})
-    known["scheduler"] = weakref.ref(scheduler)
-    values = {"number": known["number"], "step": known["step"], "caller": caller}
-    record("schedule", name=type(scheduler).__name__, **values)
+    def next_index(self, plain, iterator):
+        index = plain(iterator)
+        iterator.__dict__.setdefault("_check_indices", []).append(index)
+        return index
 
+    def next_batch(self, plain, iterator):
+        one = getattr(iterator, "_check", None)
+        if one is None or self.is_over():
+            return plain(iterator)
+        if one["left"] == 0:
+            raise StopIteration
+        try:
+            batch = plain(iterator)
+        except StopIteration:
+            self.record("ended", **{"pass": one["pass"]})
+            raise
+        one["left"] -= 1
+        self.record_batch(one, iterator._check_indices.pop(0), batch)  # workers keep the order
+        return batch
 
-def save(plain, data, path, *args, **kwargs):
-    name = getattr(path, "name", path)
-    if isinstance(name, (str, os.PathLike)):
-        parts = [data, *data.values()] if isinstance(data, dict) else []
-        has_state = any(isinstance(x, dict) and "param_groups" in x for x in parts)
-        values = {"writer": process_name(os.getpid()), "path": os.path.abspath(name)}
-        record("save", optimizer=has_state, **values)
-    return plain(data, path, *args, **kwargs)
+    @careful
+    def record_batch(self, one, index, batch):
+        self.state["pass"], data = one["pass"], one["data"]
+        index = list(index) if hasattr(index, "__iter__") else [index]
+        index = [int(x) if hasattr(x, "__index__") else None for x in index]
+        while isinstance(data, torch.utils.data.Subset):  # as of random_split()
+            index = [None if i is None else int(data.indices[i]) for i in index]
+            data = data.dataset
+        split = data is not one["data"] and [type(data).__name__, len(data)]
+        values = {name: one[name] for name in ("pass", "size", "maker")}
+        values |= {"index": index, "split": split, "data": type(data).__name__}
+        parts = [*batch.values()] if isinstance(batch, dict) else batch
+        parts = parts if isinstance(parts, (list, tuple)) else [parts]
+        rows = [len(x) for x in parts if isinstance(x, torch.Tensor) and x.dim()]
+        self.record("batch", **values, rows=rows, parts=hash_samples(batch)[0][:3])
 
+    def fetch(self, plain, fetcher, index):
+        """In a worker, or where there is none in the process itself."""
+        data, before = fetcher.dataset, random_states(fetcher.dataset)
+        batch = plain(fetcher, index)
+        drawn = used(before, random_states(data))
+        count = fetcher._check = getattr(fetcher, "_check", 0) + 1
+        if count <= 3 or drawn and not self.state["drew"]:
+            self.state["drew"] = bool(drawn)
+            while isinstance(data, torch.utils.data.Subset):
+                data = data.dataset
+            worker = torch.utils.data.get_worker_info()
+            values = {
+                "worker": worker and worker.id,
+                "at": time.time(),
+                "data": type(data).__name__,
+            }
+            parent = process_name(os.getppid() if worker else os.getpid())
+            self.record("fetch", used=drawn, parent=parent, **values)
+        return batch
 
-def move(plain, source, *args, **kwargs):
-    if steps_done() and isinstance(source, (str, os.PathLike)):
-        record("move", path=os.path.abspath(source))
-    return plain(source, *args, **kwargs)
+    def schedule(self, plain, scheduler, *args, **kwargs):
+        self.now["schedulers"] += 1  # one may call others
+        try:
+            result = plain(scheduler, *args, **kwargs)
+            if self.now["schedulers"] == 1:
+                self.note_schedule(scheduler, sys._getframe(2))
+            return result
+        finally:
+            self.now["schedulers"] -= 1
 
+    @careful
+    def note_schedule(self, scheduler, caller):
+        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        known = self.optimizers.get(id(optimizer), {"step": self.steps_done(), "number": 0})
+        known["scheduler"] = weakref.ref(scheduler)
+        values = {
+            "number": known["number"],
+            "step": known["step"],
+            "name": type(scheduler).__name__,
+        }
+        if caller.f_code.co_name not in ("_initial_step", "__init__"):
+            module = caller.f_globals.get("__name__", "").split(".")[0]
+            self.record("schedule", caller=module, **values)
 
-def make_ddp(plain, ddp, *args, **kwargs):
-    plain(ddp, *args, **kwargs)
-    learn_names(ddp)
-    for x in ddp.module.parameters():
-        averaged_by[id(x)], nodes[id(x)] = weakref.ref(ddp), node_of(x)
+    def make_ddp(self, plain, ddp, *args, **kwargs):
+        plain(ddp, *args, **kwargs)
+        self.learn_names(ddp)
+        for x in ddp.module.parameters():
+            self.ddps[id(x)], self.nodes[id(x)] = weakref.ref(ddp), node_of(x)
 
+    def note_save(self, data, path, *args, **kwargs):
+        name = getattr(path, "name", path)
+        if isinstance(name, (str, os.PathLike)):
+            parts = [data, *data.values()] if isinstance(data, dict) else []
+            has_state = any(isinstance(x, dict) and "param_groups" in x for x in parts)
+            values = {"writer": process_name(os.getpid()), "path": os.path.abspath(name)}
+            self.record("save", optimizer=has_state, **values)
 
-def make_optimizer(plain, optimizer, *args, **kwargs):
-    made.add(optimizer)
-    return plain(optimizer, *args, **kwargs)
+    def note_move(self, source, *args, **kwargs):
+        if self.optimizers and isinstance(source, (str, os.PathLike)):
+            self.record("move", path=os.path.abspath(source))
 
+    def note_scale(self, scaler, loss):
+        self.now["scale"] = scaler.get_scale() if scaler.is_enabled() else 1
+        self.now["scaled"] = self.now["scale"] != 1
 
-def scale(plain, scaler, loss):
-    now["scaled"] = scaler.is_enabled() and scaler.get_scale() != 1
-    now["scale"] = scaler.get_scale() if scaler.is_enabled() else 1
-    return plain(scaler, loss)
+    def note_clip(self, *args, **kwargs):
+        self.now["clipped"] = "scaled" if self.now["scaled"] else "as it is"
 
+    def parse(self, plain, parser, *args, **kwargs):
+        found = plain(parser, *args, **kwargs)
+        given = vars(found[0]).items()
+        values = {name: x for name, x in given if isinstance(x, (str, int, float))}
+        self.record("flags", values=values)
+        return found
 
-def unscale(plain, scaler, optimizer):
-    now["scaled"] = 0
-    return plain(scaler, optimizer)
-
-
-def clip(plain, *args, **kwargs):
-    now["clipped"] = "scaled" if now["scaled"] else "as it is"
-    return plain(*args, **kwargs)
-
-
-def parse(plain, parser, *args, **kwargs):
-    found = plain(parser, *args, **kwargs)
-    plain_ones = {k: v for k, v in vars(found[0]).items() if isinstance(v, (str, int, float))}
-    record("flags", values=plain_ones)
-    return found
+    def note_dropout(self, values, function, args, kwargs):
+        """Notes a call of dropout in a model that is in eval()."""
+        name = getattr(function, "__name__", "")
+        given = dict(zip(("input", "p", "training"), args)) | kwargs
+        p = given.get("training", True) and given.get("p", 0.5) if "dropout" in name else 0
+        if p or kwargs.get("dropout_p") or name.startswith("scaled_dot") and any(args[4:5]):
+            self.record("dropout", function=name, module=values["module"], step=values["step"])
 
 
 def install():
     """PyTorch calls this at the end of `import torch`."""
-    if "CHECK_SEEN" not in os.environ:
-        return
-    global torch, DDP, LAYERS, hash_tensor, change
+    global watch, torch, hash_tensor, change, Mode, DDP, LAYERS, IterableDataset
     import torch
-    from torch.nn.modules import module
-    from torch.nn.modules.conv import _ConvNd
+    from torch.nn.modules import conv, module
     from torch.optim import lr_scheduler
-    from torch.optim.optimizer import register_optimizer_step_post_hook as after
-    from torch.optim.optimizer import register_optimizer_step_pre_hook as before
-    from torch.utils.data import DataLoader, _utils, dataloader
+    from torch.optim import optimizer as optim
+    from torch.utils.data import DataLoader, IterableDataset, _utils, dataloader
 
-    DDP, LAYERS = torch.nn.parallel.DistributedDataParallel, (torch.nn.Linear, _ConvNd)
-    # These are bound here, since a script may replace them.
-    hash_tensor, change = getattr(torch, "hash_tensor", None), torch.Tensor.to
-    before(before_step)
-    after(after_step)
-    module.register_module_forward_pre_hook(before_module)
-    module.register_module_forward_hook(after_module, always_call=True)
+    watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
+    hash_tensor, change = getattr(torch, "hash_tensor", None), torch.Tensor.to  # may be replaced
+    LAYERS = (torch.nn.Linear, conv._ConvNd)
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __init__(self, values):
+            super().__init__()
+            self.values = values
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            careful(watch.note_dropout)(self.values, function, args, kwargs or {})
+            return function(*args, **kwargs or {})
+
+    optim.register_optimizer_step_pre_hook(watch.before_step)
+    optim.register_optimizer_step_post_hook(watch.after_step)
+    module.register_module_forward_pre_hook(watch.before_module)
+    module.register_module_forward_hook(watch.after_module, always_call=True)
     kinds = [lr_scheduler.LRScheduler]
     for kind in kinds:
         kinds += kind.__subclasses__()
         if "step" in vars(kind):
-            wrap(kind, "step", schedule_step)
-    for owner, name, around in (
-        (torch.autograd, "backward", backward),
-        (DDP, "__init__", make_ddp),
-        (torch.optim.Optimizer, "__init__", make_optimizer),
-        (DataLoader, "__iter__", start_pass),
-        (dataloader._BaseDataLoaderIter, "_reset", restart),
-        (dataloader._BaseDataLoaderIter, "_next_index", next_index),
-        (dataloader._BaseDataLoaderIter, "__next__", next_batch),
-        (_utils.fetch._MapDatasetFetcher, "fetch", fetch),
-        (_utils.fetch._IterableDatasetFetcher, "fetch", fetch),
-        (torch, "save", save),
-        (os, "replace", move),
-        (os, "rename", move),
-        (torch.amp.GradScaler, "scale", scale),
-        (torch.amp.GradScaler, "unscale_", unscale),
-        (torch.nn.utils, "clip_grad_norm_", clip),
-        (torch.nn.utils, "clip_grad_value_", clip),
-        (argparse.ArgumentParser, "parse_known_args", parse),
-    ):
-        wrap(owner, name, around)
-    record("installed")
+            wrap(kind, "step", watch.schedule)
+    wrap(torch.autograd, "backward", watch.backward)
+    wrap(DDP, "__init__", watch.make_ddp)
+    wrap(DataLoader, "__iter__", watch.start_pass)
+    wrap(dataloader._BaseDataLoaderIter, "_next_index", watch.next_index)
+    wrap(dataloader._BaseDataLoaderIter, "__next__", watch.next_batch)
+    wrap(_utils.fetch._MapDatasetFetcher, "fetch", watch.fetch)
+    wrap(_utils.fetch._IterableDatasetFetcher, "fetch", watch.fetch)
+    wrap(argparse.ArgumentParser, "parse_known_args", watch.parse)
+    clear, now = lambda one, *a, **k: one.__dict__.pop("_check_indices", None), watch.now
+    tell(dataloader._BaseDataLoaderIter, "_reset", clear)  # with workers, it draws indices
+    tell(torch.optim.Optimizer, "__init__", lambda optimizer, *a, **k: watch.made.add(optimizer))
+    tell(torch, "save", watch.note_save)
+    tell(os, "replace", watch.note_move)
+    tell(os, "rename", watch.note_move)
+    tell(torch.amp.GradScaler, "scale", watch.note_scale)
+    tell(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
+    tell(torch.nn.utils, "clip_grad_norm_", watch.note_clip)
+    tell(torch.nn.utils, "clip_grad_value_", watch.note_clip)
 
 
 # == The job: what is started, and what its processes saw ==========================================
 
 
-def run(command, args, folder, stop_at=0, lives=1):
+def run(command, args, folder, stop_at=0, life=1):
     """Runs a command under observation. Returns a Job."""
-    seen, plugin = folder / f"seen{lives}", folder / "plugin"
-    info = plugin / "check-1.dist-info"
+    seen, info = folder / f"seen{life}", folder / "plugin" / "check-1.dist-info"
     for each in (info, seen, folder / "tmp"):
         each.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: check\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ncheck = check_plugin:install\n")
-    shutil.copy(__file__, plugin / "check_plugin.py")
-    me = process_name(os.getpid())
-    paths = [str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {"PYTHONPATH": os.pathsep.join(paths), "CHECK_SEEN": str(seen), "CHECK_PARENT": me}
+    shutil.copy(__file__, folder / "plugin" / "check_plugin.py")
+    paths = [str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    env |= {"CHECK_SEEN": str(seen), "CHECK_PARENT": process_name(os.getpid())}
     env |= {"CHECK_STEPS": str(args.steps * (10 if stop_at else 1))}
-    env |= {"CHECK_STUCK": str(args.timeout / 2), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    env |= {"CHECK_EPOCH_BATCHES": str(args.epoch_batches or -1)}
+    env |= {"CHECK_STUCK": str(args.timeout / 2), "CHECK_EPOCH_BATCHES": str(args.epoch_batches)}
     env |= {"CHECK_AGAINST": "1"} if args.against else {}
     env |= {"CHECK_RESUME": "1"} if args.resume else {}
     env |= {"CHECK_PAUSE": str(stop_at)} if stop_at else {}
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
     process = subprocess.Popen(words, env=os.environ | env, start_new_session=True)
-    size, last, ends = 0, time.time(), None
-    while process.poll() is None and time.time() < min(last + args.timeout, ends or 1e12):
+    size, until, ends = 0, time.time() + args.timeout, False
+    while process.poll() is None and time.time() < until:
         time.sleep(0.1)
         texts = [path.read_text() for path in seen.glob("*[0-9]")]
-        if sum(map(len, texts)) > size:
-            size, last = sum(map(len, texts)), time.time()
         if stop_at and any(f'"number": 0, "step": {stop_at},' in text for text in texts):
             process.send_signal(signal.SIGTERM)
             stop_at = 0
-        if not ends and any('{"kind": "end"}' in text for text in texts):
-            ends = time.time() + args.grace
-    hangs = process.poll() is None and not ends
+        if sum(map(len, texts)) > size and not ends:
+            ends = any('{"kind": "end"}' in text for text in texts)
+            size, until = sum(map(len, texts)), time.time() + (args.grace if ends else args.timeout)
     status = process.poll()
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -1566,140 +1318,161 @@ def run(command, args, folder, stop_at=0, lives=1):
         except ProcessLookupError:
             break
     process.wait()
-    until = time.time() + args.grace
-    while "CHECK_FOLDER" in os.environ and time.time() < until:  # other machines end later
-        job = Job(seen, status, hangs, me)
-        if job.ranks and len(job.ranks) >= job.first.start["world"]:
-            if len(list(seen.glob("*.end"))) >= job.first.start["world"]:
-                break
-        time.sleep(0.5)
-    return Job(seen, status, hangs, me)
+    job, until = Job(seen, status), time.time() + args.grace
+    while "CHECK_FOLDER" in os.environ and job.is_incomplete and time.time() < until:
+        time.sleep(0.5)  # other machines end later
+        job = Job(seen, status)
+    return job
 
 
 class Job:
     """What the processes of a job saw."""
 
-    def __init__(self, folder, status, hangs, me):
-        self.seen = {}  # name of a process: its records
+    def __init__(self, folder, status):
         paths = [path for path in folder.iterdir() if path.suffix not in (".stack", ".end")]
-        for path in sorted(paths, key=lambda path: path.stat().st_ctime):
-            lines = [x for x in path.read_text().splitlines() if x.endswith("}")]
-            self.seen[path.name] = [json.loads(x) for x in lines]
+        paths.sort(key=lambda path: path.stat().st_ctime)
+        self.seen = {path.name: Process(path) for path in paths}
         self.ranks = {}
-        for name, records in self.seen.items():
-            for start in of(records, "start")[:1]:
+        for each in self.seen.values():
+            for start in each["start"][:1]:
                 rank = start["rank"]
                 while start["world"] == 1 and rank in self.ranks:
                     rank += 1  # processes that do not know of each other
-                self.ranks[rank] = Process(name, records)
+                self.ranks[rank] = each
         self.ranks = dict(sorted(self.ranks.items()))
         self.first = next(iter(self.ranks.values()), None)
         self.steps = max([each.steps for each in self.ranks.values()], default=0)
-        self.backwards = len(self.all("loss"))
-        self.status, self.hangs = status, hangs
-        self.prints = not self.first or of(self.first.records, "process")[0]["parent"] == me
-        starts = [each.start for each in self.ranks.values()]
+        self.status, self.has_ended = status, bool(self.all("end"))
+        self.hangs = status is None and not self.has_ended
+        self.stacks = {rank: each.place() for rank, each in self.ranks.items() if self.hangs}
+        starts, me = [each.start for each in self.ranks.values()], process_name(os.getpid())
+        self.prints = not starts or self.first["process"][0]["parent"] == me
+        world = starts[0]["world"] if starts else 1
+        self.is_incomplete = len([*folder.glob("*.end")]) < world
         self.is_hogwild = len(starts) > 1 and all(x["shared"] and x["world"] == 1 for x in starts)
-        self.stacks = {}
-        for rank, each in self.ranks.items():
-            text = (folder / f"{each.name}.stack").read_text() if hangs else ""
-            lines = re.findall(r'File "(.*)", line (\d+) in (.*)', text.split("Thread 0x")[-1])
-            skip = ("site-packages", "lib/python", "check_plugin", "<frozen", "<string")
-            lines = [x for x in lines if not any(part in x[0] for part in skip)]
-            if lines:
-                self.stacks[rank] = "{} line {} in {}".format(
-                    os.path.basename(lines[0][0]), *lines[0][1:]
-                )
-        self.families = [] if self.is_hogwild else self.find_families()
-        whole = [each for each in self.families if not each.is_tensor_parallel and each.has_data]
-        self.data_groups = [each.ranks for each in whole]
+        self.families = [] if self.is_hogwild else [*self.find_families()]
+        self.data_groups = [each.ranks for each in self.families if each.has_data]
 
     def all(self, kind):
-        return [x for records in self.seen.values() for x in of(records, kind)]
-
-    def optimizers(self):
-        """Each optimizer of the first rank: what was recorded at its start, and at its steps."""
-        for number, start in enumerate(self.first.starts):
-            yield start, list(self.first.states(number).values())[1:]
+        return [x for each in self.seen.values() for x in each[kind]]
 
     def union(self):
-        """By step, the samples of all ranks, as (hash, size); ranks that have the same count once."""
-        groups, steps = self.data_groups or [[next(iter(self.ranks))]], defaultdict(list)
-        for rank in groups[0]:
+        """By step, the samples of all ranks, as (hash, size)."""
+        steps = defaultdict(list)
+        for rank in self.data_groups[0] if self.data_groups else [*self.ranks][:1]:
             for step, each in self.ranks[rank].samples(with_sizes=True).items():
                 steps[step + 1] += each
         return steps
 
     def find_families(self):
-        """Ranks that train one model: they average with each other, or split it by hand."""
-        groups = defaultdict(list)
+        """Yields ranks that train one model: they average with each other, or split it by hand."""
+        groups, split = defaultdict(list), []
         for rank, each in self.ranks.items():
-            start = each.start
-            key = [start["names"], start["shapes"], start["ddp"], start["mesh"]]
-            if not start["ddp"] and not start["mesh"]:
-                if any(1 < size < start["world"] for size in start["groups"]):
-                    key.append(start["weights"])  # split by hand: those that start alike
+            key = [each.start[name] for name in ("names", "shapes", "ddp", "mesh")]
+            by_hand = any(1 < size < each.start["world"] for size in each.start["groups"])
+            if by_hand and not each.start["ddp"] and not each.start["mesh"]:
+                key.append(each.start["weights"])  # those that start alike
             groups[str(key)].append(rank)
-        families = [Family(ranks) for ranks in groups.values() if len(ranks) > 1]
-        for each in families:
-            start = self.ranks[each.ranks[0]].start
-            dims = {len(x.split()) for x in start["shards"]}
-            each.has_data = not start["mesh"] or dims == {1} and any(start["is_fsdp"])
-        # Unlike weights and the same samples: the ranks split the model between them.
-        alone = [rank for rank, each in self.ranks.items() if not each.start["ddp"]]
-        for one in alone:
-            for two in alone[alone.index(one) + 1 :]:
-                if self.is_split(self.ranks[one], self.ranks[two]):
-                    families = [x for x in families if {one, two} - {*x.ranks}]
-                    families.append(Family([one, two], is_tensor_parallel=True))
-        return families
+            ranks = [x for x in self.ranks if x == rank or self.is_split(each, self.ranks[x])]
+            if len(ranks) > 1 and ranks not in split:
+                split.append(ranks)
+                yield Family(ranks, self, is_split=True, has_data=False)
+        for ranks in [x for x in groups.values() if len(x) > 1]:
+            start = self.ranks[ranks[0]].start
+            one_dim = {len(x.split()) for x in start["shards"]} == {1}
+            has_data = not start["mesh"] or start["is_fsdp"] and one_dim
+            if not any({*ranks} <= {*x} for x in split):
+                yield Family(ranks, self, is_split=False, has_data=has_data)
 
     def is_split(self, one, two):
-        a, b = one.start, two.start
-        same = [a[name] == b[name] for name in ("names", "shapes", "weights", "mesh")]
-        if same != [True, True, False, True] or a["mesh"] or a["world"] == 1:
+        """Whether two ranks have other weights, but the same samples: each has a part of them."""
+        same = {name for name in one.start if one.start[name] == two.start[name]}
+        if not {"names", "shapes"} <= same or "weights" in same or one.start["world"] == 1:
             return False
         mine, theirs = one.samples(), two.samples()
-        return bool(mine) and all(sorted(mine[x]) == sorted(theirs.get(x, [])) for x in mine)
+        alike = all(sorted(mine[step]) == sorted(theirs.get(step, [])) for step in mine)
+        return not one.start["ddp"] and not one.start["mesh"] and bool(mine) and alike
 
 
 class Family:
-    def __init__(self, ranks, is_tensor_parallel=False):
-        self.ranks, self.is_tensor_parallel, self.has_data = ranks, is_tensor_parallel, True
+    """Ranks that train one model. If it is split by hand, only some weights have copies."""
 
-    def copies(self, job, number, index):
-        """Yields the lists of ranks that should have the same bits of this tensor."""
-        shards = defaultdict(list)
+    def __init__(self, ranks, job, is_split, has_data):
+        self.ranks, self.is_split, self.has_data = ranks, is_split, has_data
+
+    def differences(self, states, step):
+        """Returns two ranks whose copies of weights have other bits, and the indices of these."""
+        found, copies = defaultdict(list), {}
         for rank in self.ranks:
-            start = job.ranks[rank].starts[number]
-            if start["whole"][index] or not self.is_tensor_parallel:
-                shards[start["shards"][index]].append(rank)
-        return [ranks for ranks in shards.values() if len(ranks) > 1]
+            start, weights = states[rank][0], states[rank][step]["weights"]
+            for index, shard in enumerate(start["shards"]):
+                if start["whole"][index] or not self.is_split:
+                    first, bits = copies.setdefault((index, shard), (rank, weights[index]))
+                    if bits != weights[index]:
+                        found[first, rank].append(index)
+        return next(((*ranks, indices) for ranks, indices in found.items()), None)
 
 
-class Process:
-    """What one process saw that trains."""
+class Process(defaultdict):
+    """What one process saw: its records, by kind."""
 
-    def __init__(self, name, records):
-        self.name, self.records, self.starts = name, records, of(records, "start")
-        self.start = self.starts[0]
-        self.kind = " ".join(map(str, self.start["machine"]))
-        self.steps = max([x["step"] for x in of(records, "step")], default=0)
-        self.trained_calls = {x["call"] for x in of(records, "trained")}
+    def __init__(self, path):
+        super().__init__(list)
+        self.path, self.name = path, path.name
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):
+                x = json.loads(line)
+                self[x["kind"]].append(x)
+        self.start = self["start"][0] if self["start"] else None
+        self.steps = max([x["step"] for x in self["step"]], default=0)
+        trained = {x["call"] for x in self["trained"]}
+        self.training_calls = [x for x in self["forward"] if x["call"] in trained]
+
+    def optimizers(self):
+        """Yields of each optimizer what was recorded at its start, and at its steps."""
+        for start in self["start"]:
+            yield start, [x for x in self["step"] if x["number"] == start["number"]]
 
     def states(self, number):
         """By step, what is known of an optimizer and its weights; 0: before the first step."""
-        steps = {x["step"]: x for x in of(self.records, "step", number=number)}
-        return {0: self.starts[number]} | steps
+        start, steps = [*self.optimizers()][number]
+        return {x["step"]: x for x in [start, *steps]}
 
     def samples(self, with_sizes=False):
         """By step, the hashes of the samples that the model was trained on."""
         found = defaultdict(list)
-        for x in of(self.records, "forward", grad=True):
-            if x["call"] in self.trained_calls and x["samples"]:
-                sizes = x["sizes"] or [0.0] * len(x["samples"])
-                found[x["step"]] += zip(x["samples"], sizes) if with_sizes else x["samples"]
+        for x in self.training_calls:
+            hashes = x["samples"] or []
+            sizes = x["sizes"] or [0.0] * len(hashes)
+            found[x["step"]] += zip(hashes, sizes) if with_sizes else hashes
         return found
+
+    def extras(self):
+        """By step, what the model holds beside its state_dict before the first forward."""
+        return {x["step"]: x["extras"] for x in reversed(self["forward"]) if x["grad"]}
+
+    def passes(self, training):
+        """The passes over DataLoaders on which the model trained, or which it only read."""
+        trained = {x["pass"] for x in self["loss"]}
+        tested = {x["pass"] for x in self["forward"] if not x["grad"]} - trained
+        return [self.pass_of(x) for x in sorted((trained if training else tested) - {None})]
+
+    def pass_of(self, number):
+        """A pass: its indices, and for each tensor of its batches the hashes of the samples."""
+        batches = [x for x in self["batch"] if x["pass"] == number]
+        index = [i for x in batches for i in x["index"]]
+        parts = [sum(column, []) for column in zip(*[x["parts"] for x in batches])]
+        one = {name: batches[0][name] for name in ("size", "split", "maker")}
+        one["parts"] = [part for part in parts if len(part) == len(index)]
+        one["ended"] = any(x["pass"] == number for x in self["ended"])
+        return one | {"index": index, "known": None not in index}
+
+    def place(self):
+        """Where a process stands that hangs: the innermost line of the script itself."""
+        text = self.path.with_name(f"{self.name}.stack").read_text().split("Thread 0x")[-1]
+        for path, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', text):
+            if not re.search("site-packages|lib/python|check_plugin|<", path):
+                return f"{os.path.basename(path)} line {line} in {function}"
 
 
 if __name__ == "__main__":
