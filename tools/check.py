@@ -19,6 +19,7 @@ import functools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shlex
@@ -30,12 +31,11 @@ import sys
 import tempfile
 import textwrap
 import time
+import types
 import weakref
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
-
-LEVELS = ["ERROR", "warning", "ok", "not seen"]
 
 
 def main():
@@ -64,20 +64,24 @@ def main():
     if job.prints:
         words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: {command}"
         print(f"\n{textwrap.shorten(words, 100)}")
-        for level, name, words in sorted(rows, key=lambda row: LEVELS.index(row[0])):
+        for level, name, words in sorted(rows, key=by_level):
             lines = textwrap.wrap(words, 78, break_long_words=False)
             print(f"{level:9}{name:13}" + f"\n{' ' * 22}".join(lines))
     sys.exit(any(row[0] == "ERROR" for row in rows) if job.steps else 2)
 
 
+def by_level(row):
+    return ["ERROR", "warning", "ok", "not seen"].index(row[0])
+
+
 def findings(kind, *jobs):
     """Returns the rows of a kind: all that is wrong or else, in one line, that it is right."""
     try:
-        found = sorted(dict.fromkeys(kind(*jobs)), key=lambda row: LEVELS.index(row[0]))
+        found = sorted(dict.fromkeys(kind(*jobs)), key=by_level)
     except Exception as error:  # of this file: it says nothing of the training
         line = error.__traceback__.tb_next.tb_lineno
         found = [("not seen", f"check.py failed itself, line {line}: {error!r}")]
-    wrong = [row for row in found if row[0] in LEVELS[:2]]
+    wrong = [row for row in found if by_level(row) < 2]
     return [(level, kind.__name__, words) for level, words in wrong or found[:1]]
 
 
@@ -114,11 +118,8 @@ def processes(job):
         yield "ERROR", f"{count} train on {place[1]} of {place[0]}. Choose it by LOCAL_RANK."
     for rank, each in job.ranks.items():
         a, b = job.first.start["settings"], each.start["settings"]
-        for name in [x for x in a if b.get(x, a[x]) != a[x]][:1]:
-            yield (
-                "ERROR",
-                f"other {name} in rank {rank}: {b[name]}, not {a[name]}. Start all alike.",
-            )
+        for x in [x for x in a if b.get(x, a[x]) != a[x]][:1]:
+            yield "ERROR", f"other {x} in rank {rank}: {b[x]}, not {a[x]}. Start all alike."
     if len(starts) > 1:
         yield "ok", f"{len(starts)} in one group, with the same code, flags and versions"
     yield "not seen", "one process: what compares several is left out"
@@ -130,35 +131,40 @@ def weights(job):
         for number, start in enumerate(job.ranks[family.ranks[0]]["start"]):
             states = {rank: job.ranks[rank].states(number) for rank in family.ranks}
             common = sorted(set.intersection(*[{*each} for each in states.values()]))
-            bad = {step: family.differences(states, step) for step in common}
+            bad = {step: differences(family, states, step) for step in common}
             step = next((step for step in common if bad[step]), None)
             if step is None:
                 yield "ok", f"the same bits in ranks {family.ranks}, {len(common)} times"
                 continue
             one, two, indices = bad[step]
-            index, names = indices[0], start["names"]
-            when = f"after step {step}" if step else "at the start"
-            words = (
-                f"{len(indices)} of {len(names)} tensors differ in ranks {one} and {two} {when},"
-            )
-            words += f" first {names[index]}. "
-            apart = distance(states[one][common[-1]], states[two][common[-1]], index)
-            way = distance(states[one][common[-1]], states[one][0], index)
-            machines = {states[rank][0]["machine"] for rank in (one, two)}
+            index, when = indices[0], f"after step {step}" if step else "at the start"
+            words = f"{len(indices)} of {len(start['names'])} tensors differ {when} in ranks {one}"
+            words += f" and {two}, first {start['names'][index]}. "
+            first, end, other = states[one][0], states[one][common[-1]], states[two][common[-1]]
+            near = 0.01 * distance(end, first, index) + 1e-6 * distance(end, None, index)
+            machines = {start["machine"], states[two][0]["machine"]}
             if not bad[common[-1]]:
                 yield "warning", words + "Later they are equal: local SGD?"
-            elif len(machines) > 1 and apart < 0.01 * way + 1e-6 * distance(
-                states[one][0], None, index
-            ):
-                yield (
-                    "warning",
-                    words + f"It is rounding by unlike machines: {', '.join(machines)}.",
-                )
+            elif len(machines) > 1 and distance(end, other, index) < near:
+                yield "warning", words + f"It is rounding: {' and '.join(machines)}."
             else:
                 a, b = states[one][step], states[two][step]
-                yield "ERROR", words + cause(start, step, indices, a, b, family)
+                yield "ERROR", words + cause(start, indices, a, b, family)
     if len(job.ranks) > 1:
         yield "not seen", "no weight is known to have a copy: all are sharded, or stages"
+
+
+def differences(family, states, step):
+    """Returns two ranks whose copies of weights have other bits, and the indices of these."""
+    found, copies = defaultdict(list), {}
+    for rank in family.ranks:
+        start, weights = states[rank][0], states[rank][step]["weights"]
+        for index, shard in enumerate(start["shards"]):
+            if start["whole"][index] or not family.is_split:
+                first, bits = copies.setdefault((index, shard), (rank, weights[index]))
+                if bits != weights[index]:
+                    found[first, rank].append(index)
+    return next(((*ranks, indices) for ranks, indices in found.items()), None)
 
 
 def distance(one, two, index):
@@ -168,36 +174,26 @@ def distance(one, two, index):
     return (sum((x - y) ** 2 for x, y in zip(a, b)) / len(a)) ** 0.5
 
 
-def cause(start, step, indices, one, two, family):
+def cause(start, indices, one, two, family):
     """Returns the likely cause of weights that differ in two ranks, and what to do."""
-    gradients = [i for i in indices if step and one["grads"][i] != two["grads"][i]]
-    if family.is_split:
-        return "Other weights are split over the ranks, this is whole: clip and average it alike."
-    if start["shared"]:
-        return "spawn() got the model, so it lies in one memory. Make it in each process."
-    if step == 0:
-        return "Wrap the model in DDP, or send rank 0's weights to all."
-    if not gradients and one["rates"] != two["rates"]:
-        return (
-            f"The learning rates differ: {one['rates'][0]}, {two['rates'][0]}. Schedule all alike."
-        )
-    if not gradients:
-        return "The gradients are equal: give the optimizers one state and the same settings."
-    if any((one["grads"][i] is None) != (two["grads"][i] is None) for i in gradients):
-        return "Only one of them has a gradient for it. Use it in each rank."
-    if any(start["shards"]):
-        return "A replica was changed, or its gradients are not averaged with the others'."
-    if not any(start["in_ddp"]):
-        return "Nothing averages the gradients. Wrap the model in DistributedDataParallel."
-    if not start["in_ddp"][indices[0]]:
-        return "DDP does not know it. Wrap the model when it is complete."
-    if one["moved"]:
-        return "The model was moved or cast after DDP was made. Make DDP last."
-    if not one["ddp"]:
-        return "The model is called past DDP. Call the DDP object, not its .module."
-    if one["in_no_sync"]:
-        return "The last backward before the step was in no_sync(). Leave it before."
-    return "Gradients changed or were lost after DDP averaged them: by code, or a link of GPUs."
+    a, b = ([x["grads"][i] for i in indices] if x["step"] else [0] for x in (one, two))
+    rates, ddp = (one.get("rates"), two.get("rates")), start["in_ddp"]
+    causes = [
+        (family.is_split, "Other weights are split, this is whole: clip and average it alike."),
+        (start["shared"], "spawn() got the model, so it lies in one memory. Make it in each."),
+        (one["step"] == 0, "Wrap the model in DDP, or send rank 0's weights to all."),
+        (a == b and rates[0] != rates[1], f"The learning rates differ: {rates}. Schedule alike."),
+        (a == b, "The gradients are equal: give the optimizers one state, the same settings."),
+        ((None in a) != (None in b), "Only one of them has a gradient for it. Use it in each."),
+        (any(start["shards"]), "A replica was changed, or is not averaged with the others."),
+        (not any(ddp), "Nothing averages the gradients. Wrap the model in DDP."),
+        (not ddp[indices[0]], "DDP does not know it. Wrap the model when it is complete."),
+        (one.get("moved"), "The model was moved or cast after DDP was made. Make DDP last."),
+        (not one.get("ddp"), "The model is called past DDP. Call the DDP object, not .module."),
+        (one.get("in_no_sync"), "The last backward before the step was in no_sync()."),
+        (True, "Gradients changed after DDP averaged them: by code, or by a link of GPUs."),
+    ]
+    return next(words for is_so, words in causes if is_so)
 
 
 def updates(job):
@@ -212,24 +208,21 @@ def updates(job):
             stuck += [name] if any(pulls) and not any(moves) else []
             last = max([step for step, moved in enumerate(moves, 1) if moved], default=len(steps))
             if len(pulls[last:]) >= 5 and all(pulls[last:]):
-                still.append(
-                    (math.prod(start["shapes"][i]), f"{name} stands still from step {last + 1} on")
-                )
-        if still:
-            words = f"{max(still)[1]} ({len(still)} tensors do), though it has gradients."
-            level = "ERROR" if 2 * len(still) >= len(start["names"]) else "warning"
-            yield level, words + " Is it the optimizer's state? A bias before BatchNorm may."
+                still.append((math.prod(start["shapes"][i]), name, last + 1))
         count, frozen = len(start["names"]), start["trainable"].count(False)
-        words = f"{len(stuck)} of {count} weights have gradients but never change: {stuck[:1]}."
+        level = "ERROR" if 2 * len(stuck + still) >= count else "warning"
         if not any(rates):
             yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
-        elif not moving and frozen == count:
-            yield "ERROR", f"none of its {count} tensors changes: all have requires_grad False."
         elif not moving:
-            yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps."
+            why = " All have requires_grad False." if frozen == count else ""
+            yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps.{why}"
         elif stuck:
-            level = "ERROR" if 2 * len(stuck) >= count else "warning"
+            words = f"{len(stuck)} of {count} weights have gradients but never change: {stuck[0]}."
             yield level, words + " Steps too small for bf16? A bias before BatchNorm?"
+        elif still:
+            _, name, step = max(still)
+            words = f"{name} stands still from step {step} on ({len(still)} tensors do), though it"
+            yield level, words + " has gradients. Optimizer's state? A bias before BatchNorm?"
         yield "ok", f"{moving} tensors change, {frozen} are frozen"
 
 
@@ -241,27 +234,21 @@ def gradients(job):
         count = len(start["names"])
         never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
         unused = [start["names"][i] for i in never if start["trainable"][i]]
-        words = f"{len(unused)} of {count} weights never have a gradient: {unused[:1]}."
-        if len(never) == count and unused and any(x["had_gradients"] for x in steps):
+        level = "ERROR" if len(unused) == count else "warning"
+        if unused and len(never) == count and any(x["had_gradients"] for x in steps):
             yield "ERROR", "none is left at step() of those of backward(). Zero them after step()."
         elif unused:
-            words += " Does the loss use them? Was the model copied after the optimizer was made?"
-            yield "ERROR" if len(unused) == count else "warning", words
+            words = f"{len(unused)} of {count} weights never have a gradient: {unused[0]}. Does the"
+            yield level, words + " loss use them? Was the optimizer made for a copy?"
         yield "ok", f"{count - len(never)} weights have gradients"
 
 
 def zeroing(job):
     """Gradients are zeroed once a step: not between micro-batches, and not never."""
-    for rank, steps in [
-        (x.start["rank"], y) for x in job.ranks.values() for _, y in x.optimizers()
-    ]:
+    for rank, steps in job.steps_of_ranks():
         late = [x["step"] for x in steps if x["clean"] is False]
-        twice = [b["step"] for a, b in zip(steps, steps[1:]) if a["grads"] == b["grads"]]
-        twice = [
-            x["step"]
-            for x in steps
-            if x["step"] in twice and x["clean"] is None and any(x["grads"])
-        ]
+        old = [b for a, b in zip(steps, steps[1:]) if a["grads"] == b["grads"] and any(b["grads"])]
+        twice = [x["step"] for x in old if x["clean"] is None]
         if late:
             words = f"not zeroed before step {late[0]} and {len(late) - 1} others, in rank {rank}."
             yield "ERROR", words + " Call optimizer.zero_grad() after each step."
@@ -269,8 +256,7 @@ def zeroing(job):
             words = f"step {twice[0]} uses the gradients of the step before, in rank {rank}."
             yield "ERROR", words + " Is step() called twice for one backward()?"
         if any(x["wiped"] for x in steps):
-            words = "zeroed between the micro-batches of a step: only the last one counts."
-            yield "ERROR", words + " Call zero_grad() after step()."
+            yield "ERROR", "zeroed between the micro-batches of a step: only the last one counts."
         if any(x["clean"] for x in steps):
             yield "ok", "gradients are zeroed in each step"
     yield "not seen", "no gradients of backward() at a step"
@@ -278,30 +264,26 @@ def zeroing(job):
 
 def averaging(job):
     """DDP averages once a step, in the last micro-batch."""
-    for start, steps in job.first.optimizers():
-        counts = [x["averaged"] for x in steps if start["world"] > 1] or [0]
-        if min(counts) > 1:
-            words = f"DDP averaged {counts[0]} times in step {steps[0]['step']}."
+    for rank, steps in job.steps_of_ranks():
+        counts = [x["averaged"] for x in steps]
+        if len(job.ranks) > 1 and min(counts) > 1:
+            words = f"DDP averages {counts[0]} times in step 1 of rank {rank}."
             yield "warning", words + " Use no_sync() for all micro-batches but the last."
-        if any(counts):
+        elif any(counts):
             yield "ok", "DDP averages once in each step"
-    yield "not seen", "nothing is called by DDP in several processes"
+    yield "not seen", "no model is called by DDP"
 
 
 def finite(job):
     """Losses and gradients are finite."""
     for rank, each in job.ranks.items():
         for x in [x for x in each["loss"] if x["value"] - x["value"] != 0][:1]:
-            yield (
-                "ERROR",
-                f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}. Stop it.",
-            )
+            yield "ERROR", f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}."
         for x in [x for x in each["step"] if x["infinite"]][:1]:
-            words = f"inf or nan in the gradient of {x['infinite'][0]} in step {x['step']}, rank"
+            words = f"inf or nan in the gradient of {x['infinite'][0]}, step {x['step']}, rank"
             yield "ERROR", f"{words} {rank}. Clip, lower the rate, or look at the loss."
-        if each["loss"]:
-            first, *_, last = [x["value"] for x in each["loss"] * 2]
-            yield "ok", f"losses from {first:.4f} to {last:.4f}"
+        for first in each["loss"][:1]:
+            yield "ok", f"losses from {first['value']:.4f} to {each['loss'][-1]['value']:.4f}"
 
 
 def clipping(job):
@@ -318,15 +300,14 @@ def schedule(job):
     """A schedule steps once for each step, after it, and its rate is the one that is used."""
     for start, steps in job.first.optimizers():
         calls = [x for x in job.first["schedule"] if x["number"] == start["number"]]
-        words = f"{calls[0]['name'] if calls else ''}.step() is called {len(calls)} times in"
-        words += f" {len(steps)} steps"
-        if calls and calls[0]["caller"] == "accelerate":
-            yield "ok", words + ", by Accelerate: its length is to be N times the steps"
-        elif len(calls) > 1.2 * len(steps) + 1:
-            yield "ERROR", words + ". Call it once for each step."
-        elif calls and calls[0]["step"] == 0:
-            yield "warning", "it comes before optimizer.step(): the first rate is never used"
-        elif calls:
+        for x in calls[:1]:
+            words = f"{x['name']}.step() is called {len(calls)} times in {len(steps)} steps"
+            if x["caller"] == "accelerate":
+                yield "ok", words + ", by Accelerate: its length is to be N times the steps"
+            elif len(calls) > 1.2 * len(steps) + 1:
+                yield "ERROR", words + ". Call it once for each step."
+            elif x["step"] == 0:
+                yield "warning", "it comes before optimizer.step(): the first rate is never used"
             yield "ok", words
         said = [(x["step"], x["rates"][0], x["said"][0]) for x in steps if x["said"]]
         other = [x for x in said if abs(x[1] - x[2]) > 1e-6 * abs(x[2])]
@@ -358,16 +339,14 @@ def modes(job):
     trains = [x for x in job.first.training_calls if x["layers"]]
     for x in [x for x in trains if x["in_eval"]][:1]:
         words = f"{x['in_eval']} of {x['layers']} layers train in eval() from step {x['step'] + 1}"
-        if trains[0]["in_eval"]:
-            yield "warning", words + ". Call model.train()."
-        else:
-            yield "ERROR", words + ": validation did not end with model.train()."
-    for x, after in zip(forwards, [*forwards[1:], {"grad": True}]):
-        is_single = x["pass"] in trained and after["grad"]  # as of a GAN's generator
-        if not x["grad"] and x["in_eval"] < x["layers"] and not is_single:
-            words = f"{x['module']} validates in train() after step {x['step']}."
-            yield "warning", words + " Call model.eval() before."
-            break
+        later = not trains[0]["in_eval"]
+        words += ": after validation, call model.train()." if later else ". Call model.train()."
+        yield "ERROR" if later else "warning", words
+    pairs = zip(forwards, [*forwards[1:], {"grad": True}])
+    pairs = [(x, y) for x, y in pairs if not x["grad"] and x["in_eval"] < x["layers"]]
+    # One call in a step may be of a GAN's generator
+    for x in [x for x, y in pairs if x["pass"] not in trained or not y["grad"]][:1]:
+        yield "warning", f"{x['module']} validates in train(), step {x['step']}. Call model.eval()."
     for x in [x for x in forwards if x["spectral"] and not x["training"] and not x["trained"]][:1]:
         words = f"{x['module']} has spectral_norm, and is called in eval() before it ever was in"
         yield "warning", words + " train(): its norm is not known yet."
@@ -382,8 +361,8 @@ def dropout(job):
         words = f"{x['function']} drops values in eval() of {x['module']} after step {x['step']}."
         yield "warning", words + " Give it a probability only if self.training."
     for one, two, *_ in job.data_groups:
-        calls = [job.ranks[rank].training_calls for rank in (one, two)]
-        pairs = [(a["random"], b["random"]) for a, b in zip(*calls) if a["random"] and b["random"]]
+        calls = zip(*[job.ranks[rank].training_calls for rank in (one, two)])
+        pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
         if pairs and all(a == b for a, b in pairs):
             words = f"ranks {one} and {two} draw the same masks in {len(pairs)} calls."
             yield "warning", words + " After the model is made, add the rank to the seed."
@@ -408,14 +387,14 @@ def shares(job):
     """Each rank trains on samples of its own."""
     for one, *others in job.data_groups:
         for two in others:
-            who, count = f"ranks {one} and {two}", 1 + len(others)
-            yield share_of(job.ranks[one], job.ranks[two], count, who)
+            level, words = share_of(job.ranks[one], job.ranks[two], 1 + len(others))
+            advice = " Use a DistributedSampler, or parts of one order." if level == "ERROR" else ""
+            yield level, f"ranks {one} and {two} {words}{advice}"
     yield "not seen", "no two ranks that should have samples of their own"
 
 
-def share_of(one, two, count, who):
+def share_of(one, two, count):
     """Returns the finding on the samples of two of `count` ranks."""
-    advice = " Use a DistributedSampler, or one order of which each rank takes its part."
     mine, theirs = one.samples(), two.samples()
     common = [x for x in mine if theirs.get(x)]
     equal = [x for x in common if sorted(mine[x]) == sorted(theirs[x])]
@@ -423,25 +402,21 @@ def share_of(one, two, count, who):
     known = a["known"] and b["known"]
     alike = known and same_data(a, b)
     if len(equal) > len(common) / 2 or alike and a["index"] == b["index"]:
-        return "ERROR", f"{who} get the same samples in {len(equal) or 'all'} steps." + advice
+        return "ERROR", f"get the same samples in {len(equal) or 'all'} steps."
     if known:
         drawn = a["index"][: epoch_length(one, a, count)]
         both = {*drawn} & {*b["index"][: len(drawn)]}
+        if len({*drawn}) == len(drawn) and len(both) >= count and alike:
+            return "ERROR", f"share {len(both)} of {len(drawn)} samples of an epoch."
         left = a["size"] - count * len({*a["index"]})
-        if len({*drawn}) < len(drawn):
-            return "ok", "drawn with replacement, so that ranks may share some"
-        if len(both) >= count and alike:
-            return "ERROR", f"{who} share {len(both)} of {len(drawn)} samples of an epoch." + advice
         if a["ended"] and left > 0.1 * a["size"] and not both:
-            return "warning", f"{left} of {a['size']} samples are left out of the first epoch"
-        return "ok", f"{who} share none of {len(drawn)} samples, or have data of their own"
-    if not common:
-        return "not seen", f"the samples of {who} are not known"
+            return "warning", f"leave out {left} of {a['size']} samples in the first epoch"
+        return "ok", f"share none of {len(drawn)} samples, or draw them with replacement"
     seen = [Counter(y for x in each.values() for y in x) for each in (mine, theirs)]
     between = sum(seen[0][x] * seen[1][x] for x in seen[0])
     within = sum(x * (x - 1) / 2 for each in seen for x in each.values())
-    words = f"{who} share {between} of {sum(seen[0].values())} samples."
-    return ("ERROR", words + advice) if between > 2 + 5 * within else ("ok", words)
+    words = f"share {between} of {sum(seen[0].values())} samples."
+    return "ERROR" if between > 2 + 5 * within else "ok" if common else "not seen", words
 
 
 def order(job):
@@ -454,13 +429,12 @@ def order(job):
         orders = [x[i : i + length] for x in orders for i in range(0, len(x), length)]
     first, second, *_ = [*[x for x in orders if len(x) > 7], [], []]
     if first and not known and len({*first}) <= len(first) / 2:
-        words = f"{len({*first})} different samples among {len(first)} of a pass. Workers of an"
-        yield "ERROR", words + " IterableDataset share them by get_worker_info()."
+        words = f"{len({*first})} different samples among {len(first)} of a pass. Split an"
+        yield "ERROR", words + " IterableDataset over the workers by get_worker_info()."
     elif first and known and first == sorted(first):
         yield "warning", f"not shuffled: {str(first[:4])[1:-1]}, ... If not wanted, shuffle."
     elif second and all(a == b for a, b in zip(first, second)):
-        words = f"the first two epochs have one order ({min(len(first), len(second))} compared)."
-        yield "ERROR", words + " Call sampler.set_epoch(epoch) in each."
+        yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
     elif second:
         yield "ok", "the first two epochs have different orders"
     yield "not seen", "no two epochs of a DataLoader. Try more --steps, or --epoch_batches 5"
@@ -469,44 +443,35 @@ def order(job):
 def inputs(job):
     """A batch has a row for each sample, and is not all zeros."""
     for rank, each in job.ranks.items():
-        empty = [x["step"] + 1 for x in each.training_calls if x["zero"]]
-        if 0 < len(empty) < len(each.training_calls) / 2:
-            words = (
-                f"the input of step {empty[0]} in rank {rank} is all zeros ({len(empty)} calls)."
-            )
+        calls, trained = each.training_calls, {x["pass"] for x in each["loss"]}
+        empty = [x["step"] + 1 for x in calls if x["zero"]]
+        if 0 < len(empty) < len(calls) / 2:
+            words = f"the input of step {empty[0]} in rank {rank} is all zeros ({len(empty)} do)."
             yield "ERROR", words + " Was it lost on its way to the device?"
-        trained = {x["pass"] for x in each["loss"]}
         batches = [(len(x["index"]), {*x["rows"]}) for x in each["batch"] if x["pass"] in trained]
         odd = [(count, rows - {count}) for count, rows in batches if count in rows]
         if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
             words = f"a batch of {odd[0][0]} samples has a tensor of {min(odd[0][1])} row(s)."
             yield "warning", words + " Does collate_fn take one for all of them?"
-        if each.training_calls:
-            yield "ok", f"none of {len(each.training_calls)} inputs is all zeros"
+        if calls:
+            yield "ok", f"none of {len(calls)} inputs is all zeros"
 
 
 def samples(job):
     """A data set gives the same sample for an index, unless it draws random numbers."""
-    random_ones = {x["data"] for x in job.all("fetch") if x["used"]}
-    for rank, each in job.ranks.items():
-        seen = {}  # (data set, its size, index): the sample's hashes, and its pass
-        for x in [x for x in each["batch"] if x["data"] not in random_ones]:
-            parts = [part for part in x["parts"] if len(part) == len(x["index"])]
-            for index, *hashes in zip(x["index"], *parts):
-                key = (x["data"], x["size"], index)
-                old, number = seen.setdefault(key, (hashes, x["pass"]))
-                if index is not None and number != x["pass"] and old != hashes:
-                    words = (
-                        f"sample {index} of {x['data']} has other bytes in a later epoch, though"
-                    )
-                    yield (
-                        "ERROR",
-                        f"{words} nothing random is drawn, in rank {rank}. Change a copy.",
-                    )
+    random_ones = {x["data"] for x in job.all("fetch") if x["used"]} | {None}
+    seen = {}  # (rank, data set, its size, index): the sample's hashes, and its pass
+    for rank, x in [(rank, x) for rank, each in job.ranks.items() for x in each["batch"]]:
+        parts = [part for part in x["parts"] if len(part) == len(x["index"])]
+        for index, *hashes in zip(x["index"], *parts) if x["data"] not in random_ones else ():
+            old, number = seen.setdefault((rank, x["data"], x["size"], index), (hashes, x["pass"]))
+            if index is not None and number != x["pass"]:
+                yield "ok", "samples that are read twice have the same bytes"
+                if old != hashes:
+                    words = f"sample {index} of {x['data']} has other bytes in a later epoch, in"
+                    yield "ERROR", f"{words} rank {rank}. Nothing random is drawn: change a copy."
                     return
-                if index is not None and number != x["pass"]:
-                    yield "ok", "samples that are read twice have the same bytes"
-    yield "not seen", f"no sample is read twice, or all are random: {', '.join(random_ones)}"
+    yield "not seen", "no sample is read twice, or all are random"
 
 
 def augmentation(job):
@@ -534,39 +499,27 @@ def augmentation(job):
     yield "not seen", "no data set draws random numbers in a DataLoader"
 
 
-def split(job):
-    """No sample of the validation is trained on."""
+def validation(job):
+    """Validation counts each sample once, and none of those that are trained on."""
     tests = [x for each in job.ranks.values() for x in each.passes(training=False)[:1]]
     trains = [x for each in job.ranks.values() for x in each.passes(training=True)]
     trains = [x for x in trains if tests and x["split"] and x["split"] == tests[0]["split"]]
     leaked = {i for x in trains for i in x["index"]} & {i for x in tests for i in x["index"]}
-    if leaked and trains:
-        words = f"{len(leaked)} samples of one rank's validation are trained on, as {min(leaked)}."
+    for index in [i for i in leaked if i is not None][:1]:
+        words = f"{len(leaked)} of its samples are trained on, such as {index}."
         yield "ERROR", words + " Seed random_split()."
-    if trains:
-        yield "ok", "no sample of the validation is trained on"
-    yield "not seen", "training and validation are not known as parts of one data set"
-
-
-def validation(job):
-    """Validation counts each sample once."""
-    tests = [x for each in job.ranks.values() for x in each.passes(training=False)[:1]]
     tests = [x for x in tests if x["ended"] and x["known"]]
     counts = Counter(i for x in tests for i in x["index"])
     size, twice = tests[0]["size"] if tests else 0, sum(count > 1 for count in counts.values())
-    if any(same_data(tests[0], x) is False for x in tests[1:]):
-        yield "ok", f"{len(tests)} ranks have data sets of their own"
-    elif len(tests) > 1 and min(counts.values()) == len(tests):
-        yield "ok", f"{len(tests)} ranks validate all {size} samples each"
-    elif twice and tests[0]["maker"] == "accelerate":
-        yield "ok", f"{twice} of {size} samples come twice; gather_for_metrics() drops them"
-    elif twice:
+    is_shared = all(same_data(tests[0], x) is not False for x in tests[1:])
+    is_padded = tests and tests[0]["maker"] == "accelerate"  # gather_for_metrics() takes it away
+    if twice and is_shared and min(counts.values()) < len(tests) and not is_padded:
         words = f"{twice} of {size} samples count twice: a DistributedSampler fills up."
         yield "warning", words + " Give each rank range(rank, size, world_size)."
-    elif len(counts) < size and len(tests) == len(job.ranks):
+    elif len(counts) < size and is_shared and len(tests) == len(job.ranks):
         yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
     elif tests:
-        yield "ok", f"{len(counts)} of {size} samples once each"
+        yield "ok", f"{len(counts)} of {size} samples count, {max(counts.values())} time(s) each"
     yield "not seen", "no whole pass over a DataLoader without gradients ended"
 
 
@@ -590,7 +543,7 @@ def snapshot(job):
 
 KINDS = [processes, weights, updates, gradients, zeroing, averaging, finite, clipping, schedule]
 KINDS += [precision, modes, dropout, batchnorm, shares, order, inputs, samples, augmentation]
-KINDS += [split, validation, snapshot]
+KINDS += [validation, snapshot]
 
 
 def against(job, other):
@@ -598,43 +551,38 @@ def against(job, other):
     if not other.ranks or job.first.start["shapes"] != other.first.start["shapes"]:
         yield "not seen", "the other run took no step, or has other tensors: stages?"
         return
-    mine, theirs = job.first.states(0), other.first.states(0)
-    common, names = sorted(mine.keys() & theirs.keys()), job.first.start["names"]
-    at, words, is_rounding = other_samples(job, other)
-    for step, index in [(step, index) for step in common for index in range(len(names))]:
+    mine, theirs, names = job.first.states(0), other.first.states(0), job.first.start["names"]
+    at, words = other_samples(job, other)
+    if at:
+        yield "ERROR", f"data: {words} Compare seed, order and shares."
+    steps = sorted(mine.keys() & theirs.keys())
+    for step, index in [(step, index) for step in steps for index in range(len(names))]:
         apart, size = (distance(mine[step], x, index) for x in (theirs[step], None))
         way = distance(theirs[step], theirs[0], index) if step else 0.05 * size
-        if apart <= 0.02 * way + 1e-7 * size:
-            continue
-        by = f"{names[index]} differs after step {step} by {apart / (way or apart):.0%} of its way"
-        if step == 0:
+        if apart > 0.02 * way + 1e-7 * size and step == 0:
             yield "ERROR", f"start: {names[index]} differs before step 1. Compare the seeds."
-            return
-        if is_rounding or not 0 < at <= step:
-            yield "ERROR", f"computation: the samples are the same, but {by}. Mean, rate, clipping?"
-            return
-        break
-    if at and is_rounding:
-        yield "warning", f"data: {words} It is rounding: by the number of threads?"
-    elif at:
-        yield "ERROR", f"data: {words} Compare seed, order and shares."
-    yield "ok", f"the same weights in {len(common) - 1} steps, to rounding"
+        elif apart > 0.02 * way + 1e-7 * size and not 0 < at <= step:
+            words = (
+                f"computation: with the same samples, {names[index]} differs after step {step} by"
+            )
+            yield "ERROR", f"{words} {apart / way:.0%} of its way. Mean, rate, clipping?"
+        else:
+            continue
+        return
+    yield "ok", f"the same weights in {len(steps) - 1} steps, to rounding"
 
 
 def other_samples(job, other, skip=0):
-    """Returns the first step with other samples in two runs, words on it, whether they are close."""
+    """Returns the first step whose samples are others in two runs, and words on it."""
     mine, theirs = job.union(), other.union()
     for step in sorted(step for step in mine if theirs.get(step - skip)):
-        two = (mine[step], theirs[step - skip])
-        a, b = (Counter(x for x, _ in each) for each in two)
-        if a != b:
+        count = (Counter(mine[step]) - Counter(theirs[step - skip])).total()
+        if count or len(mine[step]) != len(theirs[step - skip]):
             words = (
-                f"{sum((a - b).values())} of {sum(a.values())} samples of step {step} are not in"
+                f"{count} of {len(mine[step])} samples of step {step} are not those of the other"
             )
-            pairs = [*zip(*[sorted(size for _, size in each) for each in two])]
-            close = [abs(x - y) <= 1e-4 * abs(y) + 1e-6 for x, y in pairs if x or y]
-            return step, words + " the other run's step.", bool(close) and all(close)
-    return 0, "", False
+            return step, f"{words} run, which has {len(theirs[step - skip])}."
+    return 0, ""
 
 
 def resume(whole, stopped, again):
@@ -646,29 +594,29 @@ def resume(whole, stopped, again):
         yield "not seen", f"stopped only at step {done}: try more --steps"
         return
     if at < 1:
-        words = {-1: "it has weights that the undisturbed run never had", 0: "it starts anew"}[at]
-        words = words if again.ranks else "the same command takes no step"
-        yield "ERROR", f"stopped at step {done}, {words}. Save and load all weights."
+        words = "starts anew" if at == 0 else "has weights that the undisturbed run never had"
+        words = words if again.ranks else "takes no step"
+        yield "ERROR", f"stopped at step {done}, it {words}. Save and load all weights."
         return
-    other, _, is_rounding = other_samples(whole, again, skip=at)
+    other, _ = other_samples(whole, again, skip=at)
     before, after = whole.first.extras(), again.first.extras().get(0, {})
     held = before.get(at, {})
     lost = [x for x in held if held[x] not in (before[0].get(x, held[x]), after.get(x, held[x]))]
-    for step, (old, new) in {x: (states.get(at + x), news[x]) for x in news if x}.items():
-        words = f"goes on at step {at}, but step {at + step} has other "
-        types = {*new["types"]} ^ {*old["types"]} if old else ()
+    for step in [step for step in news if step and at + step in states]:
+        old, new, words = (
+            states[at + step],
+            news[step],
+            f"goes on at {at}, but step {at + step} has",
+        )
+        types = sorted({*new["types"]} ^ {*old["types"]})
         if types:
-            words += f"types in the optimizer's state: {', '.join(sorted(types))}."
-        elif old is None or old["weights"] == new["weights"]:
-            continue
-        elif lost:
-            words += f"weights: {lost[0]} is in no state_dict. Register it as a buffer."
-        elif 0 < other <= at + step and not is_rounding:
-            words += "samples. Save the place in the data, and the order's seed."
-        else:
-            words += "weights. Save optimizer, schedule, scaler, random states."
-        yield "ERROR", words
-        return
+            yield "ERROR", f"{words} other types in the optimizer's state: {', '.join(types)}."
+        elif old["weights"] != new["weights"] and lost:
+            yield "ERROR", f"{words} other weights: {lost[0]} is in no state_dict."
+        elif old["weights"] != new["weights"] and 0 < other <= at + step:
+            yield "ERROR", f"{words} other samples. Save the place in the data, and its seed."
+        elif old["weights"] != new["weights"]:
+            yield "ERROR", f"{words} other weights. Save optimizer, schedule, random states."
     yield "ok", f"stopped at step {done}, goes on at {at} with the same weights, bit for bit"
 
 
@@ -683,9 +631,9 @@ def same_data(one, two):
     answers = [False] if one["size"] != two["size"] else []
     for mine, theirs in zip(one["parts"], two["parts"]) if not answers else ():
         a, b = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
-        if both := a.keys() & b.keys():
-            several = len({a[i] for i in both}) > 1 or len(both) == 1
-            answers.append(several and all(a[i] == b[i] for i in both))
+        both = [i for i in a if i in b]
+        several = len({a[i] for i in both}) > 1 or len(both) == 1
+        answers += [several and all(a[i] == b[i] for i in both)] if both else []
     return any(answers) if answers else None
 
 
@@ -719,10 +667,9 @@ def factors(length, device):
 
 @functools.lru_cache
 def signs(length, device):
-    """Rows of 1 and -1, in float64 where the device has it."""
+    """Two rows of 1 and -1, in float64 where the device has it."""
     kind = torch.float32 if device.type == "mps" else torch.float64
-    shifts = (9, 19, 29, 39) if "CHECK_AGAINST" in os.environ else (9, 19)
-    rows = [factors(length, torch.device("cpu")) >> shift & 2 for shift in shifts]
+    rows = [factors(length, torch.device("cpu")) >> shift & 2 for shift in (9, 29)]
     return change(torch.stack(rows) - 1, device, kind)
 
 
@@ -736,19 +683,17 @@ def sketch(tensor):
 
 
 def hash_samples(batch):
-    """For each tensor of a batch: numbers of all bits of its samples; and how large these are."""
+    """Returns for each tensor of a batch a number for all bits of each of its samples."""
     tensors = [local(x) for x in tensors_of(batch) if x.dim() and not x.is_sparse]
-    hashes, sizes = [], []
+    hashes = []
     for tensor in [x for x in tensors if len(x) == len(tensors[0]) and x.numel()]:
         rows = tensor.reshape(len(tensor), -1).contiguous()
-        if "CHECK_AGAINST" in os.environ and rows.is_floating_point():
-            sizes.append(rows.double() @ signs(rows.shape[1], rows.device)[0].double())
         if rows.shape[1] * rows.element_size() % 8 == 0:
             rows = rows.view(torch.int64)
         elif rows.is_floating_point():
             rows = rows.float().view(torch.int32)
         hashes.append((rows.long() * factors(rows.shape[1], rows.device)).sum(1))
-    return hashes, sizes
+    return hashes
 
 
 def tensors_of(tree):
@@ -757,17 +702,16 @@ def tensors_of(tree):
 
 def random_states(data=None):
     """Numbers for the states of all random generators, by name."""
-    states = {"torch": zlib.crc32(torch.get_rng_state().numpy()), "random": hash(random.getstate())}
+    sources = {"torch": torch.default_generator, "random": random, **dict(own_generators(data))}
+    sources |= {"numpy": sys.modules["numpy"].random} if "numpy" in sys.modules else {}
     if data is None and torch.accelerator.is_available():
-        states["device"] = zlib.crc32(torch.get_device_module().get_rng_state().cpu().numpy())
-    if "numpy" in sys.modules:
-        _, words, place, *_ = sys.modules["numpy"].random.get_state()
-        states["numpy"] = zlib.crc32(words, place)
-    for name, own in own_generators(data):
-        own = getattr(getattr(own, "bit_generator", None), "state", own)  # NumPy's: a dictionary
-        own = own.get_state().tolist() if isinstance(own, torch.Generator) else own
-        own = own.getstate() if isinstance(own, random.Random) else own
-        states[f"its {name}"] = zlib.crc32(repr(own).encode())
+        sources["device"] = types.SimpleNamespace(get_state=torch.get_device_module().get_rng_state)
+    states = {}
+    for name, x in sources.items():
+        get_state = getattr(x, "getstate", None) or getattr(x, "get_state", None)
+        state = get_state() if get_state else x.bit_generator.state  # of NumPy's newer ones
+        state = state.cpu().numpy() if isinstance(state, torch.Tensor) else state
+        states[name] = zlib.crc32(pickle.dumps(state))
     return states
 
 
@@ -776,7 +720,7 @@ def own_generators(data, depth=4):
     for name, value in [*getattr(data, "__dict__", {}).items()]:
         for each in value[:20] if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, (torch.Generator, random.Random)) or hasattr(each, "bit_generator"):
-                yield name, each
+                yield f"its {name}", each
             elif depth and not isinstance(each, (type, type(os))):
                 yield from own_generators(each, depth - 1)
 
@@ -829,16 +773,24 @@ def careful(hook):
     return safe
 
 
-def wrap(owner, name, around):
-    """Makes owner.name(...) call around(plain, ...), where plain is what it was."""
-    plain = getattr(owner, name)
-    setattr(owner, name, functools.wraps(plain)(lambda *a, **k: around(plain, *a, **k)))
+def wrap(owner, name, before=None, after=None):
+    """Makes owner.name(...) call before(...) and after(result, ...)."""
+    plain, before, after = (
+        getattr(owner, name),
+        before and careful(before),
+        after and careful(after),
+    )
 
+    @functools.wraps(plain)
+    def hooked(*args, **kwargs):
+        if before:
+            before(*args, **kwargs)
+        result = plain(*args, **kwargs)
+        if after:
+            after(result, *args, **kwargs)
+        return result
 
-def tell(owner, name, note):
-    """Makes owner.name(...) call note(...) before it does what it did."""
-    note = careful(note)
-    wrap(owner, name, lambda plain, *a, **k: (note(*a, **k), plain(*a, **k))[1])
+    setattr(owner, name, hooked)
 
 
 class Watch:
@@ -902,15 +854,15 @@ class Watch:
         norms = [x for x in modules if getattr(x, "running_mean", None) is not None]
         layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
         kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # global hooks get none from PyTorch
-        hashes, sizes = hash_samples((args, kwargs))
         first = [x for x in tensors_of(args) if x.dim() > 1 and x[0].numel() > 1][:1]
         self.state["call"] += 1
         values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
         values |= {"step": self.steps_done(), "module": type(module).__name__, "norms": norms}
         values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
         values |= {"training": module.training, "trained": past["training"]}
-        values |= {"zero": any(not x.any() for x in first), "sizes": sum(sizes)}
-        values["samples"] = sum((i * 2 + 1) * x for i, x in enumerate(hashes))
+        values["zero"] = any(not x.any() for x in first)
+        hashes = enumerate(hash_samples((args, kwargs)))
+        values["samples"] = sum((i * 2 + 1) * x for i, x in hashes)
         kinds = " ".join(type(x).__name__ for x in modules)
         values["spectral"] = "_SpectralNorm" in kinds or any(
             "weight_u" in x._buffers for x in modules
@@ -922,8 +874,9 @@ class Watch:
         if not (grad or module.training or compiled) and past["modes"] < 3:
             past["modes"] += 1
             values["mode"] = Mode(values)
-            values["mode"].__enter__()
         module.__dict__["_check"] = values | {"random": random_states()}
+        if "mode" in values:
+            values["mode"].__enter__()
 
     @careful
     def after_module(self, module, args, output):
@@ -947,21 +900,7 @@ class Watch:
             for x in [x for x in outputs if x.grad_fn is not None and values["grad"]]:
                 x.register_hook(lambda _, call=values["call"]: self.record("trained", call=call))
 
-    def backward(self, plain, tensors, *args, **kwargs):
-        self.before_backward(tensors)
-        self.state["in_backward"] = 1
-        try:
-            plain(tensors, *args, **kwargs)
-        finally:
-            self.state["in_backward"] = 0
-        weights = [x for optimizer in self.made for x in weights_of(optimizer)]
-        self.now["had_gradients"] = any(x.grad is not None for x in weights)
-        self.now["version"] = sum(x._version for x in weights)
-        if not self.optimizers and self.state["backwards"] >= 20 * self.limit:
-            self.end()  # a script without an optimizer
-
-    @careful
-    def before_backward(self, tensors):
+    def before_backward(self, tensors, *args, **kwargs):
         self.now["backward"] += 1
         self.state["backwards"] += 1
         for known in self.optimizers.values():
@@ -976,6 +915,15 @@ class Watch:
         if not self.is_over():
             values = {"step": self.steps_done(), "pass": self.state.get("pass")}
             self.record("loss", value=value, **values)
+        self.state["in_backward"] = 1
+
+    def after_backward(self, result, *args, **kwargs):
+        self.state["in_backward"] = 0
+        weights = [x for optimizer in self.made for x in weights_of(optimizer)]
+        self.now["had_gradients"] = any(x.grad is not None for x in weights)
+        self.now["version"] = sum(x._version for x in weights)
+        if not self.optimizers and self.state["backwards"] >= 20 * self.limit:
+            self.end()  # a script without an optimizer
 
     @careful
     def before_step(self, optimizer, args, kwargs):
@@ -1016,11 +964,9 @@ class Watch:
         groups = dist.distributed_c10d._world.pg_group_ranks.values() if group else []
         owners = [self.owners.get(id(x), "") for x in weights]
         split = [getattr(x, "tensor_model_parallel", None) for x in weights]  # Megatron's mark
-        files = [getattr(x, "__file__", None) or "" for x in [*sys.modules.values()]]
-        files = [x for x in files if x.startswith(os.getcwd()) and "site-packages" not in x]
-        files = [Path(x) for x in {*files, os.path.abspath(sys.argv[0])} if os.path.isfile(x)]
-        settings = {f"code in {path.name}": zlib.crc32(path.read_bytes()) for path in files}
-        settings["flags"] = shlex.join(x for x in sys.argv[1:] if "rank" not in x)
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
+        settings = {"flags": shlex.join(x for x in sys.argv[1:] if "rank" not in x)}
+        settings["code"] = zlib.crc32(script.read_bytes()) if script.is_file() else 0
         settings["versions"] = f"{sys.version.split()[0]}, {torch.__version__}"
         device = weights[0].device
         machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
@@ -1095,21 +1041,17 @@ class Watch:
                 time.sleep(0.02)
         raise SystemExit(0)
 
-    def start_pass(self, plain, loader):
-        iterator = plain(loader)
+    def start_pass(self, iterator, loader):
         own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         endless = not hasattr(own, "__len__") or isinstance(loader.dataset, IterableDataset)
-        limit = -1 if endless else int(os.environ["CHECK_EPOCH_BATCHES"])
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
         iterator._check = {"pass": self.state["passes"], "size": size, "data": loader.dataset}
-        iterator._check |= {"maker": type(own).__module__.split(".")[0], "left": limit}
+        iterator._check["left"] = -1 if endless else int(os.environ["CHECK_EPOCH_BATCHES"])
+        iterator._check["maker"] = type(own).__module__.split(".")[0]
         self.state["passes"] += 1
-        return iterator
 
-    def next_index(self, plain, iterator):
-        index = plain(iterator)
+    def note_index(self, index, iterator):
         iterator.__dict__.setdefault("_check_indices", []).append(index)
-        return index
 
     def next_batch(self, plain, iterator):
         one = getattr(iterator, "_check", None)
@@ -1140,55 +1082,35 @@ class Watch:
         parts = [*batch.values()] if isinstance(batch, dict) else batch
         parts = parts if isinstance(parts, (list, tuple)) else [parts]
         rows = [len(x) for x in parts if isinstance(x, torch.Tensor) and x.dim()]
-        self.record("batch", **values, rows=rows, parts=hash_samples(batch)[0][:3])
+        self.record("batch", **values, rows=rows, parts=hash_samples(batch)[:3])
 
-    def fetch(self, plain, fetcher, index):
-        """In a worker, or where there is none in the process itself."""
-        data, before = fetcher.dataset, random_states(fetcher.dataset)
-        batch = plain(fetcher, index)
-        drawn = used(before, random_states(data))
+    def before_fetch(self, fetcher, index):  # in a worker, if there are some
+        fetcher._check_states = random_states(fetcher.dataset)
+
+    def after_fetch(self, result, fetcher, index):
+        data, drawn = fetcher.dataset, used(fetcher._check_states, random_states(fetcher.dataset))
         count = fetcher._check = getattr(fetcher, "_check", 0) + 1
         if count <= 3 or drawn and not self.state["drew"]:
             self.state["drew"] = bool(drawn)
             while isinstance(data, torch.utils.data.Subset):
                 data = data.dataset
             worker = torch.utils.data.get_worker_info()
-            values = {
-                "worker": worker and worker.id,
-                "at": time.time(),
-                "data": type(data).__name__,
-            }
+            values = {"worker": worker and worker.id, "at": time.time(), "used": drawn}
             parent = process_name(os.getppid() if worker else os.getpid())
-            self.record("fetch", used=drawn, parent=parent, **values)
-        return batch
+            self.record("fetch", parent=parent, data=type(data).__name__, **values)
 
-    def schedule(self, plain, scheduler, *args, **kwargs):
-        self.now["schedulers"] += 1  # one may call others
-        try:
-            result = plain(scheduler, *args, **kwargs)
-            if self.now["schedulers"] == 1:
-                self.note_schedule(scheduler, sys._getframe(2))
-            return result
-        finally:
-            self.now["schedulers"] -= 1
-
-    @careful
-    def note_schedule(self, scheduler, caller):
+    def note_schedule(self, scheduler, *args, **kwargs):
+        module = sys._getframe(3).f_globals.get("__name__", "")
+        if module == "torch.optim.lr_scheduler":  # it is made, or one calls another
+            return
         optimizer = getattr(scheduler, "optimizer", None)
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         known = self.optimizers.get(id(optimizer), {"step": self.steps_done(), "number": 0})
         known["scheduler"] = weakref.ref(scheduler)
-        values = {
-            "number": known["number"],
-            "step": known["step"],
-            "name": type(scheduler).__name__,
-        }
-        if caller.f_code.co_name not in ("_initial_step", "__init__"):
-            module = caller.f_globals.get("__name__", "").split(".")[0]
-            self.record("schedule", caller=module, **values)
+        values = {"number": known["number"], "step": known["step"], "caller": module.split(".")[0]}
+        self.record("schedule", name=type(scheduler).__name__, **values)
 
-    def make_ddp(self, plain, ddp, *args, **kwargs):
-        plain(ddp, *args, **kwargs)
+    def note_ddp(self, result, ddp, *args, **kwargs):
         self.learn_names(ddp)
         for x in ddp.module.parameters():
             self.ddps[id(x)], self.nodes[id(x)] = weakref.ref(ddp), node_of(x)
@@ -1212,12 +1134,9 @@ class Watch:
     def note_clip(self, *args, **kwargs):
         self.now["clipped"] = "scaled" if self.now["scaled"] else "as it is"
 
-    def parse(self, plain, parser, *args, **kwargs):
-        found = plain(parser, *args, **kwargs)
-        given = vars(found[0]).items()
-        values = {name: x for name, x in given if isinstance(x, (str, int, float))}
-        self.record("flags", values=values)
-        return found
+    def note_flags(self, result, *args, **kwargs):
+        flags = {name: x for name, x in vars(result[0]).items() if isinstance(x, (str, int, float))}
+        self.record("flags", values=flags)
 
     def note_dropout(self, values, function, args, kwargs):
         """Notes a call of dropout in a model that is in eval()."""
@@ -1258,25 +1177,26 @@ def install():
     for kind in kinds:
         kinds += kind.__subclasses__()
         if "step" in vars(kind):
-            wrap(kind, "step", watch.schedule)
-    wrap(torch.autograd, "backward", watch.backward)
-    wrap(DDP, "__init__", watch.make_ddp)
-    wrap(DataLoader, "__iter__", watch.start_pass)
-    wrap(dataloader._BaseDataLoaderIter, "_next_index", watch.next_index)
-    wrap(dataloader._BaseDataLoaderIter, "__next__", watch.next_batch)
-    wrap(_utils.fetch._MapDatasetFetcher, "fetch", watch.fetch)
-    wrap(_utils.fetch._IterableDatasetFetcher, "fetch", watch.fetch)
-    wrap(argparse.ArgumentParser, "parse_known_args", watch.parse)
-    clear, now = lambda one, *a, **k: one.__dict__.pop("_check_indices", None), watch.now
-    tell(dataloader._BaseDataLoaderIter, "_reset", clear)  # with workers, it draws indices
-    tell(torch.optim.Optimizer, "__init__", lambda optimizer, *a, **k: watch.made.add(optimizer))
-    tell(torch, "save", watch.note_save)
-    tell(os, "replace", watch.note_move)
-    tell(os, "rename", watch.note_move)
-    tell(torch.amp.GradScaler, "scale", watch.note_scale)
-    tell(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
-    tell(torch.nn.utils, "clip_grad_norm_", watch.note_clip)
-    tell(torch.nn.utils, "clip_grad_value_", watch.note_clip)
+            wrap(kind, "step", watch.note_schedule)
+    iterator, now = dataloader._BaseDataLoaderIter, watch.now
+    plain = iterator.__next__
+    iterator.__next__ = lambda self: watch.next_batch(plain, self)
+    wrap(iterator, "_next_index", after=watch.note_index)
+    wrap(iterator, "_reset", lambda x, *a, **k: x.__dict__.pop("_check_indices", None))
+    wrap(DataLoader, "__iter__", after=watch.start_pass)
+    for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
+        wrap(fetcher, "fetch", watch.before_fetch, watch.after_fetch)
+    wrap(torch.autograd, "backward", watch.before_backward, watch.after_backward)
+    wrap(DDP, "__init__", after=watch.note_ddp)
+    wrap(argparse.ArgumentParser, "parse_known_args", after=watch.note_flags)
+    wrap(torch.optim.Optimizer, "__init__", lambda optimizer, *a, **k: watch.made.add(optimizer))
+    wrap(torch, "save", watch.note_save)
+    wrap(os, "replace", watch.note_move)
+    wrap(os, "rename", watch.note_move)
+    wrap(torch.amp.GradScaler, "scale", watch.note_scale)
+    wrap(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
+    wrap(torch.nn.utils, "clip_grad_norm_", watch.note_clip)
+    wrap(torch.nn.utils, "clip_grad_value_", watch.note_clip)
 
 
 # == The job: what is started, and what its processes saw ==========================================
@@ -1350,67 +1270,50 @@ class Job:
         world = starts[0]["world"] if starts else 1
         self.is_incomplete = len([*folder.glob("*.end")]) < world
         self.is_hogwild = len(starts) > 1 and all(x["shared"] and x["world"] == 1 for x in starts)
-        self.families = [] if self.is_hogwild else [*self.find_families()]
+        families = () if self.is_hogwild else self.find_families()
+        self.families = [each for each in families if len(each.ranks) > 1]
         self.data_groups = [each.ranks for each in self.families if each.has_data]
 
     def all(self, kind):
         return [x for each in self.seen.values() for x in each[kind]]
 
+    def steps_of_ranks(self):
+        return [(rank, steps) for rank, x in self.ranks.items() for _, steps in x.optimizers()]
+
     def union(self):
-        """By step, the samples of all ranks, as (hash, size)."""
+        """By step, the hashes of the samples of all ranks."""
         steps = defaultdict(list)
         for rank in self.data_groups[0] if self.data_groups else [*self.ranks][:1]:
-            for step, each in self.ranks[rank].samples(with_sizes=True).items():
-                steps[step + 1] += each
+            for step, hashes in self.ranks[rank].samples().items():
+                steps[step + 1] += hashes
         return steps
 
     def find_families(self):
         """Yields ranks that train one model: they average with each other, or split it by hand."""
-        groups, split = defaultdict(list), []
+        groups = defaultdict(list)
         for rank, each in self.ranks.items():
-            key = [each.start[name] for name in ("names", "shapes", "ddp", "mesh")]
-            by_hand = any(1 < size < each.start["world"] for size in each.start["groups"])
-            if by_hand and not each.start["ddp"] and not each.start["mesh"]:
-                key.append(each.start["weights"])  # those that start alike
-            groups[str(key)].append(rank)
-            ranks = [x for x in self.ranks if x == rank or self.is_split(each, self.ranks[x])]
-            if len(ranks) > 1 and ranks not in split:
-                split.append(ranks)
-                yield Family(ranks, self, is_split=True, has_data=False)
-        for ranks in [x for x in groups.values() if len(x) > 1]:
-            start = self.ranks[ranks[0]].start
-            one_dim = {len(x.split()) for x in start["shards"]} == {1}
-            has_data = not start["mesh"] or start["is_fsdp"] and one_dim
-            if not any({*ranks} <= {*x} for x in split):
-                yield Family(ranks, self, is_split=False, has_data=has_data)
+            groups[str([each.start[x] for x in ("names", "shapes", "ddp", "mesh")])].append(rank)
+        for ranks in groups.values():
+            start, alike = self.ranks[ranks[0]].start, defaultdict(list)
+            for rank in ranks:
+                alike[str(self.ranks[rank].start["weights"])].append(rank)
+            together = start["ddp"] or start["mesh"] or start["world"] == 1 or len(alike) == 1
+            is_split = not together and self.have_one_batch([x[0] for x in alike.values()])
+            in_groups = any(1 < size < start["world"] for size in start["groups"])
+            fsdp = start["is_fsdp"] and {len(x.split()) for x in start["shards"]} == {1}
+            if is_split:
+                yield Family(ranks, is_split=True, has_data=False)
+            for one in alike.values() if is_split or not together and in_groups else [ranks]:
+                yield Family(one, is_split=False, has_data=fsdp or not start["mesh"])
 
-    def is_split(self, one, two):
-        """Whether two ranks have other weights, but the same samples: each has a part of them."""
-        same = {name for name in one.start if one.start[name] == two.start[name]}
-        if not {"names", "shapes"} <= same or "weights" in same or one.start["world"] == 1:
-            return False
-        mine, theirs = one.samples(), two.samples()
-        alike = all(sorted(mine[step]) == sorted(theirs.get(step, [])) for step in mine)
-        return not one.start["ddp"] and not one.start["mesh"] and bool(mine) and alike
+    def have_one_batch(self, ranks):
+        """Whether ranks have the same samples in each step."""
+        one, *others = [self.ranks[rank].samples() for rank in ranks]
+        return bool(one) and all(x.keys() == one.keys() and x == one for x in others)
 
 
-class Family:
-    """Ranks that train one model. If it is split by hand, only some weights have copies."""
-
-    def __init__(self, ranks, job, is_split, has_data):
-        self.ranks, self.is_split, self.has_data = ranks, is_split, has_data
-
-    def differences(self, states, step):
-        """Returns two ranks whose copies of weights have other bits, and the indices of these."""
-        found, copies = defaultdict(list), {}
-        for rank in self.ranks:
-            start, weights = states[rank][0], states[rank][step]["weights"]
-            for index, shard in enumerate(start["shards"]):
-                if start["whole"][index] or not self.is_split:
-                    first, bits = copies.setdefault((index, shard), (rank, weights[index]))
-                    if bits != weights[index]:
-                        found[first, rank].append(index)
-        return next(((*ranks, indices) for ranks, indices in found.items()), None)
+# Ranks that train one model. If it is split by hand, only some weights have copies.
+Family = namedtuple("Family", "ranks is_split has_data")
 
 
 class Process(defaultdict):
@@ -1438,13 +1341,11 @@ class Process(defaultdict):
         start, steps = [*self.optimizers()][number]
         return {x["step"]: x for x in [start, *steps]}
 
-    def samples(self, with_sizes=False):
+    def samples(self):
         """By step, the hashes of the samples that the model was trained on."""
         found = defaultdict(list)
         for x in self.training_calls:
-            hashes = x["samples"] or []
-            sizes = x["sizes"] or [0.0] * len(hashes)
-            found[x["step"]] += zip(hashes, sizes) if with_sizes else hashes
+            found[x["step"]] += x["samples"] or []
         return found
 
     def extras(self):
