@@ -5,12 +5,11 @@
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
     CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py      # several machines
 
-PyTorch itself loads this file in each process of the job, as a plug-in (entry point
-"torch.backends"). There it watches optimizers, models, data loaders and files, changes nothing, and
-writes what it sees to a file. Then the first process compares the files, and prints a line for
-each kind of fault: ok, warning, ERROR, or "not seen" where nothing shows whether it is right.
-Status 1: an error; 2: nothing trained; else 0. Machines that each start their own torchrun each
-start this file, with one CHECK_FOLDER, new and shared: the machine of rank 0 prints the table.
+PyTorch loads this file in each process of the job, as a plug-in (entry point "torch.backends").
+There it watches optimizers, models, data loaders and files, changes nothing, and writes down what
+it sees. Then the first process compares all, and prints a line for each kind of fault: ok, warning,
+ERROR, or "not seen" where nothing shows whether it is right. Status 1: an error; 2: nothing
+trained; else 0. Machines with a torchrun each start this file each, with one new, shared folder.
 """
 
 import argparse
@@ -61,17 +60,20 @@ def main():
         if job.steps and args.resume:
             stopped = run(command, args, folder / "stopped", stop_at=max(1, args.steps // 2))
             rows += findings(resume, job, stopped, run(command, args, folder / "stopped", life=2))
-    if job.prints:
-        words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: {command}"
-        print(f"\n{textwrap.shorten(words, 100)}")
-        for level, name, words in sorted(rows, key=by_level):
-            lines = textwrap.wrap(words, 78, break_long_words=False)
-            print(f"{level:9}{name:13}" + f"\n{' ' * 22}".join(lines))
+    words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: {command}"
+    print(f"\n{textwrap.shorten(words, 100)}" if job.prints else "the table is with rank 0")
+    for level, name, words in sorted(rows, key=by_level) if job.prints else ():
+        lines = textwrap.wrap(words, 78, break_long_words=False)
+        print(f"{level:9}{name:13}" + f"\n{' ' * 22}".join(lines))
     sys.exit(any(row[0] == "ERROR" for row in rows) if job.steps else 2)
 
 
 def by_level(row):
     return ["ERROR", "warning", "ok", "not seen"].index(row[0])
+
+
+def seen(items, words):
+    return ("ok", f"{len(items)} {words}") if items else ("not seen", f"no {words}")
 
 
 def findings(kind, *jobs):
@@ -82,7 +84,8 @@ def findings(kind, *jobs):
         line = error.__traceback__.tb_next.tb_lineno
         found = [("not seen", f"check.py failed itself, line {line}: {error!r}")]
     wrong = [row for row in found if by_level(row) < 2]
-    return [(level, kind.__name__, words) for level, words in wrong or found[:1]]
+    found = wrong or found[:1] or [("not seen", f"nothing shows it: {kind.__doc__}")]
+    return [(level, kind.__name__, words) for level, words in found]
 
 
 # == The kinds of faults. Each takes what the job's processes saw, and yields (level, words). ======
@@ -211,18 +214,17 @@ def updates(job):
                 still.append((math.prod(start["shapes"][i]), name, last + 1))
         count, frozen = len(start["names"]), start["trainable"].count(False)
         level = "ERROR" if 2 * len(stuck + still) >= count else "warning"
+        words = " Steps too small? A bias before BatchNorm?"
         if not any(rates):
             yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
         elif not moving:
-            why = " All have requires_grad False." if frozen == count else ""
-            yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps.{why}"
+            words = ": all have requires_grad False" if frozen == count else ""
+            yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps{words}."
         elif stuck:
-            words = f"{len(stuck)} of {count} weights have gradients but never change: {stuck[0]}."
-            yield level, words + " Steps too small for bf16? A bias before BatchNorm?"
+            yield level, f"{len(stuck)} of {count} with gradients never change: {stuck[0]}.{words}"
         elif still:
-            _, name, step = max(still)
-            words = f"{name} stands still from step {step} on ({len(still)} tensors do), though it"
-            yield level, words + " has gradients. Optimizer's state? A bias before BatchNorm?"
+            count, (_, name, step) = len(still), max(still)
+            yield level, f"{name} stands still from step {step} on ({count} tensors do).{words}"
         yield "ok", f"{moving} tensors change, {frozen} are frozen"
 
 
@@ -250,16 +252,13 @@ def zeroing(job):
         old = [b for a, b in zip(steps, steps[1:]) if a["grads"] == b["grads"] and any(b["grads"])]
         twice = [x["step"] for x in old if x["clean"] is None]
         if late:
-            words = f"not zeroed before step {late[0]} and {len(late) - 1} others, in rank {rank}."
-            yield "ERROR", words + " Call optimizer.zero_grad() after each step."
+            words = f"not zeroed before step {late[0]} (and {len(late) - 1} more), rank {rank}."
+            yield "ERROR", words + " Call optimizer.zero_grad()."
         if twice:
-            words = f"step {twice[0]} uses the gradients of the step before, in rank {rank}."
-            yield "ERROR", words + " Is step() called twice for one backward()?"
+            yield "ERROR", f"step {twice[0]} uses the gradients of the step before, rank {rank}."
         if any(x["wiped"] for x in steps):
             yield "ERROR", "zeroed between the micro-batches of a step: only the last one counts."
-        if any(x["clean"] for x in steps):
-            yield "ok", "gradients are zeroed in each step"
-    yield "not seen", "no gradients of backward() at a step"
+        yield seen([x for x in steps if x["clean"]], "steps from gradients that were zeroed")
 
 
 def averaging(job):
@@ -267,11 +266,9 @@ def averaging(job):
     for rank, steps in job.steps_of_ranks():
         counts = [x["averaged"] for x in steps]
         if len(job.ranks) > 1 and min(counts) > 1:
-            words = f"DDP averages {counts[0]} times in step 1 of rank {rank}."
-            yield "warning", words + " Use no_sync() for all micro-batches but the last."
-        elif any(counts):
-            yield "ok", "DDP averages once in each step"
-    yield "not seen", "no model is called by DDP"
+            words = f"DDP averages {counts[0]} times in step 1 of rank {rank}. Use no_sync()."
+            yield "warning", words
+        yield seen([x for x in counts if x], "steps that DDP averages once")
 
 
 def finite(job):
@@ -282,18 +279,16 @@ def finite(job):
         for x in [x for x in each["step"] if x["infinite"]][:1]:
             words = f"inf or nan in the gradient of {x['infinite'][0]}, step {x['step']}, rank"
             yield "ERROR", f"{words} {rank}. Clip, lower the rate, or look at the loss."
-        for first in each["loss"][:1]:
-            yield "ok", f"losses from {first['value']:.4f} to {each['loss'][-1]['value']:.4f}"
+        last = f", {each['loss'][-1]['value']:.4f} in the end" if each["loss"] else ""
+        yield seen(each["loss"], "losses" + last)
 
 
 def clipping(job):
     """Gradients that GradScaler scaled are clipped after unscale_()."""
-    ways = {x["clipped"] for x in job.first["step"]}
-    if "scaled" in ways:
+    clipped = [x["clipped"] for x in job.first["step"] if x["clipped"]]
+    if "scaled" in clipped:
         yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
-    if ways != {0}:
-        yield "ok", "clipped as they are"
-    yield "not seen", "clip_grad_norm_() and clip_grad_value_() are not called"
+    yield seen(clipped, "steps from clipped gradients")
 
 
 def schedule(job):
@@ -308,14 +303,12 @@ def schedule(job):
                 yield "ERROR", words + ". Call it once for each step."
             elif x["step"] == 0:
                 yield "warning", "it comes before optimizer.step(): the first rate is never used"
-            yield "ok", words
-        said = [(x["step"], x["rates"][0], x["said"][0]) for x in steps if x["said"]]
-        other = [x for x in said if abs(x[1] - x[2]) > 1e-6 * abs(x[2])]
-        for step, rate, wanted in other[:1]:
-            words = f"step {step} uses the rate {rate:.4g}, but the schedule says {wanted:.4g}"
-            words += f" ({len(other)} of {len(said)} steps). What sets it afterwards?"
-            yield "ERROR" if len(other) == len(said) else "warning", words
-    yield "not seen", "no scheduler of PyTorch is called"
+        used = [(x["step"], x["rates"][0], x["said"][0]) for x in steps if x["said"]]
+        other = [x for x in used if abs(x[1] - x[2]) > 1e-6 * abs(x[2])]
+        for step, rate, said in other[:1]:
+            words = f"step {step} uses the rate {rate:.4g}, but the schedule says {said:.4g}. What"
+            yield "ERROR" if len(other) == len(used) else "warning", words + " sets it afterwards?"
+    yield seen(job.first["schedule"], "calls of a scheduler")
 
 
 def precision(job):
@@ -326,10 +319,10 @@ def precision(job):
         says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
         if low and says_fp32 and re.search("precision|dtype", name.lower()):
             words = f"{types[low[0]]} weights are {low[0]}, but the flag {name} says {value}."
-            yield "ERROR", words + " Make the model in float32; autocast computes in less."
+            yield "ERROR", words
     for x in job.all("autocast")[:1]:
         words = f"autocast is on, but a {x['module']} gives {x['gives']} in step {x['step'] + 1}."
-        yield "warning", words + " Does it work in this thread, and in its forward()?"
+        yield "warning", words
     yield "ok", f"weights are {', '.join(types)}"
 
 
@@ -350,25 +343,22 @@ def modes(job):
     for x in [x for x in forwards if x["spectral"] and not x["training"] and not x["trained"]][:1]:
         words = f"{x['module']} has spectral_norm, and is called in eval() before it ever was in"
         yield "warning", words + " train(): its norm is not known yet."
-    if trains:
-        yield "ok", f"{len(trains)} calls in train(), and validation in eval()"
-    yield "not seen", "no Dropout or BatchNorm is called for training"
+    yield seen(trains, "calls of Dropout or BatchNorm in train()")
 
 
 def dropout(job):
     """Dropout draws other masks in each rank, and none in eval()."""
-    for x in job.all("dropout")[:1]:
-        words = f"{x['function']} drops values in eval() of {x['module']} after step {x['step']}."
-        yield "warning", words + " Give it a probability only if self.training."
+    tests = [x for x in job.first["forward"] if not x["grad"] and x["in_eval"] == x["layers"] > 0]
+    for x in [x for x in tests if x["random"]][:1]:
+        words = f"{x['module']} draws random numbers in eval(), after step {x['step']}."
+        yield "warning", words + " Does it drop values? Only if self.training."
     for one, two, *_ in job.data_groups:
         calls = zip(*[job.ranks[rank].training_calls for rank in (one, two)])
         pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
         if pairs and all(a == b for a, b in pairs):
             words = f"ranks {one} and {two} draw the same masks in {len(pairs)} calls."
             yield "warning", words + " After the model is made, add the rank to the seed."
-        if pairs:
-            yield "ok", f"ranks {one} and {two} draw different masks"
-    yield "not seen", "no two ranks with random numbers in the model"
+        yield seen(pairs, "calls that draw random numbers in two ranks")
 
 
 def batchnorm(job):
@@ -377,10 +367,8 @@ def batchnorm(job):
         calls = [[x for x in job.ranks[i]["forward"] if x["norms"]] for i in (one, two)]
         for step in [a["step"] for a, b in zip(*calls) if a["norms"] != b["norms"]][:1]:
             words = f"statistics differ in validation after step {step} in ranks {one} and {two}."
-            yield "warning", words + " Send those of rank 0, or use SyncBatchNorm."
-        if calls[0]:
-            yield "ok", f"the same statistics in {len(calls[0])} calls"
-    yield "not seen", "no two ranks that validate with BatchNorm"
+            yield "warning", words + " Send those of rank 0."
+        yield seen(calls[0], "calls with the same statistics in two ranks")
 
 
 def shares(job):
@@ -390,7 +378,6 @@ def shares(job):
             level, words = share_of(job.ranks[one], job.ranks[two], 1 + len(others))
             advice = " Use a DistributedSampler, or parts of one order." if level == "ERROR" else ""
             yield level, f"ranks {one} and {two} {words}{advice}"
-    yield "not seen", "no two ranks that should have samples of their own"
 
 
 def share_of(one, two, count):
@@ -412,10 +399,10 @@ def share_of(one, two, count):
         if a["ended"] and left > 0.1 * a["size"] and not both:
             return "warning", f"leave out {left} of {a['size']} samples in the first epoch"
         return "ok", f"share none of {len(drawn)} samples, or draw them with replacement"
-    seen = [Counter(y for x in each.values() for y in x) for each in (mine, theirs)]
-    between = sum(seen[0][x] * seen[1][x] for x in seen[0])
-    within = sum(x * (x - 1) / 2 for each in seen for x in each.values())
-    words = f"share {between} of {sum(seen[0].values())} samples."
+    counts = [Counter(y for x in each.values() for y in x) for each in (mine, theirs)]
+    between = sum(counts[0][x] * counts[1][x] for x in counts[0])
+    within = sum(x * (x - 1) / 2 for each in counts for x in each.values())
+    words = f"share {between} of {sum(counts[0].values())} samples."
     return "ERROR" if between > 2 + 5 * within else "ok" if common else "not seen", words
 
 
@@ -435,9 +422,7 @@ def order(job):
         yield "warning", f"not shuffled: {str(first[:4])[1:-1]}, ... If not wanted, shuffle."
     elif second and all(a == b for a, b in zip(first, second)):
         yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
-    elif second:
-        yield "ok", "the first two epochs have different orders"
-    yield "not seen", "no two epochs of a DataLoader. Try more --steps, or --epoch_batches 5"
+    yield seen(second, "samples of a second epoch. If none: more --steps, or --epoch_batches 5")
 
 
 def inputs(job):
@@ -453,36 +438,34 @@ def inputs(job):
         if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
             words = f"a batch of {odd[0][0]} samples has a tensor of {min(odd[0][1])} row(s)."
             yield "warning", words + " Does collate_fn take one for all of them?"
-        if calls:
-            yield "ok", f"none of {len(calls)} inputs is all zeros"
+        yield seen(calls, "inputs, none all zeros")
 
 
 def samples(job):
     """A data set gives the same sample for an index, unless it draws random numbers."""
     random_ones = {x["data"] for x in job.all("fetch") if x["used"]} | {None}
-    seen = {}  # (rank, data set, its size, index): the sample's hashes, and its pass
+    old, twice = {}, 0  # (rank, data set, its size, index): the sample's hashes, and its pass
     for rank, x in [(rank, x) for rank, each in job.ranks.items() for x in each["batch"]]:
         parts = [part for part in x["parts"] if len(part) == len(x["index"])]
         for index, *hashes in zip(x["index"], *parts) if x["data"] not in random_ones else ():
-            old, number = seen.setdefault((rank, x["data"], x["size"], index), (hashes, x["pass"]))
-            if index is not None and number != x["pass"]:
-                yield "ok", "samples that are read twice have the same bytes"
-                if old != hashes:
-                    words = f"sample {index} of {x['data']} has other bytes in a later epoch, in"
-                    yield "ERROR", f"{words} rank {rank}. Nothing random is drawn: change a copy."
-                    return
-    yield "not seen", "no sample is read twice, or all are random"
+            first, number = old.setdefault((rank, x["data"], x["size"], index), (hashes, x["pass"]))
+            if index is not None and number != x["pass"] and first != hashes:
+                words = f"sample {index} of {x['data']} has other bytes in a later epoch, in rank"
+                yield "ERROR", f"{words} {rank}. Nothing random is drawn: change a copy."
+                return
+            twice += number != x["pass"]
+    yield seen([1] * twice, "samples are read twice, with the same bytes")
 
 
 def augmentation(job):
     """Random numbers of data sets differ in workers, ranks and epochs."""
     ranks = {each.name: rank for rank, each in job.ranks.items()}
-    drawn = defaultdict(list)  # (generator, data set, rank, worker): its states, by epoch
+    drawn = defaultdict(list)  # (generator, data set, rank, worker): states, by epoch
     for each in job.seen.values():
         fetches = [x for x in each["fetch"] if x["used"] and x["parent"] in ranks][:3]
-        for name in fetches[0]["used"] if fetches else ():
-            key = (name, fetches[0]["data"], ranks[fetches[0]["parent"]], fetches[0]["worker"])
-            drawn[key].append((fetches[0]["at"], [x["used"].get(name) for x in fetches]))
+        for one, name in [(fetches[0], name) for name in fetches[0]["used"]] if fetches else ():
+            key = (name, one["data"], ranks[one["parent"]], one["worker"])
+            drawn[key].append((one["at"], [x["used"].get(name) for x in fetches]))
     epochs = {key: [states for _, states in sorted(each)] for key, each in sorted(drawn.items())}
     places = {x: f"worker {x[3]} of " * (x[3] is not None) + f"rank {x[2]}" for x in epochs}
     for key, states in epochs.items():
@@ -494,9 +477,7 @@ def augmentation(job):
             level = "ERROR" if alike[0][2] == key[2] else "warning"
             yield level, f"{words} as {places[alike[0]]} ({key[0]}). Add both to the seed."
             break
-    if epochs:
-        yield "ok", f"different random numbers in {len(epochs)} places"
-    yield "not seen", "no data set draws random numbers in a DataLoader"
+    yield seen(epochs, "places where a data set draws random numbers")
 
 
 def validation(job):
@@ -505,22 +486,19 @@ def validation(job):
     trains = [x for each in job.ranks.values() for x in each.passes(training=True)]
     trains = [x for x in trains if tests and x["split"] and x["split"] == tests[0]["split"]]
     leaked = {i for x in trains for i in x["index"]} & {i for x in tests for i in x["index"]}
-    for index in [i for i in leaked if i is not None][:1]:
-        words = f"{len(leaked)} of its samples are trained on, such as {index}."
-        yield "ERROR", words + " Seed random_split()."
+    if trains and leaked - {None}:
+        yield "ERROR", f"{len(leaked)} of its samples are trained on. Seed random_split()."
     tests = [x for x in tests if x["ended"] and x["known"]]
     counts = Counter(i for x in tests for i in x["index"])
     size, twice = tests[0]["size"] if tests else 0, sum(count > 1 for count in counts.values())
     is_shared = all(same_data(tests[0], x) is not False for x in tests[1:])
     is_padded = tests and tests[0]["maker"] == "accelerate"  # gather_for_metrics() takes it away
     if twice and is_shared and min(counts.values()) < len(tests) and not is_padded:
-        words = f"{twice} of {size} samples count twice: a DistributedSampler fills up."
-        yield "warning", words + " Give each rank range(rank, size, world_size)."
+        words = f"{twice} of {size} samples count twice, as a DistributedSampler fills up."
+        yield "warning", words + " Take range(rank, size, world_size)."
     elif len(counts) < size and is_shared and len(tests) == len(job.ranks):
         yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
-    elif tests:
-        yield "ok", f"{len(counts)} of {size} samples count, {max(counts.values())} time(s) each"
-    yield "not seen", "no whole pass over a DataLoader without gradients ended"
+    yield seen(counts, "samples in whole passes over a DataLoader without gradients")
 
 
 def snapshot(job):
@@ -533,12 +511,8 @@ def snapshot(job):
         if count > 1:
             yield "ERROR", f"{count} processes write {name}. Let rank 0 alone write it."
         elif path not in moved and len(writers) > 1:
-            words = f"{name} is written over in place: a kill meanwhile leaves no whole file."
-            yield "warning", words + " Write a .tmp, then os.replace() it."
-    if saves:
-        whole = sum(x["optimizer"] for x in job.all("save"))
-        yield "ok", f"{len(saves)} file(s); an optimizer's state is saved {whole} times"
-    yield "not seen", "torch.save() is not called"
+            yield "warning", f"{name} is written over in place. Write a .tmp, then os.replace() it."
+    yield seen(saves, "file(s) of torch.save()")
 
 
 KINDS = [processes, weights, updates, gradients, zeroing, averaging, finite, clipping, schedule]
@@ -562,9 +536,7 @@ def against(job, other):
         if apart > 0.02 * way + 1e-7 * size and step == 0:
             yield "ERROR", f"start: {names[index]} differs before step 1. Compare the seeds."
         elif apart > 0.02 * way + 1e-7 * size and not 0 < at <= step:
-            words = (
-                f"computation: with the same samples, {names[index]} differs after step {step} by"
-            )
+            words = f"computation: from equal samples, {names[index]} differs after step {step} by"
             yield "ERROR", f"{words} {apart / way:.0%} of its way. Mean, rate, clipping?"
         else:
             continue
@@ -578,10 +550,8 @@ def other_samples(job, other, skip=0):
     for step in sorted(step for step in mine if theirs.get(step - skip)):
         count = (Counter(mine[step]) - Counter(theirs[step - skip])).total()
         if count or len(mine[step]) != len(theirs[step - skip]):
-            words = (
-                f"{count} of {len(mine[step])} samples of step {step} are not those of the other"
-            )
-            return step, f"{words} run, which has {len(theirs[step - skip])}."
+            words = f"{count} of {len(mine[step])} samples of step {step} are not in the other run,"
+            return step, f"{words} which has {len(theirs[step - skip])}."
     return 0, ""
 
 
@@ -603,11 +573,7 @@ def resume(whole, stopped, again):
     held = before.get(at, {})
     lost = [x for x in held if held[x] not in (before[0].get(x, held[x]), after.get(x, held[x]))]
     for step in [step for step in news if step and at + step in states]:
-        old, new, words = (
-            states[at + step],
-            news[step],
-            f"goes on at {at}, but step {at + step} has",
-        )
+        old, new, words = states[at + step], news[step], f"from step {at} on, {at + step} has"
         types = sorted({*new["types"]} ^ {*old["types"]})
         if types:
             yield "ERROR", f"{words} other types in the optimizer's state: {', '.join(types)}."
@@ -773,21 +739,15 @@ def careful(hook):
     return safe
 
 
-def wrap(owner, name, before=None, after=None):
+def wrap(owner, name, before=lambda *a, **k: None, after=lambda *a, **k: None):
     """Makes owner.name(...) call before(...) and after(result, ...)."""
-    plain, before, after = (
-        getattr(owner, name),
-        before and careful(before),
-        after and careful(after),
-    )
+    plain, before, after = getattr(owner, name), careful(before), careful(after)
 
     @functools.wraps(plain)
     def hooked(*args, **kwargs):
-        if before:
-            before(*args, **kwargs)
+        before(*args, **kwargs)
         result = plain(*args, **kwargs)
-        if after:
-            after(result, *args, **kwargs)
+        after(result, *args, **kwargs)
         return result
 
     setattr(owner, name, hooked)
@@ -800,9 +760,9 @@ class Watch:
         self.optimizers = {}  # id: what is known of an optimizer that took a step
         self.made = weakref.WeakSet()  # all optimizers
         self.stepping = []  # optimizers that take a step right now
-        self.names, self.alive = {}, {}  # id of a parameter: its name, a weak reference to it
-        self.owners, self.ddps, self.nodes = {}, {}, {}  # its module's classes, its DDP, DDP's node
-        self.calls = weakref.WeakKeyDictionary()  # how often a module was called, and in train()
+        self.names, self.owners = {}, {}  # id of a parameter: its name, its module's classes
+        self.ddps, self.nodes = {}, {}  # id of a parameter: its DDP, and the node DDP listens to
+        self.modules = weakref.WeakKeyDictionary()  # that were called: whether in train()
         self.now = Counter()  # of the step under way: backward passes, and what DDP did
         self.state = Counter()  # of this process: depth of modules, passes over data, calls
         self.limit, self.pid = int(os.environ["CHECK_STEPS"]), 0
@@ -825,17 +785,13 @@ class Watch:
     def is_over(self):
         return self.steps_done() >= self.limit
 
-    def learn_names(self, module):
-        for path, owner in module.named_modules():
+    def learn_names(self):
+        for path, owner in [x for module in self.modules for x in module.named_modules()]:
             parts = [x for x in path.split(".") if x not in ("", "module", "_orig_mod")]
             for name, weight in owner.named_parameters(recurse=False):
                 self.names.setdefault(id(weight), ".".join([*parts, name]))
-                self.owners.setdefault(
-                    id(weight), " ".join(x.__name__ for x in type(owner).__mro__)
-                )
-                self.alive.setdefault(id(weight), weakref.ref(weight))
+                self.owners.setdefault(id(weight), str(type(owner).__mro__))
 
-    @careful
     def before_module(self, module, args):
         if torch.compiler.is_compiling():
             return
@@ -847,9 +803,8 @@ class Watch:
             self.now["in_no_sync"] = not module.require_backward_grad_sync
         if self.state["depth"] > 1 or self.state["in_backward"] or self.is_over():
             return
-        modules, past = [*module.modules()], self.calls.setdefault(module, Counter())
-        if past["calls"] < 3:
-            self.learn_names(module)
+        modules, trained = [*module.modules()], self.modules.get(module, False)
+        self.modules[module] = trained or module.training
         layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
         norms = [x for x in modules if getattr(x, "running_mean", None) is not None]
         layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
@@ -859,26 +814,15 @@ class Watch:
         values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
         values |= {"step": self.steps_done(), "module": type(module).__name__, "norms": norms}
         values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
-        values |= {"training": module.training, "trained": past["training"]}
+        values |= {"training": module.training, "trained": trained}
         values["zero"] = any(not x.any() for x in first)
-        hashes = enumerate(hash_samples((args, kwargs)))
-        values["samples"] = sum((i * 2 + 1) * x for i, x in hashes)
-        kinds = " ".join(type(x).__name__ for x in modules)
-        values["spectral"] = "_SpectralNorm" in kinds or any(
-            "weight_u" in x._buffers for x in modules
-        )
+        hashes = hash_samples((args, kwargs))
+        values["samples"] = sum((i * 2 + 1) * x for i, x in enumerate(hashes))
+        is_spectral = [hasattr(x, "weight_u") or "Spectral" in type(x).__name__ for x in modules]
+        values["spectral"] = any(is_spectral)
         values["extras"] = extras(module) if "CHECK_RESUME" in os.environ and grad else {}
-        past["calls"] += 1
-        past["training"] |= module.training
-        compiled = any(x._compiled_call_impl or "OptimizedModule" in str(type(x)) for x in modules)
-        if not (grad or module.training or compiled) and past["modes"] < 3:
-            past["modes"] += 1
-            values["mode"] = Mode(values)
         module.__dict__["_check"] = values | {"random": random_states()}
-        if "mode" in values:
-            values["mode"].__enter__()
 
-    @careful
     def after_module(self, module, args, output):
         if torch.compiler.is_compiling():
             return
@@ -892,8 +836,6 @@ class Watch:
                 given = {"gives": str(kind).removeprefix("torch."), "step": self.steps_done()}
                 self.record("autocast", module=type(module).__name__, **given)
         if values:
-            if "mode" in values:
-                values.pop("mode").__exit__(None, None, None)
             norms = [] if values["grad"] else values["norms"]
             values["norms"] = [bits(x.running_mean) for x in norms]  # DDP sent them at its start
             self.record("forward", **values | {"random": used(values["random"], random_states())})
@@ -925,7 +867,6 @@ class Watch:
         if not self.optimizers and self.state["backwards"] >= 20 * self.limit:
             self.end()  # a script without an optimizer
 
-    @careful
     def before_step(self, optimizer, args, kwargs):
         if optimizer in self.stepping:
             self.stepping.clear()  # its last step ended by an error, or a subclass calls its step
@@ -958,6 +899,7 @@ class Watch:
         return [self.names.get(id(x), f"parameter {i}") for i, x in enumerate(weights)]
 
     def record_start(self, optimizer, number):
+        self.learn_names()
         dist, weights = torch.distributed, weights_of(optimizer)
         group = dist.is_available() and dist.is_initialized()
         ddp = next((self.ddps[id(x)]() for x in weights if id(x) in self.ddps), None)
@@ -973,31 +915,22 @@ class Watch:
         if device.type != "cpu":
             machine = getattr(torch.get_device_module(device), "get_device_name", str)()
         tasks = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1
-        self.record(
-            "start",
-            number=number,
-            step=0,
-            rank=dist.get_rank() if group else 0,
-            world=dist.get_world_size() if group else 1,
-            launched=int(tasks),
-            groups=[len(x) for x in groups],
-            ddp=dist.get_process_group_ranks(ddp.process_group) if ddp else [],
-            in_ddp=[id(x) in self.ddps for x in weights],
-            mesh=[x.device_mesh.mesh.tolist() for x in weights if hasattr(x, "device_mesh")][:1],
-            is_fsdp=any("FSDPModule" in x for x in owners),
-            names=self.names_of(weights),
-            shapes=[list(x.shape) for x in weights],
-            shards=[shard_of(x) for x in weights],
-            whole=["Norm" in x if y is None else not y for x, y in zip(owners, split)],
-            trainable=[x.requires_grad for x in weights],
-            dtypes=[str(x.dtype).removeprefix("torch.") for x in weights],
-            weights=[bits(x) for x in weights],
-            sketches=[sketch(x) for x in weights],
-            shared=device.type == "cpu" and all(local(x).is_shared() for x in weights),
-            place=[socket.gethostname(), str(device), torch.accelerator.device_count()],
-            machine=machine,
-            settings=settings,
-        )
+        values = {"number": number, "step": 0, "names": self.names_of(weights)}
+        values |= {"rank": dist.get_rank() if group else 0, "launched": int(tasks)}
+        values |= {"world": dist.get_world_size() if group else 1, "groups": [*map(len, groups)]}
+        values |= {"ddp": dist.get_process_group_ranks(ddp.process_group) if ddp else []}
+        values["mesh"] = [x.device_mesh.mesh for x in weights if hasattr(x, "device_mesh")][:1]
+        values["is_fsdp"] = any("FSDPModule" in x for x in owners)
+        values["in_ddp"] = [id(x) in self.ddps for x in weights]
+        values["shapes"] = [list(x.shape) for x in weights]
+        values["shards"] = [shard_of(x) for x in weights]
+        values["whole"] = ["Norm" in x if y is None else not y for x, y in zip(owners, split)]
+        values["trainable"] = [x.requires_grad for x in weights]
+        values["dtypes"] = [str(x.dtype).removeprefix("torch.") for x in weights]
+        values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
+        values["shared"] = device.type == "cpu" and all(local(x).is_shared() for x in weights)
+        values["place"] = [socket.gethostname(), str(device), torch.accelerator.device_count()]
+        self.record("start", **values, machine=machine, settings=settings)
 
     def after_step(self, optimizer, args, kwargs):
         if not self.stepping or optimizer is not self.stepping[0]:
@@ -1026,19 +959,14 @@ class Watch:
         self.record("step", **values)
         if known["step"] == 2:
             held = {id(x) for each in self.made for x in weights_of(each)}
-            lost = [x for x in (each() for each in self.alive.values()) if x is not None]
-            lost = [x for x in lost if x.grad is not None and id(x) not in held]
-            self.record("lost", names=self.names_of(lost))
+            lost = {x for module in self.modules for x in module.parameters() if x.grad is not None}
+            lost = [self.names.get(id(x), "?") for x in lost if id(x) not in held]
+            self.record("lost", names=sorted(lost))
 
     def end(self):
-        """Leaves the script as sys.exit() would, when the other ranks are here, too."""
+        """Leaves the script as sys.exit() would."""
         self.record("end")
         faulthandler.cancel_dump_traceback_later()
-        dist, folder, until = torch.distributed, Path(os.environ["CHECK_SEEN"]), time.time() + 5
-        if dist.is_available() and dist.is_initialized():
-            (folder / f"rank{dist.get_rank()}.end").touch()
-            while len([*folder.glob("*.end")]) < dist.get_world_size() and time.time() < until:
-                time.sleep(0.02)
         raise SystemExit(0)
 
     def start_pass(self, iterator, loader):
@@ -1111,17 +1039,13 @@ class Watch:
         self.record("schedule", name=type(scheduler).__name__, **values)
 
     def note_ddp(self, result, ddp, *args, **kwargs):
-        self.learn_names(ddp)
         for x in ddp.module.parameters():
             self.ddps[id(x)], self.nodes[id(x)] = weakref.ref(ddp), node_of(x)
 
     def note_save(self, data, path, *args, **kwargs):
         name = getattr(path, "name", path)
         if isinstance(name, (str, os.PathLike)):
-            parts = [data, *data.values()] if isinstance(data, dict) else []
-            has_state = any(isinstance(x, dict) and "param_groups" in x for x in parts)
-            values = {"writer": process_name(os.getpid()), "path": os.path.abspath(name)}
-            self.record("save", optimizer=has_state, **values)
+            self.record("save", writer=process_name(os.getpid()), path=os.path.abspath(name))
 
     def note_move(self, source, *args, **kwargs):
         if self.optimizers and isinstance(source, (str, os.PathLike)):
@@ -1138,18 +1062,10 @@ class Watch:
         flags = {name: x for name, x in vars(result[0]).items() if isinstance(x, (str, int, float))}
         self.record("flags", values=flags)
 
-    def note_dropout(self, values, function, args, kwargs):
-        """Notes a call of dropout in a model that is in eval()."""
-        name = getattr(function, "__name__", "")
-        given = dict(zip(("input", "p", "training"), args)) | kwargs
-        p = given.get("training", True) and given.get("p", 0.5) if "dropout" in name else 0
-        if p or kwargs.get("dropout_p") or name.startswith("scaled_dot") and any(args[4:5]):
-            self.record("dropout", function=name, module=values["module"], step=values["step"])
-
 
 def install():
     """PyTorch calls this at the end of `import torch`."""
-    global watch, torch, hash_tensor, change, Mode, DDP, LAYERS, IterableDataset
+    global watch, torch, hash_tensor, change, DDP, LAYERS, IterableDataset
     import torch
     from torch.nn.modules import conv, module
     from torch.optim import lr_scheduler
@@ -1160,19 +1076,10 @@ def install():
     hash_tensor, change = getattr(torch, "hash_tensor", None), torch.Tensor.to  # may be replaced
     LAYERS = (torch.nn.Linear, conv._ConvNd)
 
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __init__(self, values):
-            super().__init__()
-            self.values = values
-
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            careful(watch.note_dropout)(self.values, function, args, kwargs or {})
-            return function(*args, **kwargs or {})
-
-    optim.register_optimizer_step_pre_hook(watch.before_step)
+    optim.register_optimizer_step_pre_hook(careful(watch.before_step))
     optim.register_optimizer_step_post_hook(watch.after_step)
-    module.register_module_forward_pre_hook(watch.before_module)
-    module.register_module_forward_hook(watch.after_module, always_call=True)
+    module.register_module_forward_pre_hook(careful(watch.before_module))
+    module.register_module_forward_hook(careful(watch.after_module), always_call=True)
     kinds = [lr_scheduler.LRScheduler]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -1249,8 +1156,7 @@ class Job:
     """What the processes of a job saw."""
 
     def __init__(self, folder, status):
-        paths = [path for path in folder.iterdir() if path.suffix not in (".stack", ".end")]
-        paths.sort(key=lambda path: path.stat().st_ctime)
+        paths = sorted(folder.glob("*[0-9]"), key=lambda path: path.stat().st_ctime)
         self.seen = {path.name: Process(path) for path in paths}
         self.ranks = {}
         for each in self.seen.values():
@@ -1267,8 +1173,7 @@ class Job:
         self.stacks = {rank: each.place() for rank, each in self.ranks.items() if self.hangs}
         starts, me = [each.start for each in self.ranks.values()], process_name(os.getpid())
         self.prints = not starts or self.first["process"][0]["parent"] == me
-        world = starts[0]["world"] if starts else 1
-        self.is_incomplete = len([*folder.glob("*.end")]) < world
+        self.is_incomplete = len(self.all("end")) < (starts[0]["world"] if starts else 1)
         self.is_hogwild = len(starts) > 1 and all(x["shared"] and x["world"] == 1 for x in starts)
         families = () if self.is_hogwild else self.find_families()
         self.families = [each for each in families if len(each.ranks) > 1]
