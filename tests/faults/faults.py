@@ -1,6 +1,10 @@
 """Faults put by hand into correct scripts, one each, and what check.py must say of them."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -37,17 +41,45 @@ def write(script, edits, folder):
     return path
 
 
-def found(output, kind, words):
+def check(command, folder, options=""):
+    """Runs check.py on a command in a folder. Returns its status, its table, and what came before.
+
+    In the table each finding is one line.
+    """
+    words = [sys.executable, ROOT / "tools/check.py", *shlex.split(options), "--", *command]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"GLOO_SOCKET_IFNAME": "lo"}
+    job = subprocess.run(
+        list(map(str, words)), cwd=folder, env=env, capture_output=True, text=True, timeout=600
+    )
+    before, _, table = job.stdout.rpartition("process(es) that train:")
+    lines = re.sub(r"\n {20,}", " ", table).splitlines()[1:]
+    return job.returncode, lines, before + job.stderr
+
+
+def run(faults, folder, flags=None):
+    """Runs check.py on a script with these faults. Returns what check() returns."""
+    one, edits = faults[0], [edit for each in faults for edit in each.edits]
+    path = write(one.script, edits, folder)
+    options = one.options.replace("PYTHON", sys.executable).replace("ROOT", str(ROOT))
+    options = options.replace("SCRIPT", f"{path} --folder {folder}")
+    words = shlex.split(one.flags if flags is None else flags)
+    words += ["--folder", "{tmp}"] if one.script == TRAIN else []
+    return check([sys.executable, path, *words], folder, options)
+
+
+def is_found(fault, lines):
     """Whether a line of check.py's table says it."""
-    lines = re.sub(r"\n {20,}", " ", output).splitlines()
-    line = re.compile(rf"(ERROR|warning)\s+{kind}\s.*({words})")
-    return any(line.match(each) for each in lines)
+    wanted = re.compile(rf"(ERROR|warning)\s+{fault.kind}\s.*({fault.words})")
+    return any(wanted.match(line) for line in lines)
 
 
 # == Processes, weights, gradients =================================================================
 fault(
     "never_started_group",
-    "dist.init_process_group(\"gloo\", **start)\nrank, world = dist.get_rank(), dist.get_world_size()",
+    'dist.init_process_group("gloo", **start)\n',
+    "",
+    "rank, world = dist.get_rank(), dist.get_world_size()",
     "rank, world = 0, 1",
     WRAP,
     "ddp = model",
@@ -285,14 +317,27 @@ fault(
 )
 fault(
     "autocast_without_effect",
-    "return self.head(",
-    "return nn.functional.linear(*map(torch.Tensor.double, (torch.zeros(1, 288), self.head.weight)))"
-    ".float().mean() + self.head(",
     "self.head = nn.Linear(8 * 36, 4)",
     "self.head = Own(8 * 36, 4)",
     "class Net(",
-    "class Own(nn.Linear):\n    def forward(self, x):\n        with torch.autocast('cpu', enabled=False):"
-    "\n            return super().forward(x.float())\n\n\nclass Net(",
+    "class Own(nn.Linear):\n    def forward(self, x):\n"
+    "        return Product.apply(x, self.weight) + self.bias\n\n\nclass Net(",
+    "class Own(",
+    """class Product(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+class Own(""",
     "cross_entropy(ddp(x), y)",
     "cross_entropy(torch.autocast('cpu', torch.bfloat16)(ddp)(x), y)",
     say="precision: autocast is on, but a Own gives float32",
