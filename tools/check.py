@@ -41,7 +41,6 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=20, help="optimizer steps to watch; then the job ends")
-    add("--epoch_batches", type=int, default=-1, help="end a pass over data after so many; -1: no")
     add("--against", metavar="COMMAND", help="one that should train alike, as on one GPU")
     add("--resume", action="store_true", help="stop the job, start it again, compare")
     add("--timeout", type=float, default=600, help="seconds without progress: it hangs")
@@ -99,8 +98,6 @@ def ending(job):
         yield "ERROR", f"it hangs after step {min(steps.values(), default=0)}: {where or '?'}."
     if job.status and not job.has_ended:
         yield "ERROR", f"it ended with status {job.status} after {job.steps} steps"
-    if len({*steps.values()}) > 1:
-        yield "warning", f"the ranks took other numbers of steps: {steps}"
     for text, count in Counter(x["text"] for x in job.all("trouble")).most_common(3):
         yield "warning", f"check.py failed itself, {count} times: {text}"
     if job.steps:
@@ -157,6 +154,10 @@ def weights(job):
         yield "not seen", "no weight is known to have a copy: all are sharded, or stages"
 
 
+# Ranks that train one model. If it is split by hand, only some weights have copies.
+Family = namedtuple("Family", "ranks is_split has_data")
+
+
 def differences(family, states, step):
     """Returns two ranks whose copies of weights have other bits, and the indices of these."""
     found, copies = defaultdict(list), {}
@@ -202,29 +203,25 @@ def cause(start, indices, one, two, family):
 def updates(job):
     """Each weight that has a gradient moves, and keeps moving."""
     for start, steps in job.first.optimizers():
-        stuck, still, moving, rates = [], [], 0, [max(x["rates"]) for x in steps]
+        still, moving, rates = [], 0, [max(x["rates"]) for x in steps]
         for i, name in enumerate(start["names"]):
             bits = [x["weights"][i] for x in (start, *steps)]
-            moves = [a != b for a, b in zip(bits, bits[1:])]
+            moves = [step for step, (a, b) in enumerate(zip(bits, bits[1:]), 1) if a != b]
             pulls = [x["grads"][i] not in (None, 0) and rate for x, rate in zip(steps, rates)]
-            moving += any(moves)
-            stuck += [name] if any(pulls) and not any(moves) else []
-            last = max([step for step, moved in enumerate(moves, 1) if moved], default=len(steps))
-            if len(pulls[last:]) >= 5 and all(pulls[last:]):
-                still.append((math.prod(start["shapes"][i]), name, last + 1))
+            moving, last = moving + bool(moves), max(moves, default=0)
+            if any(pulls) and not moves or len(pulls[last:]) >= 5 and all(pulls[last:]):
+                still.append((math.prod(start["shapes"][i]), name, last))
         count, frozen = len(start["names"]), start["trainable"].count(False)
-        level = "ERROR" if 2 * len(stuck + still) >= count else "warning"
-        words = " Steps too small? A bias before BatchNorm?"
         if not any(rates):
             yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
         elif not moving:
             words = ": all have requires_grad False" if frozen == count else ""
             yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps{words}."
-        elif stuck:
-            yield level, f"{len(stuck)} of {count} with gradients never change: {stuck[0]}.{words}"
         elif still:
-            count, (_, name, step) = len(still), max(still)
-            yield level, f"{name} stands still from step {step} on ({count} tensors do).{words}"
+            _, name, last = max(still)
+            words = f"{name} stands still from step {last + 1} on, {len(still)} of {count} do, with"
+            words += " gradients. Too small steps? A bias before BatchNorm?"
+            yield "ERROR" if 2 * len(still) >= count else "warning", words
         yield "ok", f"{moving} tensors change, {frozen} are frozen"
 
 
@@ -240,55 +237,40 @@ def gradients(job):
         if unused and len(never) == count and any(x["had_gradients"] for x in steps):
             yield "ERROR", "none is left at step() of those of backward(). Zero them after step()."
         elif unused:
-            words = f"{len(unused)} of {count} weights never have a gradient: {unused[0]}. Does the"
-            yield level, words + " loss use them? Was the optimizer made for a copy?"
+            words = f"{len(unused)} of {count} weights never have a gradient: {unused[0]}."
+            yield level, words + " Are they used? Or is the optimizer of a copy?"
         yield "ok", f"{count - len(never)} weights have gradients"
 
 
-def zeroing(job):
-    """Gradients are zeroed once a step: not between micro-batches, and not never."""
-    for rank, steps in job.steps_of_ranks():
+def accumulation(job):
+    """Gradients are zeroed once a step, not between micro-batches, and DDP averages them once."""
+    for rank, steps in [(i, y) for i, x in job.ranks.items() for _, y in x.optimizers()]:
         late = [x["step"] for x in steps if x["clean"] is False]
         old = [b for a, b in zip(steps, steps[1:]) if a["grads"] == b["grads"] and any(b["grads"])]
         twice = [x["step"] for x in old if x["clean"] is None]
         if late:
-            words = f"not zeroed before step {late[0]} (and {len(late) - 1} more), rank {rank}."
-            yield "ERROR", words + " Call optimizer.zero_grad()."
+            yield "ERROR", f"not zeroed before step {late[0]}, rank {rank}. Call zero_grad()."
         if twice:
             yield "ERROR", f"step {twice[0]} uses the gradients of the step before, rank {rank}."
         if any(x["wiped"] for x in steps):
             yield "ERROR", "zeroed between the micro-batches of a step: only the last one counts."
+        if len(job.ranks) > 1 and min(x["averaged"] for x in steps) > 1:
+            count = steps[0]["averaged"]
+            yield "warning", f"DDP averages {count} times a step, rank {rank}. Use no_sync()."
         yield seen([x for x in steps if x["clean"]], "steps from gradients that were zeroed")
 
 
-def averaging(job):
-    """DDP averages once a step, in the last micro-batch."""
-    for rank, steps in job.steps_of_ranks():
-        counts = [x["averaged"] for x in steps]
-        if len(job.ranks) > 1 and min(counts) > 1:
-            words = f"DDP averages {counts[0]} times in step 1 of rank {rank}. Use no_sync()."
-            yield "warning", words
-        yield seen([x for x in counts if x], "steps that DDP averages once")
-
-
 def finite(job):
-    """Losses and gradients are finite."""
+    """Losses and gradients are finite, and unscaled when they are clipped."""
+    if any(x["clipped"] == 2 for x in job.first["step"]):
+        yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
     for rank, each in job.ranks.items():
         for x in [x for x in each["loss"] if x["value"] - x["value"] != 0][:1]:
             yield "ERROR", f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}."
         for x in [x for x in each["step"] if x["infinite"]][:1]:
-            words = f"inf or nan in the gradient of {x['infinite'][0]}, step {x['step']}, rank"
-            yield "ERROR", f"{words} {rank}. Clip, lower the rate, or look at the loss."
-        last = f", {each['loss'][-1]['value']:.4f} in the end" if each["loss"] else ""
-        yield seen(each["loss"], "losses" + last)
-
-
-def clipping(job):
-    """Gradients that GradScaler scaled are clipped after unscale_()."""
-    clipped = [x["clipped"] for x in job.first["step"] if x["clipped"]]
-    if "scaled" in clipped:
-        yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
-    yield seen(clipped, "steps from clipped gradients")
+            name = x["infinite"][0]
+            yield "ERROR", f"inf or nan in the gradient of {name} in step {x['step']}, rank {rank}."
+        yield seen(each["loss"], "losses")
 
 
 def schedule(job):
@@ -318,11 +300,9 @@ def precision(job):
     for name, value in [x for flags in job.all("flags") for x in flags["values"].items()]:
         says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
         if low and says_fp32 and re.search("precision|dtype", name.lower()):
-            words = f"{types[low[0]]} weights are {low[0]}, but the flag {name} says {value}."
-            yield "ERROR", words
+            yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
     for x in job.all("autocast")[:1]:
-        words = f"autocast is on, but a {x['module']} gives {x['gives']} in step {x['step'] + 1}."
-        yield "warning", words
+        yield "warning", f"autocast is on, but a {x['module']} gives {x['gives']}."
     yield "ok", f"weights are {', '.join(types)}"
 
 
@@ -332,78 +312,53 @@ def modes(job):
     trains = [x for x in job.first.training_calls if x["layers"]]
     for x in [x for x in trains if x["in_eval"]][:1]:
         words = f"{x['in_eval']} of {x['layers']} layers train in eval() from step {x['step'] + 1}"
-        later = not trains[0]["in_eval"]
-        words += ": after validation, call model.train()." if later else ". Call model.train()."
-        yield "ERROR" if later else "warning", words
-    pairs = zip(forwards, [*forwards[1:], {"grad": True}])
-    pairs = [(x, y) for x, y in pairs if not x["grad"] and x["in_eval"] < x["layers"]]
-    # One call in a step may be of a GAN's generator
-    for x in [x for x, y in pairs if x["pass"] not in trained or not y["grad"]][:1]:
-        yield "warning", f"{x['module']} validates in train(), step {x['step']}. Call model.eval()."
+        level = "warning" if trains[0]["in_eval"] else "ERROR"
+        yield level, words + ". Call model.train(), also after validation."
+    for x, after in zip(forwards, [*forwards[1:], {"grad": True}]):
+        single = x["pass"] in trained and after["grad"]  # as of a GAN's generator
+        if not x["grad"] and x["in_eval"] < x["layers"] and not single:
+            yield "warning", f"{x['module']} validates in train(). Call model.eval()."
     for x in [x for x in forwards if x["spectral"] and not x["training"] and not x["trained"]][:1]:
-        words = f"{x['module']} has spectral_norm, and is called in eval() before it ever was in"
-        yield "warning", words + " train(): its norm is not known yet."
+        yield "warning", f"{x['module']} with spectral_norm runs in eval() before any train()."
     yield seen(trains, "calls of Dropout or BatchNorm in train()")
 
 
-def dropout(job):
-    """Dropout draws other masks in each rank, and none in eval()."""
+def layers(job):
+    """Dropout draws other masks in each rank, none in eval(); BatchNorm's statistics are shared."""
     tests = [x for x in job.first["forward"] if not x["grad"] and x["in_eval"] == x["layers"] > 0]
     for x in [x for x in tests if x["random"]][:1]:
-        words = f"{x['module']} draws random numbers in eval(), after step {x['step']}."
-        yield "warning", words + " Does it drop values? Only if self.training."
+        yield "warning", f"{x['module']} draws random numbers in eval(). Does it drop values?"
     for one, two, *_ in job.data_groups:
         calls = zip(*[job.ranks[rank].training_calls for rank in (one, two)])
         pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
         if pairs and all(a == b for a, b in pairs):
-            words = f"ranks {one} and {two} draw the same masks in {len(pairs)} calls."
-            yield "warning", words + " After the model is made, add the rank to the seed."
-        yield seen(pairs, "calls that draw random numbers in two ranks")
-
-
-def batchnorm(job):
-    """BatchNorm's statistics are the same in all ranks when they validate."""
-    for one, two, *_ in job.data_groups:
-        calls = [[x for x in job.ranks[i]["forward"] if x["norms"]] for i in (one, two)]
-        for step in [a["step"] for a, b in zip(*calls) if a["norms"] != b["norms"]][:1]:
-            words = f"statistics differ in validation after step {step} in ranks {one} and {two}."
+            words = f"ranks {one} and {two} draw the same masks. Then add the rank to the seed."
+            yield "warning", words
+        calls = zip(*[[x for x in job.ranks[i]["forward"] if x["norms"]] for i in (one, two)])
+        for step in [x["step"] for x, y in calls if x["norms"] != y["norms"]][:1]:
+            words = f"BatchNorm's statistics differ after step {step} in ranks {one} and {two}."
             yield "warning", words + " Send those of rank 0."
-        yield seen(calls[0], "calls with the same statistics in two ranks")
+        yield seen(pairs, "calls that draw random numbers in two ranks")
 
 
 def shares(job):
     """Each rank trains on samples of its own."""
-    for one, *others in job.data_groups:
-        for two in others:
-            level, words = share_of(job.ranks[one], job.ranks[two], 1 + len(others))
-            advice = " Use a DistributedSampler, or parts of one order." if level == "ERROR" else ""
-            yield level, f"ranks {one} and {two} {words}{advice}"
-
-
-def share_of(one, two, count):
-    """Returns the finding on the samples of two of `count` ranks."""
-    mine, theirs = one.samples(), two.samples()
-    common = [x for x in mine if theirs.get(x)]
-    equal = [x for x in common if sorted(mine[x]) == sorted(theirs[x])]
-    a, b = [(each.passes(True) or [{"known": False}])[0] for each in (one, two)]
-    known = a["known"] and b["known"]
-    alike = known and same_data(a, b)
-    if len(equal) > len(common) / 2 or alike and a["index"] == b["index"]:
-        return "ERROR", f"get the same samples in {len(equal) or 'all'} steps."
-    if known:
-        drawn = a["index"][: epoch_length(one, a, count)]
-        both = {*drawn} & {*b["index"][: len(drawn)]}
-        if len({*drawn}) == len(drawn) and len(both) >= count and alike:
-            return "ERROR", f"share {len(both)} of {len(drawn)} samples of an epoch."
-        left = a["size"] - count * len({*a["index"]})
-        if a["ended"] and left > 0.1 * a["size"] and not both:
-            return "warning", f"leave out {left} of {a['size']} samples in the first epoch"
-        return "ok", f"share none of {len(drawn)} samples, or draw them with replacement"
-    counts = [Counter(y for x in each.values() for y in x) for each in (mine, theirs)]
-    between = sum(counts[0][x] * counts[1][x] for x in counts[0])
-    within = sum(x * (x - 1) / 2 for each in counts for x in each.values())
-    words = f"share {between} of {sum(counts[0].values())} samples."
-    return "ERROR" if between > 2 + 5 * within else "ok" if common else "not seen", words
+    for first, second in [(ranks[0], rank) for ranks in job.data_groups for rank in ranks[1:]]:
+        one, two, who = job.ranks[first], job.ranks[second], f"ranks {first} and {second}"
+        mine, theirs = one.samples(), two.samples()
+        common = [x for x in mine if mine[x] and theirs.get(x)]
+        equal = [x for x in common if sorted(mine[x]) == sorted(theirs[x])]
+        a, b = [(each.passes(True) or [{"known": False}])[0] for each in (one, two)]
+        alike = a["known"] and b["known"] and same_data(a, b)
+        drawn = a["index"][: epoch_length(one, a, one.start["world"])] if alike else []
+        both = {*drawn} & {*b["index"][: len(drawn)]} if alike else ()
+        if len(equal) > len(common) / 2 or drawn and a["index"] == b["index"]:
+            words = f"{who} get the same samples in {len(equal) or 'all'} steps."
+            yield "ERROR", words + " Use a DistributedSampler, or parts of one order."
+        elif len({*drawn}) == len(drawn) and len(both) >= len(job.ranks):
+            words = f"{who} share {len(both)} of {len(drawn)} samples of an epoch."
+            yield "ERROR", words + " Use a DistributedSampler, or parts of one order."
+        yield seen(common, f"steps in which {who} have other samples")
 
 
 def order(job):
@@ -416,13 +371,13 @@ def order(job):
         orders = [x[i : i + length] for x in orders for i in range(0, len(x), length)]
     first, second, *_ = [*[x for x in orders if len(x) > 7], [], []]
     if first and not known and len({*first}) <= len(first) / 2:
-        words = f"{len({*first})} different samples among {len(first)} of a pass. Split an"
-        yield "ERROR", words + " IterableDataset over the workers by get_worker_info()."
+        words = f"{len({*first})} different samples among {len(first)}. Split it over workers."
+        yield "ERROR", words
     elif first and known and first == sorted(first):
         yield "warning", f"not shuffled: {str(first[:4])[1:-1]}, ... If not wanted, shuffle."
     elif second and all(a == b for a, b in zip(first, second)):
         yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
-    yield seen(second, "samples of a second epoch. If none: more --steps, or --epoch_batches 5")
+    yield seen(second, "samples of a second epoch. If none: more --steps?")
 
 
 def inputs(job):
@@ -431,13 +386,12 @@ def inputs(job):
         calls, trained = each.training_calls, {x["pass"] for x in each["loss"]}
         empty = [x["step"] + 1 for x in calls if x["zero"]]
         if 0 < len(empty) < len(calls) / 2:
-            words = f"the input of step {empty[0]} in rank {rank} is all zeros ({len(empty)} do)."
-            yield "ERROR", words + " Was it lost on its way to the device?"
+            yield "ERROR", f"the input of step {empty[0]} in rank {rank} is all zeros. Lost?"
         batches = [(len(x["index"]), {*x["rows"]}) for x in each["batch"] if x["pass"] in trained]
         odd = [(count, rows - {count}) for count, rows in batches if count in rows]
         if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
-            words = f"a batch of {odd[0][0]} samples has a tensor of {min(odd[0][1])} row(s)."
-            yield "warning", words + " Does collate_fn take one for all of them?"
+            count, rows = odd[0]
+            yield "warning", f"a batch of {count} samples has a tensor of {min(rows)} row(s)."
         yield seen(calls, "inputs, none all zeros")
 
 
@@ -450,8 +404,8 @@ def samples(job):
         for index, *hashes in zip(x["index"], *parts) if x["data"] not in random_ones else ():
             first, number = old.setdefault((rank, x["data"], x["size"], index), (hashes, x["pass"]))
             if index is not None and number != x["pass"] and first != hashes:
-                words = f"sample {index} of {x['data']} has other bytes in a later epoch, in rank"
-                yield "ERROR", f"{words} {rank}. Nothing random is drawn: change a copy."
+                words = f"sample {index} of {x['data']} has other bytes later, in rank {rank}."
+                yield "ERROR", words + " Nothing is random: change a copy."
                 return
             twice += number != x["pass"]
     yield seen([1] * twice, "samples are read twice, with the same bytes")
@@ -494,8 +448,8 @@ def validation(job):
     is_shared = all(same_data(tests[0], x) is not False for x in tests[1:])
     is_padded = tests and tests[0]["maker"] == "accelerate"  # gather_for_metrics() takes it away
     if twice and is_shared and min(counts.values()) < len(tests) and not is_padded:
-        words = f"{twice} of {size} samples count twice, as a DistributedSampler fills up."
-        yield "warning", words + " Take range(rank, size, world_size)."
+        words = f"{twice} of {size} samples count twice. Take range(rank, size, world_size)."
+        yield "warning", words
     elif len(counts) < size and is_shared and len(tests) == len(job.ranks):
         yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
     yield seen(counts, "samples in whole passes over a DataLoader without gradients")
@@ -515,9 +469,8 @@ def snapshot(job):
     yield seen(saves, "file(s) of torch.save()")
 
 
-KINDS = [processes, weights, updates, gradients, zeroing, averaging, finite, clipping, schedule]
-KINDS += [precision, modes, dropout, batchnorm, shares, order, inputs, samples, augmentation]
-KINDS += [validation, snapshot]
+KINDS = [processes, weights, updates, gradients, accumulation, finite, schedule, precision, modes]
+KINDS += [layers, shares, order, inputs, samples, augmentation, validation, snapshot]
 
 
 def against(job, other):
@@ -533,14 +486,11 @@ def against(job, other):
     for step, index in [(step, index) for step in steps for index in range(len(names))]:
         apart, size = (distance(mine[step], x, index) for x in (theirs[step], None))
         way = distance(theirs[step], theirs[0], index) if step else 0.05 * size
-        if apart > 0.02 * way + 1e-7 * size and step == 0:
-            yield "ERROR", f"start: {names[index]} differs before step 1. Compare the seeds."
-        elif apart > 0.02 * way + 1e-7 * size and not 0 < at <= step:
-            words = f"computation: from equal samples, {names[index]} differs after step {step} by"
-            yield "ERROR", f"{words} {apart / way:.0%} of its way. Mean, rate, clipping?"
-        else:
-            continue
-        return
+        if apart > 0.02 * way + 1e-7 * size and not 0 < at <= step:
+            by = f"after step {step} by {apart / way:.0%} of its way" if step else "before step 1"
+            why = "computation: from equal samples," if step else "start:"
+            yield "ERROR", f"{why} {names[index]} differs {by}. Seed, mean, rate, clipping?"
+            return
     yield "ok", f"the same weights in {len(steps) - 1} steps, to rounding"
 
 
@@ -560,29 +510,25 @@ def resume(whole, stopped, again):
     states, done = whole.first.states(0), stopped.steps
     news = again.first.states(0) if again.ranks else {0: {"weights": None}}
     at = max([step for step, x in states.items() if x["weights"] == news[0]["weights"]], default=-1)
+    other, _ = other_samples(whole, again, skip=at) if at > 0 else (0, "")
     if done >= max(states):
         yield "not seen", f"stopped only at step {done}: try more --steps"
-        return
-    if at < 1:
-        words = "starts anew" if at == 0 else "has weights that the undisturbed run never had"
-        words = words if again.ranks else "takes no step"
-        yield "ERROR", f"stopped at step {done}, it {words}. Save and load all weights."
-        return
-    other, _ = other_samples(whole, again, skip=at)
-    before, after = whole.first.extras(), again.first.extras().get(0, {})
-    held = before.get(at, {})
-    lost = [x for x in held if held[x] not in (before[0].get(x, held[x]), after.get(x, held[x]))]
-    for step in [step for step in news if step and at + step in states]:
+    elif at < 1:
+        words = ["starts anew", "takes no step", "has weights that the undisturbed run never had"]
+        words = f"stopped at step {done}, it {words[at if again.ranks else 1]}."
+        yield "ERROR", words + " Save and load all weights."
+    for step in [step for step in news if step and at > 0 and at + step in states]:
         old, new, words = states[at + step], news[step], f"from step {at} on, {at + step} has"
         types = sorted({*new["types"]} ^ {*old["types"]})
         if types:
             yield "ERROR", f"{words} other types in the optimizer's state: {', '.join(types)}."
-        elif old["weights"] != new["weights"] and lost:
-            yield "ERROR", f"{words} other weights: {lost[0]} is in no state_dict."
         elif old["weights"] != new["weights"] and 0 < other <= at + step:
             yield "ERROR", f"{words} other samples. Save the place in the data, and its seed."
         elif old["weights"] != new["weights"]:
-            yield "ERROR", f"{words} other weights. Save optimizer, schedule, random states."
+            words += " other weights. Save optimizer, schedule, random states, and what the model"
+            yield "ERROR", words + " holds beside its state_dict."
+        if types or old["weights"] != new["weights"]:
+            break
     yield "ok", f"stopped at step {done}, goes on at {at} with the same weights, bit for bit"
 
 
@@ -641,7 +587,7 @@ def signs(length, device):
 
 def sketch(tensor):
     """Random projections: those of a difference are about as large as the difference."""
-    if "CHECK_AGAINST" in os.environ and hasattr(tensor, "full_tensor"):
+    if "CHECK_WHOLE" in os.environ and hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # all ranks of its mesh come here
     flat = local(tensor).flatten()
     rows = signs(len(flat), flat.device)
@@ -694,19 +640,6 @@ def own_generators(data, depth=4):
 def used(before, after):
     """The states before and after, of those that were used: equal ones drew equal numbers."""
     return {x: [old, after.get(x)] for x, old in before.items() if old != after.get(x)}
-
-
-def extras(module):
-    """Numbers and tensors of a model that its state_dict does not have, by name."""
-    found = {}
-    for path, part in module.named_modules():
-        held = {} if type(part).__module__.startswith("torch.") else {**vars(part)}
-        held |= {name: part._buffers[name] for name in part._non_persistent_buffers_set}
-        for name, x in held.items():
-            if isinstance(x, (int, float, torch.Tensor)) and name != "training":
-                path = path.removeprefix("module").strip(".")
-                found[f"{path}.{name}".strip(".")] = bits(x) if hasattr(x, "dtype") else x
-    return found
 
 
 def weights_of(optimizer):
@@ -763,9 +696,9 @@ class Watch:
         self.names, self.owners = {}, {}  # id of a parameter: its name, its module's classes
         self.ddps, self.nodes = {}, {}  # id of a parameter: its DDP, and the node DDP listens to
         self.modules = weakref.WeakKeyDictionary()  # that were called: whether in train()
-        self.now = Counter()  # of the step under way: backward passes, and what DDP did
-        self.state = Counter()  # of this process: depth of modules, passes over data, calls
-        self.limit, self.pid = int(os.environ["CHECK_STEPS"]), 0
+        self.now = defaultdict(int)  # of the step under way: backward passes, and what DDP did
+        self.state = defaultdict(int)  # of this process: depth of modules, passes over data, calls
+        self.done, self.limit, self.pid = 0, int(os.environ["CHECK_STEPS"]), 0  # steps
 
     def record(self, kind, **values):
         """Appends a line to this process's file. Here tensors become numbers: it waits."""
@@ -778,12 +711,6 @@ class Watch:
         self.file.write(text + "\n")
         if kind in ("loss", "step", "batch"):  # if no more comes, Python writes where it stands
             faulthandler.dump_traceback_later(float(os.environ["CHECK_STUCK"]), file=self.stack)
-
-    def steps_done(self):
-        return max((known["step"] for known in self.optimizers.values()), default=0)
-
-    def is_over(self):
-        return self.steps_done() >= self.limit
 
     def learn_names(self):
         for path, owner in [x for module in self.modules for x in module.named_modules()]:
@@ -801,7 +728,7 @@ class Watch:
             self.now["ddp"] += 1
             self.now["averaged"] += module.require_backward_grad_sync
             self.now["in_no_sync"] = not module.require_backward_grad_sync
-        if self.state["depth"] > 1 or self.state["in_backward"] or self.is_over():
+        if self.state["depth"] > 1 or self.state["in_backward"] or self.done >= self.limit:
             return
         modules, trained = [*module.modules()], self.modules.get(module, False)
         self.modules[module] = trained or module.training
@@ -812,7 +739,7 @@ class Watch:
         first = [x for x in tensors_of(args) if x.dim() > 1 and x[0].numel() > 1][:1]
         self.state["call"] += 1
         values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
-        values |= {"step": self.steps_done(), "module": type(module).__name__, "norms": norms}
+        values |= {"step": self.done, "module": type(module).__name__, "norms": norms}
         values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
         values |= {"training": module.training, "trained": trained}
         values["zero"] = any(not x.any() for x in first)
@@ -820,7 +747,6 @@ class Watch:
         values["samples"] = sum((i * 2 + 1) * x for i, x in enumerate(hashes))
         is_spectral = [hasattr(x, "weight_u") or "Spectral" in type(x).__name__ for x in modules]
         values["spectral"] = any(is_spectral)
-        values["extras"] = extras(module) if "CHECK_RESUME" in os.environ and grad else {}
         module.__dict__["_check"] = values | {"random": random_states()}
 
     def after_module(self, module, args, output):
@@ -833,7 +759,7 @@ class Watch:
             good = (torch.get_autocast_dtype(device), torch.float64)
             if torch.is_autocast_enabled(device) and kind not in good:
                 self.state["autocast"] = True
-                given = {"gives": str(kind).removeprefix("torch."), "step": self.steps_done()}
+                given = {"gives": str(kind).removeprefix("torch."), "step": self.done}
                 self.record("autocast", module=type(module).__name__, **given)
         if values:
             norms = [] if values["grad"] else values["norms"]
@@ -854,8 +780,8 @@ class Watch:
                 self.now["wiped"] += self.now["version"] == sum(x._version for x in weights)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         value = local(loss).double() / (self.now["scale"] or 1) if loss.numel() == 1 else 0
-        if not self.is_over():
-            values = {"step": self.steps_done(), "pass": self.state.get("pass")}
+        if self.done < self.limit:
+            values = {"step": self.done, "pass": self.state.get("pass")}
             self.record("loss", value=value, **values)
         self.state["in_backward"] = 1
 
@@ -909,7 +835,7 @@ class Watch:
         script = Path(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
         settings = {"flags": shlex.join(x for x in sys.argv[1:] if "rank" not in x)}
         settings["code"] = zlib.crc32(script.read_bytes()) if script.is_file() else 0
-        settings["versions"] = f"{sys.version.split()[0]}, {torch.__version__}"
+        settings["versions"] = [sys.version, torch.__version__]
         device = weights[0].device
         machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         if device.type != "cpu":
@@ -937,6 +863,7 @@ class Watch:
             return
         known = self.optimizers[id(optimizer)]
         known["step"] += 1
+        self.done = max(self.done, known["step"])
         self.note_step(optimizer, known)
         self.stepping.clear()
         self.now.clear()
@@ -971,34 +898,30 @@ class Watch:
 
     def start_pass(self, iterator, loader):
         own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        endless = not hasattr(own, "__len__") or isinstance(loader.dataset, IterableDataset)
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
         iterator._check = {"pass": self.state["passes"], "size": size, "data": loader.dataset}
-        iterator._check["left"] = -1 if endless else int(os.environ["CHECK_EPOCH_BATCHES"])
         iterator._check["maker"] = type(own).__module__.split(".")[0]
         self.state["passes"] += 1
 
-    def note_index(self, index, iterator):
-        iterator.__dict__.setdefault("_check_indices", []).append(index)
-
     def next_batch(self, plain, iterator):
         one = getattr(iterator, "_check", None)
-        if one is None or self.is_over():
+        if one is None or self.done >= self.limit:
             return plain(iterator)
-        if one["left"] == 0:
-            raise StopIteration
         try:
             batch = plain(iterator)
         except StopIteration:
             self.record("ended", **{"pass": one["pass"]})
             raise
-        one["left"] -= 1
-        self.record_batch(one, iterator._check_indices.pop(0), batch)  # workers keep the order
+        self.record_batch(one, iterator, batch)
         return batch
 
+    def note_index(self, index, iterator):
+        iterator.__dict__.setdefault("_check_indices", []).append(index)
+
     @careful
-    def record_batch(self, one, index, batch):
+    def record_batch(self, one, iterator, batch):
         self.state["pass"], data = one["pass"], one["data"]
+        index = iterator._check_indices.pop(0)  # workers, too, keep the order
         index = list(index) if hasattr(index, "__iter__") else [index]
         index = [int(x) if hasattr(x, "__index__") else None for x in index]
         while isinstance(data, torch.utils.data.Subset):  # as of random_split()
@@ -1033,7 +956,7 @@ class Watch:
             return
         optimizer = getattr(scheduler, "optimizer", None)
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        known = self.optimizers.get(id(optimizer), {"step": self.steps_done(), "number": 0})
+        known = self.optimizers.get(id(optimizer), {"step": self.done, "number": 0})
         known["scheduler"] = weakref.ref(scheduler)
         values = {"number": known["number"], "step": known["step"], "caller": module.split(".")[0]}
         self.record("schedule", name=type(scheduler).__name__, **values)
@@ -1055,9 +978,6 @@ class Watch:
         self.now["scale"] = scaler.get_scale() if scaler.is_enabled() else 1
         self.now["scaled"] = self.now["scale"] != 1
 
-    def note_clip(self, *args, **kwargs):
-        self.now["clipped"] = "scaled" if self.now["scaled"] else "as it is"
-
     def note_flags(self, result, *args, **kwargs):
         flags = {name: x for name, x in vars(result[0]).items() if isinstance(x, (str, int, float))}
         self.record("flags", values=flags)
@@ -1065,12 +985,12 @@ class Watch:
 
 def install():
     """PyTorch calls this at the end of `import torch`."""
-    global watch, torch, hash_tensor, change, DDP, LAYERS, IterableDataset
+    global watch, torch, hash_tensor, change, DDP, LAYERS
     import torch
     from torch.nn.modules import conv, module
     from torch.optim import lr_scheduler
     from torch.optim import optimizer as optim
-    from torch.utils.data import DataLoader, IterableDataset, _utils, dataloader
+    from torch.utils.data import DataLoader, _utils, dataloader
 
     watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
     hash_tensor, change = getattr(torch, "hash_tensor", None), torch.Tensor.to  # may be replaced
@@ -1089,7 +1009,7 @@ def install():
     plain = iterator.__next__
     iterator.__next__ = lambda self: watch.next_batch(plain, self)
     wrap(iterator, "_next_index", after=watch.note_index)
-    wrap(iterator, "_reset", lambda x, *a, **k: x.__dict__.pop("_check_indices", None))
+    wrap(iterator, "_reset", lambda x, *a, **k: setattr(x, "_check_indices", []))
     wrap(DataLoader, "__iter__", after=watch.start_pass)
     for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
         wrap(fetcher, "fetch", watch.before_fetch, watch.after_fetch)
@@ -1102,8 +1022,8 @@ def install():
     wrap(os, "rename", watch.note_move)
     wrap(torch.amp.GradScaler, "scale", watch.note_scale)
     wrap(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
-    wrap(torch.nn.utils, "clip_grad_norm_", watch.note_clip)
-    wrap(torch.nn.utils, "clip_grad_value_", watch.note_clip)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrap(torch.nn.utils, name, lambda *a, **k: now.update(clipped=1 + now["scaled"]))
 
 
 # == The job: what is started, and what its processes saw ==========================================
@@ -1121,9 +1041,8 @@ def run(command, args, folder, stop_at=0, life=1):
     env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     env |= {"CHECK_SEEN": str(seen), "CHECK_PARENT": process_name(os.getpid())}
     env |= {"CHECK_STEPS": str(args.steps * (10 if stop_at else 1))}
-    env |= {"CHECK_STUCK": str(args.timeout / 2), "CHECK_EPOCH_BATCHES": str(args.epoch_batches)}
-    env |= {"CHECK_AGAINST": "1"} if args.against else {}
-    env |= {"CHECK_RESUME": "1"} if args.resume else {}
+    env |= {"CHECK_STUCK": str(args.timeout / 2)}
+    env |= {"CHECK_WHOLE": "1"} if args.against else {}
     env |= {"CHECK_PAUSE": str(stop_at)} if stop_at else {}
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
     process = subprocess.Popen(words, env=os.environ | env, start_new_session=True)
@@ -1182,9 +1101,6 @@ class Job:
     def all(self, kind):
         return [x for each in self.seen.values() for x in each[kind]]
 
-    def steps_of_ranks(self):
-        return [(rank, steps) for rank, x in self.ranks.items() for _, steps in x.optimizers()]
-
     def union(self):
         """By step, the hashes of the samples of all ranks."""
         steps = defaultdict(list)
@@ -1203,22 +1119,14 @@ class Job:
             for rank in ranks:
                 alike[str(self.ranks[rank].start["weights"])].append(rank)
             together = start["ddp"] or start["mesh"] or start["world"] == 1 or len(alike) == 1
-            is_split = not together and self.have_one_batch([x[0] for x in alike.values()])
+            batches = [self.ranks[x[0]].samples() for x in alike.values()]  # of unlike ranks
+            is_split = not together and batches[0] and all(x == batches[0] for x in batches)
             in_groups = any(1 < size < start["world"] for size in start["groups"])
             fsdp = start["is_fsdp"] and {len(x.split()) for x in start["shards"]} == {1}
             if is_split:
                 yield Family(ranks, is_split=True, has_data=False)
             for one in alike.values() if is_split or not together and in_groups else [ranks]:
                 yield Family(one, is_split=False, has_data=fsdp or not start["mesh"])
-
-    def have_one_batch(self, ranks):
-        """Whether ranks have the same samples in each step."""
-        one, *others = [self.ranks[rank].samples() for rank in ranks]
-        return bool(one) and all(x.keys() == one.keys() and x == one for x in others)
-
-
-# Ranks that train one model. If it is split by hand, only some weights have copies.
-Family = namedtuple("Family", "ranks is_split has_data")
 
 
 class Process(defaultdict):
@@ -1253,25 +1161,18 @@ class Process(defaultdict):
             found[x["step"]] += x["samples"] or []
         return found
 
-    def extras(self):
-        """By step, what the model holds beside its state_dict before the first forward."""
-        return {x["step"]: x["extras"] for x in reversed(self["forward"]) if x["grad"]}
-
     def passes(self, training):
-        """The passes over DataLoaders on which the model trained, or which it only read."""
-        trained = {x["pass"] for x in self["loss"]}
+        """What was read in each pass over data on which the model trained, or only looked."""
+        trained, found = {x["pass"] for x in self["loss"]}, []
         tested = {x["pass"] for x in self["forward"] if not x["grad"]} - trained
-        return [self.pass_of(x) for x in sorted((trained if training else tested) - {None})]
-
-    def pass_of(self, number):
-        """A pass: its indices, and for each tensor of its batches the hashes of the samples."""
-        batches = [x for x in self["batch"] if x["pass"] == number]
-        index = [i for x in batches for i in x["index"]]
-        parts = [sum(column, []) for column in zip(*[x["parts"] for x in batches])]
-        one = {name: batches[0][name] for name in ("size", "split", "maker")}
-        one["parts"] = [part for part in parts if len(part) == len(index)]
-        one["ended"] = any(x["pass"] == number for x in self["ended"])
-        return one | {"index": index, "known": None not in index}
+        for number in sorted((trained if training else tested) - {None}):
+            batches = [x for x in self["batch"] if x["pass"] == number]
+            index = [i for x in batches for i in x["index"]]
+            parts = [sum(column, []) for column in zip(*[x["parts"] for x in batches])]
+            one = batches[0] | {"index": index, "known": None not in index}
+            one["parts"] = [part for part in parts if len(part) == len(index)]
+            found.append(one | {"ended": any(x["pass"] == number for x in self["ended"])})
+        return found
 
     def place(self):
         """Where a process stands that hangs: the innermost line of the script itself."""
