@@ -576,8 +576,8 @@ def random_states(data=None):  # numbers for those of all generators, by name
     states = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
-    if data is None and torch.accelerator.is_available():
-        states["device"] = torch.get_device_module().get_rng_state().cpu()
+    if data is None and hasattr(torch.get_device_module(), "get_rng_state"):
+        states["device"] = torch.get_device_module().get_rng_state()
     for name, x in own_generators(data):
         get_state = getattr(x, "getstate", None) or getattr(x, "get_state", None)
         states[f"its {name}"] = get_state() if get_state else x.bit_generator.state

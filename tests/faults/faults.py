@@ -96,7 +96,7 @@ fault(
     "other_flags",
     "rank, world = dist.get_rank(), dist.get_world_size()",
     "rank, world = dist.get_rank(), dist.get_world_size()\nsys.argv += ['--x'] * rank",
-    say="processes: other flags in rank 1",
+    say="processes: other flags or versions in rank 1",
     report="a job file that was edited on one host",
 )
 fault(
