@@ -354,7 +354,7 @@ fault(
     "eval_after_validation",
     "    ddp.train()\n",
     "",
-    say="modes: train in eval.* from step 9.*after validation",
+    say="modes: train in eval.* from step .*after validation",
     report="lerobot #3668; simpletransformers #941; mcan-vqa #26",
 )
 fault(
