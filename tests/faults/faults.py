@@ -312,7 +312,7 @@ fault(
     "model = Net().to(torch.bfloat16)",
     "ddp(x)",
     "ddp(x.bfloat16())",
-    say="precision: 6 weights are bfloat16, but precision is to be fp32",
+    say="precision: weights are bfloat16, but precision is to be fp32",
     report="a model that is loaded as it was saved",
 )
 fault(
