@@ -573,15 +573,15 @@ def tensors_of(tree):
 
 
 def random_states(data=None):  # numbers for those of all generators, by name
-    states = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    found = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    if data is None and hasattr(torch.get_device_module(), "get_rng_state"):
-        states["device"] = torch.get_device_module().get_rng_state()
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if data is None and torch.accelerator.is_available():
+        found["device"] = getattr(torch.get_device_module(), "get_rng_state", torch.get_rng_state)()
     for name, x in own_generators(data):
         get_state = getattr(x, "getstate", None) or getattr(x, "get_state", None)
-        states[f"its {name}"] = get_state() if get_state else x.bit_generator.state
-    arrays = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in states.items()}
+        found[f"its {name}"] = get_state() if get_state else x.bit_generator.state
+    arrays = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in found.items()}
     return {name: zlib.crc32(pickle.dumps(x)) for name, x in arrays.items()}
 
 
