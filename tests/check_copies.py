@@ -5,6 +5,7 @@
 
 A section is the same in three folders, or in the four scripts of a folder. What bears the same name
 has the same text. --fix carries the text of a copy if no other copy is new since the last commit.
+No file has more lines than its budget.
 """
 
 import ast
@@ -19,24 +20,40 @@ from pathlib import Path
 os.chdir(Path(__file__).resolve().parent.parent)
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 TASKS = ("images", "text", "translation", "gpt")
-PATHS = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.py"))]
-PATHS += [Path("tools/report.py"), Path("tools/predict.py")]
+# The lines that a file or the files of a folder may have. Who adds a line takes one away.
+BUDGETS = """
+    singlegpu/*.py: mnist 102, images 480, gpt 460, text 510, translation 560, make_bigmnist 130
+    multigpu/*.py: mnist 142, images 590, gpt 575, text 620, translation 670
+    multinode/*.py: mnist 149, images 590, gpt 575, text 620, translation 670
+    hybrid/*.py: mnist 175, images 690, gpt_fsdp 640, gpt_pipeline 750
+    quantize/*.py: mnist 72, gpt 351
+    tools/*.py: check 1100, report 340, predict 420, allreduce 250
+    slurm/*.sh: sweep 134
+    *.md: README 287, results 446
+    tests/*.py: check_copies 153, conftest 410, gpu 391
+"""
+BUDGETS = {
+    row.split(":")[0].replace("*", name): int(lines)
+    for row in BUDGETS.strip().splitlines()
+    for name, lines in re.findall(r"(\w+) (\d+)", row)
+}
+BUDGETS = {path.strip(): lines for path, lines in BUDGETS.items()}
+PATHS = [path for folder in (*FOLDERS, "tools") for path in sorted(Path(folder).glob("*.py"))]
 TITLE = re.compile(r"^(# == .* =+)\n", re.M)
 YOURS, RUN, TIMING = TITLE.findall(Path("multigpu/images.py").read_text())
-# The names whose text may differ: everywhere, and from multinode in a folder or in a script.
+# The names whose text may differ: everywhere, and from multigpu in a folder or in a script.
 FREE = "head main parse_args parse_run_args MAY_CHANGE".split()
 OWN = {
-    "singlegpu": """check_weights load_weights save training_requests load_batches evaluate log_row
-        STEP_PHASES TIMES events now count_marks take_marks print_marks""",
-    "hybrid/images": "set_seeds check_weights evaluate now with_marks take_marks",
-    "hybrid/gpt_pipeline": """check_weights training_requests add_up evaluate check_args STEP_PHASES
+    "singlegpu": """training_batches evaluate log_row STEP_PHASES last_step mark count_marks
+        take_marks print_marks""",
+    "hybrid/images": "set_up compare_weights evaluate now timed_hook take_marks",
+    "hybrid/gpt_pipeline": """set_up training_batches add_up compare_weights evaluate STEP_PHASES
         print_marks""",
-    "hybrid/gpt_fsdp": """differ check_weights evaluate log_row check_args COMM_HOOKS events
-        count_marks print_marks""",
+    "hybrid/gpt_fsdp": "DTYPES COMM_HOOKS set_up compare_weights evaluate sent count_marks",
     "hybrid/mnist": "print_marks",
-    "quantize": "create_empty load_trained test measure COLUMNS COMPILED",
     "tools/predict": "runs_of",  # it sums up a step, report.py an epoch
 }
+OLD = ("quantize/gpt",)  # not compared: new ones come
 
 
 def pieces(source):
@@ -53,24 +70,24 @@ def pieces(source):
 
 
 @functools.cache
-def task_of(task):
-    """Returns the pieces of the first section of a task."""
-    return pieces(Path("multinode", f"{task}.py").read_text().partition(RUN)[0])
+def task_of(path):
+    """Returns the names of the first section of a script."""
+    return pieces("".join(TITLE.split(path.read_text())[:3]))
 
 
 def group_of(path, name):
     """Returns what the copies that have the same text of this name share; None: it may differ."""
     folder, task = path.parent.name, path.stem.split("_")[0]  # that of gpt_fsdp is gpt
     own = f"{OWN.get(folder, '')} {OWN.get(f'{folder}/{path.stem}', '')}".split()
-    if name in (RUN, TIMING) and task in TASKS and folder != "hybrid":
-        return "several" if name == TIMING and folder != "singlegpu" else folder
-    if name == "main" and folder == "quantize" and task in TASKS:
-        return folder
-    if name in (*FREE, *own) or (name.startswith("#") and name != YOURS):
+    if f"{folder}/{path.stem}" in OLD or name in FREE:
         return None
-    if task in TASKS and name in task_of(task):
-        return task
-    return task if task == "mnist" else folder if folder == "tools" else "scripts"
+    if name in (RUN, TIMING):
+        return "several" if name == TIMING and folder != "singlegpu" else folder
+    if name in own or (name.startswith("#") and name != YOURS):
+        return None
+    if task in TASKS:
+        return task if name == YOURS or name in task_of(path) else "run"
+    return "mnist" if task == "mnist" else "others"
 
 
 def drifted():
@@ -120,6 +137,14 @@ def main():
         texts = {str(job_text(path)): path for path in paths}
         if len(texts) > 1:
             problems.append(f"{' and '.join(map(str, texts.values()))} differ in more than a name")
+    for path, budget in BUDGETS.items():
+        lines = Path(path).read_text().count("\n") if Path(path).exists() else 0
+        if lines > budget:
+            problems.append(f"{path} has {lines} lines, and a budget of {budget}")
+    problems += [f"{path} has no budget" for path in PATHS if str(path) not in BUDGETS]
+    for path in Path("slurm").glob("*_[!a]*.slurm"):  # allreduce comes
+        if len(lines := path.read_text().splitlines()) > 26 or max(map(len, lines)) > 100:
+            problems.append(f"{path} has more than 26 lines or a line of more than 100 columns")
     sys.exit("\n\n".join(dict.fromkeys(problems)) or 0)
 
 

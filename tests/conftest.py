@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fork_server import Fork, run_all, torchrun_env
+from fork_server import run_all, torchrun_env
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
@@ -34,8 +34,6 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine mee
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 RUN = "# == The run: "  # begins the title of the section after the task
-FACTOR = "def learning_rate_factor(args, done):\n"
-CONSTANT = {FACTOR: f"{FACTOR}    return 1.0\n"}  # a change: --max_steps shapes no weights
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
@@ -71,8 +69,9 @@ class Job:
         self.mark = f"TEST_JOB={uuid.uuid4()}"
         env = ENVIRONMENT | env | {"TEST_JOB": self.mark.split("=")[1]}
         command = list(map(str, command))
+        how = {"cwd": cwd, "env": env, "text": True, "start_new_session": True}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, cwd=cwd, env=env, text=True, **pipes)
+        self.process = subprocess.Popen(command, **how, **pipes)
 
     def wait(self, timeout=TIMEOUT):
         """Returns (exit status, stdout, stderr)."""
@@ -84,19 +83,20 @@ class Job:
         return self.process.returncode, out, err
 
     def processes(self):
-        """Its living processes, {id: command line}."""
+        """Its living processes, {id: (id of the parent, command line)}."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if self.mark in (entry / "environ").read_text(errors="replace").split("\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+                    parent = int((entry / "stat").read_text().rsplit(")")[1].split()[1])
+                    found[int(entry.name)] = parent, (entry / "cmdline").read_text()
         return found
 
     def workers(self):
-        """The ids of the processes that train, of a job that has several."""
-        trains = re.compile(r"spawn_main|^(?!.*distributed\.run).*(multinode|hybrid)/")
-        found = {pid for pid, command in self.processes().items() if trains.search(command)}
-        return [*(found - {self.process.pid})]
+        """The ids of the processes that train: what the command has started, without helpers."""
+        found = self.processes().items()
+        own = {pid: words for pid, (parent, words) in found if parent == self.process.pid}
+        return [pid for pid, words in own.items() if "resource_tracker" not in words]
 
     def end(self):
         for pid in self.processes():
@@ -154,48 +154,6 @@ def forks_of(script, arguments, processes, before=(), **env):
     env |= LOOPBACK if agents > 1 else {}
     envs = [torchrun_env(rank, agents, each) | env for rank in range(agents * each)] or [env]
     return [[*map(str, before), *words]] * len(envs), envs
-
-
-class Forks:
-    """A started script, in a fork for each rank that torchrun would start."""
-
-    def __init__(self, commands, envs, cwd):
-        self.forks = [Fork(command, cwd, env) for command, env in zip(commands, envs)]
-        self.process = self.forks[0]
-
-    def wait(self, timeout=TIMEOUT):
-        """Returns (exit status, stdout, stderr): the worst, and all output."""
-        outs, errs = zip(*[fork.communicate(timeout) for fork in self.forks])
-        return max(abs(fork.returncode) for fork in self.forks), "".join(outs), "".join(errs)
-
-    def processes(self):
-        """Its living processes, {id: that of the parent}: those of the sessions of its forks."""
-        sessions, found = {str(fork.pid) for fork in self.forks}, {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state, parent, _, session, *_ = (entry / "stat").read_text().rsplit(")")[1].split()
-                if session in sessions and state != "Z":
-                    found[int(entry.name)] = int(parent)
-        return found
-
-    def workers(self):
-        """The ids of the processes that train, of a job of multigpu."""
-        return sorted(pid for pid, parent in self.processes().items() if parent == self.process.pid)
-
-
-@pytest.fixture
-def fork(tmp_path):
-    """fork(script, *arguments, processes=1) starts it without torchrun and a start's imports."""
-    jobs = []
-
-    def fork(script, *arguments, processes=1, **more):
-        jobs.append(Forks(*forks_of(script, arguments, processes, **more), tmp_path))
-        return jobs[-1]
-
-    yield fork
-    for each in jobs:
-        for part in each.forks:
-            part.end()
 
 
 @pytest.fixture(scope="session")
@@ -266,6 +224,14 @@ def replaced(text, changes):
         assert text.count(piece) == 1, piece
         text = text.replace(piece, other)
     return text
+
+
+def constant(script):
+    """A change: the learning rate is constant, so that --max_steps shapes no weights."""
+    rates = {"_factor": "1.0", "": "args.learning_rate"}  # hybrid's is a factor
+    heads = {f"def learning_rate{name}(args, done):\n": rate for name, rate in rates.items()}
+    text = (ROOT / script).read_text()
+    return {head: f"{head}    return {rate}\n" for head, rate in heads.items() if head in text}
 
 
 class Bomb:
@@ -402,9 +368,9 @@ def curve(path, *more):
 
 
 def load(path):
-    """A snapshot, with the step at which it was saved."""
+    """A snapshot. That of hybrid has its step in "progress"."""
     snapshot = torch.load(path, weights_only=True)
-    return snapshot | {"step": snapshot["progress"]["step"]}
+    return snapshot.get("progress", {}) | snapshot
 
 
 def assert_same_weights(path, other, rounding=0):

@@ -1,34 +1,34 @@
-"""The parts of the scripts that have a right answer."""
+"""The parts of gpt.py, text.py and translation.py that have a right answer."""
 
 import argparse
 import json
 import math
+import re
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from conftest import curve, module
 
-SMALL_GPT = "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2"
 gpt, text, translation = (module(f"singlegpu/{name}.py") for name in ("gpt", "text", "translation"))
 VOCAB_SIZES = {"source": 30, "target": 12}
-WORDS = [f"w{number}" for number in range(30)]
-TOKENIZERS = {  # the first four ids are not words
-    side: translation.train_tokenizer(2 * WORDS[4:size], 70) for side, size in VOCAB_SIZES.items()
-}
 
 
 def namespace(**changes):
     """The arguments that the functions below read."""
     found = {"seed": 1, "batch_size": 12, "seq_len": 16, "vocab_size": 64, "d_model": 32}
-    found |= {"n_heads": 4, "num_layers": 2, "dropout": 0.0, "grad_accum_steps": 1, "epochs": 1}
+    found |= {"n_heads": 4, "num_layers": 2, "dropout": 0.0, "epochs": 1, "num_workers": 0}
     found |= {"model": "transformer", "size": "small", "precision": "fp32", "dataset": "words"}
     return argparse.Namespace(**found | changes)
 
 
-def test_gpt():
+def batches_of(script, data, batches):
+    """The batches of these lists of indices."""
+    return list(script.create_loader(data, batches, namespace()))
+
+
+def test_gpt(tmp_path):
     """It has the parameters of GPT-2, and finds at first all tokens equally likely.
 
     A later token changes no earlier logit. Sequences of a text do not overlap; a target is the
@@ -40,47 +40,37 @@ def test_gpt():
     assert sum(p.numel() for p in model.parameters()) == 124_356_864  # GPT-2 has biases, too
     torch.manual_seed(0)
     model = gpt.GPT(namespace(vocab_size=512, d_model=128)).eval()
-    data = gpt.Tokens(np.arange(512, dtype=np.uint16), namespace(vocab_size=512))
-    tokens, targets = data.__getitems__(range(len(data)))
+    for name in ("train", "val"):
+        np.save(tmp_path / f"{name}.npy", np.arange(512, dtype=np.uint16))
+    data, _ = gpt.read_data(namespace(dataset=str(tmp_path)))
+    [[ids]] = batches_of(gpt, data, [[*range(len(data))]])
+    tokens, targets = ids.long()[:, :-1], ids.long()[:, 1:]
     assert tokens.shape == (31, 16) and torch.equal(tokens + 1, targets)
     assert len(tokens.unique()) == 31 * 16
     assert model(tokens, targets).item() == pytest.approx(math.log(512), rel=0.01)
     changed = tokens.clone()
     changed[:, 9] = 0
-    before, after = (model(each).unflatten(0, (31, 16)) for each in (tokens, changed))
+    before, after = (model(each) for each in (tokens, changed))
     assert torch.equal(before[:, :9], after[:, :9])
     assert (before[:, 9:] != after[:, 9:]).any(2).all()
 
 
-def test_gpt_token_files(run, changed, tmp_path):
-    """Files of 16 and of 32 bits; floats, and ids beyond the vocabulary, end the run."""
-    ids = np.random.default_rng(0).integers(0, 300, 2_000)
-    for name, array in (("wide", (300 * ids).astype(np.uint32)), ("floats", ids / 2)):
-        (tmp_path / name).mkdir()
-        np.save(tmp_path / name / "train.npy", array)
-        np.save(tmp_path / name / "val.npy", array[:200])
-    for split in ("train", "val"):  # as nanoGPT writes them
-        ids.astype(np.uint16).tofile(tmp_path / f"{split}.bin")
-    words, log = (*SMALL_GPT.split(), "--vocab_size", 512, "--sample", 40), tmp_path / "log.jsonl"
-    out = run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--log", log)
+def test_gpt_reads_tokens_and_writes_text(run, tmp_path):
+    """Of a folder with --vocab_size ids, and of a text, whose last tenth is for validation."""
+    ids = np.random.default_rng(0).integers(0, 300, 2_000, np.uint16)
+    for name in ("train", "val"):
+        np.save(tmp_path / f"{name}.npy", ids)
+    words = "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2"
+    words = (*words.split(), "--vocab_size", 512)
+    log = tmp_path / "log.jsonl"
+    out = run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--sample", 40, "--log", log)
     assert 300 < math.exp(curve(log)[0, 1]) < 520
     assert len(drawn := json.loads(out.splitlines()[-1])) == 40 and 300 < max(drawn) < 512
-    # Of a text, each sampled token is a byte. Untrained ones are no UTF-8, nor can this print it.
     (tmp_path / "a.txt").write_bytes(b"text " * 999)
-    guard = 'if __name__ == "__main__":'
-    narrow = {guard: f'sys.stdout.reconfigure(encoding="ascii")\n{guard}'}
-    copy = changed("singlegpu/gpt.py", narrow)
-    assert "?" in run(copy, *words, "--dataset", tmp_path / "a.txt")
-
-    def read(name, vocab_size):
-        data, _ = gpt.read_data(namespace(dataset=str(tmp_path / name), vocab_size=vocab_size))
-        return data.__getitems__(range(len(data)))
-
-    assert read("wide", 90_000)[0].max() == 300 * ids.max()
-    with pytest.raises(ValueError, match="is not below --vocab_size 50304"):
-        read("wide", 50_304)
-    with pytest.raises(TypeError, match="Cannot cast array data"):
-        read("floats", 512)
+    out = run("singlegpu/gpt.py", *words[:-2], "--dataset", tmp_path / "a.txt", "--sample", 40)
+    assert re.search(r"\|\n.{20,40}\n$", out, re.S), "after the table"
+    train, val = gpt.read_data(namespace(dataset=str(tmp_path / "a.txt"), seq_len=9))
+    assert (len(train), len(val)) == ((4996 - 500) // 9, 498 // 9)
 
 
 @pytest.mark.parametrize("model", ["nbow", "transformer"])
@@ -105,37 +95,26 @@ def test_batches_of_similar_lengths(script):
     """An epoch takes each text at most once, in batches of little padding; epochs differ."""
     lengths = np.random.default_rng(0).integers(5, 65, 2501)
     if script is text:  # each text has its length as its class
-        tokens = np.arange(64) < lengths[:, None]
-        data = text.Texts(tokens.astype(np.int16), lengths, range(65))
+        tokens = np.arange(64) < np.sort(lengths)[:, None]
+        data = text.Texts(torch.tensor(tokens, dtype=torch.int16), torch.tensor(np.sort(lengths)))
+        data.batch_size = 12
     else:
-        texts = datasets.Dataset.from_dict(dict.fromkeys(TOKENIZERS, ["w4 " * n for n in lengths]))
-        data = translation.Pairs(texts, TOKENIZERS)
-        found = [words.count("w4") + 2 for words in data.texts["target"]]  # [START] and [END]
-        assert found == data.lengths["source"].tolist() == sorted(lengths + 2)[::-1]
-    orders = [script.training_order(data, namespace(), epoch) for epoch in (0, 1)]
+        texts = [["w4 " * length for length in lengths]] * 2
+        tokenizers = [translation.train_tokenizer(each, 70) for each in texts]
+        data = translation.Pairs(texts, tokenizers, namespace())
+        assert data.tensors[0].count_nonzero(1).tolist() == sorted(lengths + 2)  # [START], [END]
+    orders = [script.training_order(data, np.random.default_rng(seed)) for seed in (0, 1)]
     assert set(orders[0][:12]) != set(orders[1][:12])
     for order in orders:
         assert len(set(order)) == len(order) == 208 * 12
         num_words = num_tokens = 0
-        for batch in order.reshape(208, 12):
-            assert script is text or (np.diff(batch) > 0).all(), "processes get similar lengths"
-            words, lengths, *targets = data.__getitems__(batch)
-            for tokens in (words, *targets):
-                assert ((tokens > 0).sum(1) == torch.as_tensor(lengths)).all(), "none is cut off"
-                num_words += sum(lengths)
-                num_tokens += tokens.numel()
+        for rows in order.reshape(208, 12):
+            [(tokens, others)] = batches_of(script, data, [rows.tolist()])
+            found = (tokens > 0).sum(1)
+            assert (found == (others if script is text else (others > 0).sum(1))).all(), "cut off"
+            num_words += found.sum()
+            num_tokens += tokens.numel()
         assert num_words > 0.95 * num_tokens
-
-
-def test_long_texts():
-    """A length may be more than 16 bits hold."""
-    tokens = np.zeros((2, 40_000), np.int16)
-    tokens[0], tokens[1, :3] = 5, 6
-    words, labels = text.Texts(tokens, np.array([0, 1]), range(2)).__getitems__([0, 1])
-    assert words.shape == (2, 40_000) and labels.tolist() == [1, 0]
-    tokenizers = {side: translation.train_tokenizer(["a"] * 2, 40_000) for side in VOCAB_SIZES}
-    pairs = datasets.Dataset.from_dict({side: ["a", 40_000 * "a "] for side in VOCAB_SIZES})
-    assert translation.Pairs(pairs, tokenizers).lengths["source"].tolist() == [40_000, 3]
 
 
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
@@ -143,32 +122,76 @@ def test_translation_padding_and_order(model):
     """A pair's loss does not depend on its batch mates, nor a word on those after it."""
     torch.manual_seed(0)
     args, generator = namespace(model=model, seq_len=20), np.random.default_rng(0)
-    model = translation.create_model(args, SimpleNamespace(tokenizers=TOKENIZERS)).eval()
-    lengths, ends = [14, 9, 9, 5, 3], [6, 12, 4, 3, 8]  # of sources, the longest first; of targets
+    sizes = [SimpleNamespace(get_vocab_size=lambda n=n: n) for n in VOCAB_SIZES.values()]
+    model = translation.create_model(args, SimpleNamespace(tokenizers=sizes)).eval()
+    lengths, ends = [14, 9, 9, 5, 3], [6, 12, 4, 3, 8]  # of sources and of targets
     sources = torch.from_numpy(generator.integers(4, VOCAB_SIZES["source"], (5, 14)))
     targets = torch.from_numpy(generator.integers(4, VOCAB_SIZES["target"], (5, 12)))
     parts = []
     for row, (length, end) in enumerate(zip(lengths, ends)):
         sources[row, length:], targets[row, end:] = translation.PAD, translation.PAD
-        part = sources[row : row + 1, :length], [length], targets[row : row + 1, :end]
+        part = sources[row : row + 1, :length], targets[row : row + 1, :end]
         parts.append(translation.batch_loss(model, part, args))
-    loss, together = translation.batch_loss(model, (sources, lengths, targets), args)
+    loss, together = translation.batch_loss(model, (sources, targets), args)
     mean = sum(part for part, _ in parts) / 5  # as over processes: their tokens differ in number
     torch.testing.assert_close(loss, mean, rtol=1e-5, atol=0)
     alone = {name: sum(sums[name] for _, sums in parts) for name in together}
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
     changed = targets.clone()
     changed[0, 5] = 4 if changed[0, 5] != 4 else 5
-    before, after = (model(sources, lengths, words)[0] for words in (targets, changed))
+    before, after = (model(sources, words)[0] for words in (targets, changed))
     torch.testing.assert_close(before[:5], after[:5], rtol=1e-6, atol=1e-6)
     assert not torch.allclose(before[5:], after[5:])
 
 
-def test_splitting_into_stages():
-    """Of 100 layers, too, each stage has its tenth; a stage without weights is not one."""
-    hybrid, layers = module("hybrid/images.py"), [torch.nn.Flatten()]
-    for _ in range(100):
-        layers += [torch.nn.ReLU(), torch.nn.Linear(4, 4)]
-    stages = list(hybrid.split_model(torch.nn.Sequential(*layers), [torch.device("cpu")] * 10))
-    assert [layer for stage in stages for layer in stage] == layers
-    assert [hybrid.num_weights(stage) for stage in stages] == [10 * 20] * 10
+class Oracle(torch.nn.Module):
+    """Translates the numbers of translation.py's own texts, in which it gets one word wrong."""
+
+    def __init__(self, tokenizers, wrong=()):
+        super().__init__()
+        self.tokenizers, self.wrong = tokenizers, dict(wrong)
+
+    def encode(self, sources):
+        source, target = self.tokenizers
+        words = [source.id_to_token(token).split() for token in sources.flatten().tolist() if token]
+        rows = [source.decode(row.tolist()).split() for row in sources]
+        names = [[translation.DIGITS[int(word)] for word in row] for row in rows]
+        names = [[self.wrong.get(name, name) for name in row] for row in names]
+        assert words
+        return [[target.token_to_id(name) for name in row] + [translation.END] for row in names]
+
+    def decode(self, rows, target):
+        place = target.shape[1] - 1
+        tokens = [row[place] if place < len(row) else translation.END for row in rows]
+        one_hot = torch.nn.functional.one_hot(torch.tensor(tokens), 16)
+        return one_hot[:, None].float().expand(-1, place + 1, -1)  # (B, T, V)
+
+
+def test_bleu(capsys):
+    """A perfect translation has 100; each unknown word counts as one wrong word."""
+    args, scores = namespace(dataset="synthetic"), []
+    _, val_data = translation.read_data(args)
+    for wrong in {}, {"two": "[UNK]"}, {"two": "three"}:
+        translation.finish(Oracle(val_data.tokenizers, wrong), val_data, args, "cpu")
+        scores.append(float(re.search(r"^BLEU ([\d.]+)$", capsys.readouterr().out, re.M)[1]))
+    assert scores[0] == 100 and scores[1] == pytest.approx(scores[2], abs=2) and scores[1] < 90
+
+
+def test_labels_and_tables(run, tmp_path, refused):
+    """Labels have gaps, and are those of train. Pairs may be dictionaries."""
+    (tmp_path / "texts").mkdir()
+    for split in ("train", "test"):
+        lines = [f"{number} a,{2 * (number % 2) + 1}" for number in range(60)]
+        (tmp_path / f"texts/{split}.csv").write_text("\n".join(["text,label", *lines]))
+    words = ("--data_dir", tmp_path, "--seq_len", 8, "--batch_size", 10, "--max_steps", 1)
+    run("singlegpu/text.py", *words, "--dataset", "texts")
+    with open(tmp_path / "texts/test.csv", "a") as file:
+        file.write("\na,7")
+    told = "test has labels that train has not: {7}"
+    refused(told, "singlegpu/text.py", *words, "--dataset", "texts")
+    (tmp_path / "pairs").mkdir()
+    pairs = [{"translation": {"en": f"{n} a", "zh": f"b {n}"}} for n in range(60)]
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"pairs/{split}.json").write_text("\n".join(map(json.dumps, pairs)))
+    more = ("--dataset", "pairs", "--source", "translation.en", "--target", "translation.zh")
+    assert "BLEU" in run("multigpu/translation.py", *words, *more, processes=2)

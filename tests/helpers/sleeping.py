@@ -63,12 +63,16 @@ def batch_loss(model, batch, args):
     return loss, {"loss": loss, "count": len(batch[0])}
 
 
-def learning_rate_factor(args, done):
-    return 1.0
-
-
-def training_order(data, args, epoch):
+def training_order(data, rng):
     return range(len(data))
+
+
+def create_loader(data, batches, args):
+    return DataLoader(data, batch_size=None, sampler=batches)
+
+
+def learning_rate(args, done):
+    return args.learning_rate
 
 
 def finish(model, data, args, device):

@@ -7,9 +7,8 @@ import signal
 import subprocess
 import time
 
-import numpy as np
 import pytest
-from conftest import assert_same_weights, curve, wait_for, wait_for_saves
+from conftest import assert_same_weights, rows, wait_for, wait_for_saves
 
 KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
 IMAGES = "--dataset mnist --batch_size 24 --epochs 4 --dropout 0.5"
@@ -45,8 +44,11 @@ def test_killed_jobs_end_with_undisturbed_weights(start, run, data, tmp_path, ch
     """
     script, processes, words = SHAPES[shape]
     source = ("--dataset", data / "words.txt") if "gpt" in script else ("--data_dir", data)
-    files = ("--snapshot", tmp_path / "job.pt", "--log", tmp_path / "job.jsonl")
-    words = [*words.split(), *source, *files, "--eval_every", 5]
+    files = tmp_path / "job.jsonl", tmp_path / "whole.jsonl"
+    words = [*words.split(), *source, "--eval_every", 5]
+    whole = ("--snapshot", tmp_path / "whole.pt", "--log", files[1])
+    run(script, *words, *whole, processes=processes)
+    words += ["--snapshot", tmp_path / "job.pt", "--log", files[0]]
     moments, heard = ("start", "step") if "fsdp" in script else ("start", "step", "save"), set()
     for number in range(KILLS):
         job = start(script, *words, processes=processes)
@@ -67,10 +69,8 @@ def test_killed_jobs_end_with_undisturbed_weights(start, run, data, tmp_path, ch
     assert len(heard) > 0 or processes == 1
     assert all(place.startswith(("127.", "[::1]")) for place in heard), heard
     run(script, *words, processes=processes)
-    whole = ("--snapshot", tmp_path / "whole.pt", "--log", tmp_path / "whole.jsonl")
-    run(script, *words, *whole, processes=processes)
     if "fsdp" not in script:  # whose snapshots are folders of shards
         assert_same_weights(tmp_path / "job.pt", tmp_path / "whole.pt")
-    ended, whole = curve(tmp_path / "job.jsonl"), curve(tmp_path / "whole.jsonl")
-    assert (ended[:, 1] == whole[:, 1]).all(), "losses of validation"
-    np.testing.assert_allclose(ended, whole, rtol=1e-6)  # train_loss: float32 from look to look
+    ended, whole = ({row["step"]: row.get("val_loss") for row in rows(log)} for log in files)
+    both = [step for step, loss in ended.items() if loss and step % 5 == 0]  # not killed in one
+    assert len(both) > 9 and all(ended[step] == whole[step] for step in both)

@@ -8,7 +8,6 @@ import subprocess
 import numpy as np
 import pytest
 from conftest import ROOT, assert_same_weights, rows, wait_for, write_mnist, write_tables
-from PIL import Image
 from test_slurm import ENDED, SMALL, cluster, site  # noqa: F401
 
 COMMON = SMALL[2:]
@@ -17,10 +16,8 @@ WORDS = {  # what makes a job of each script small
     "text": ["--model", "transformer", "--seq_len", "32", *COMMON],
     "translation": ["--seq_len", "16", "--model", "lstm", *COMMON],
     "allreduce": ["--max_bytes", "65536", "--seconds", "0.05"],
-    "make_bigmnist": ["--dataset", "synthetic", "--versions", "1", "--copies", "1"],
-    "make_images": ["photos", "--size", "20"],
+    "make_bigmnist": ["--versions", "1", "--copies", "1"],
     "mnist": ["--synthetic", "--epochs", "1", "--batch_size", "6000"],
-    "noise_scale": ["singlegpu/images.py", "--model", "mlp", "--steps", "20"],
 }
 GPT = ["--d_model", "16", "--n_heads", "2", "--num_layers", "2", "--seq_len", "32", *COMMON]
 # Those of quantize need what a training has written, and have a test of their own.
@@ -37,10 +34,8 @@ def options(folder):
 @pytest.mark.parametrize("name", JOBS)
 def test_job_completes(site, name):  # noqa: F811
     folder, script = name.split("_", 1)
-    for number in range(12):  # for make_images
-        path = site.folder / f"photos/{number % 2}/{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (30, 40)).save(path)
+    if "bigmnist" in name:
+        write_mnist(site.folder / "data")
     job = site.submit(name, *WORDS.get(script, GPT), options=options(folder))
     state, out = site.wait(job), site.output(job)
     assert state == "COMPLETED", out
@@ -50,15 +45,13 @@ def test_job_completes(site, name):  # noqa: F811
         assert any(path.exists() for path in paths)
 
 
-@pytest.mark.parametrize("script", ["gpt", "text", "translation", "mnist"])
-def test_quantize_job_completes(site, run, script):  # noqa: F811
-    saved = () if script == "mnist" else ("--snapshot", site.folder / "s.pt")
-    run(f"singlegpu/{script}.py", *WORDS.get(script, GPT), *saved, cwd=site.folder)
-    more = ("--snapshot", "s.pt", "--rounds", 1, "--row", "int8-torch.ao", "--eager")
-    more = ("--synthetic",) if script == "mnist" else more
-    job = site.submit(f"quantize_{script}", *more, options=["--cpus-per-task=1"])
-    assert site.wait(job) == "COMPLETED", site.output(job)
-    assert len(re.findall(r"^\|.* (?:fp32|int8\S*) \|", site.output(job), re.M)) == 2
+def test_quantize_jobs_complete(site, run):  # noqa: F811
+    run("singlegpu/gpt.py", *GPT, "--snapshot", site.folder / "s.pt")
+    gpt = ("quantize_gpt", *"--snapshot s.pt --rounds 1 --row int8-torch.ao --eager".split())
+    for words in gpt, ("quantize_mnist", "--synthetic"):
+        job = site.submit(*words, options=["--cpus-per-task=1"])
+        assert site.wait(job) == "COMPLETED", site.output(job)
+        assert len(re.findall(r"^\|.* (?:fp32|int8\S*) \|", site.output(job), re.M)) == 2
 
 
 def test_default_counts(site):  # noqa: F811
@@ -66,16 +59,6 @@ def test_default_counts(site):  # noqa: F811
     job = site.submit("multinode_images", *SMALL, "--log", "a.jsonl")
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert len((site.folder / "a.jsonl").read_text().splitlines()) == 2 * 8
-
-
-def test_pairs_of_nodes(site):  # noqa: F811
-    """A job of two nodes lists what each sends to the other. It fails if one seems slow."""
-    words = ("--pairs", "--seconds", 0.05)
-    job = site.submit("tools_allreduce", *words, options=options("tools"))
-    site.wait(job)
-    assert len(re.findall(r"^n[01], .* sends GB/s to n[01] ", site.output(job), re.M)) == 2, (
-        site.output(job)
-    )
 
 
 def long_job(site, data, folder, *more):  # noqa: F811
@@ -101,8 +84,7 @@ def test_restarted_jobs_go_on(site, run, data, why):  # noqa: F811
     if why == "preempted":
         site.command("scontrol", "requeue", job)
     assert site.wait(job) == "COMPLETED", site.output(job)
-    starts = list(map(int, re.findall(r", steps (\d+) to ", site.output(job))))
-    assert len(starts) >= 2 and starts[1] >= 50, starts
+    assert site.show(job)["Restarts"] > "0" and "train_loss" in site.output(job)
     run(f"{folder}/images.py", *words, "--snapshot", site.folder / "whole.pt", processes=processes)
     assert_same_weights(site.folder / "job.pt", site.folder / "whole.pt")
 

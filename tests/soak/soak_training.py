@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import curve, rows
 from test_hybrid import FSDP, PIPELINE
-from test_quantize import QUALITIES, assert_as_good, table, trained  # noqa: F401
+from test_quantize import SCRIPT, assert_as_good, table, trained  # noqa: F401
 from test_training import arguments_of
 
 PAIRS = "--dataset multi30k --seq_len 16"
@@ -75,13 +75,11 @@ def test_gpt_compile_compiles_all_parts(logged, data, tmp_path, script):
 
 
 @needs_compiler
-@pytest.mark.parametrize("model", QUALITIES)
-def test_torchao(attempt, trained, model, tmp_path):  # noqa: F811
-    """All rows keep the quality, compiled, too. Of the lstm torchao changes the head alone."""
-    script, snapshot, *_ = trained(model)
-    more = ("--snapshot", snapshot, "--num_samples", 200, "--rounds", 1)
+def test_torchao(attempt, trained, tmp_path):  # noqa: F811
+    """All rows keep the quality, compiled, too."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    status, out, err = attempt(script, *more, **cache)  # PyTorch warns of torchao's tensors
+    words = ("--snapshot", trained[0], "--num_samples", 200, "--rounds", 1)
+    status, out, err = attempt(SCRIPT, *words, **cache)  # PyTorch warns of torchao's tensors
     assert status == 0, err
-    assert bool([*tmp_path.glob("**/*.py")]) == (model != "lstm"), "of torch.compile"
-    assert_as_good(table(out), QUALITIES[model], smaller=model != "lstm")
+    assert [*tmp_path.glob("**/*.py")], "of torch.compile"
+    assert_as_good(table(out))
