@@ -1,16 +1,13 @@
-"""Forecast of time series. A CSV file has a column for each series, and a line for each moment."""
-
-import warnings
+"""Forecast of time series. A CSV file has a column of times, and one for each series."""
 
 import pandas as pd
-from torch.utils.data import TensorDataset
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--series", help="CSV file, in the order of time; made up if it is not given")
-    add("--skip", nargs="*", default=[], help="columns that are no series, such as the date")
+    add("--series", help="CSV file; made up if it is not given")
+    add("--time", default="date", help="its column of ISO dates or numbers, to sort by")
     add("--window", type=int, default=96, help="moments that the model sees")
     add("--horizon", type=int, default=24, help="moments that it predicts")
     return parse_run_args(parser, epochs=2, batch_size=24)
@@ -22,10 +19,11 @@ def read_series(args):
         hours = np.arange(2000)[:, None] + np.arange(3)
         noise = np.random.default_rng(0).standard_normal(hours.shape)
         return np.sin(hours * 2 * np.pi / 24) + np.cos(hours * 2 * np.pi / 168) + 0.1 * noise
-    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
-        table = pd.read_csv(args.series, index_col=False).drop(columns=args.skip)
-    is_empty = table.columns.str.startswith("Unnamed: ") & table.isna().all()  # a comma at the end
-    table = table.loc[:, ~is_empty & (table.columns != "Unnamed: 0")]  # row numbers of to_csv()
+    table = pd.read_csv(args.series, index_col=False).dropna(axis=1, how="all")
+    times = table.pop(args.time)
+    if not pd.api.types.is_numeric_dtype(times):
+        times = pd.to_datetime(times)
+    table = table.iloc[times.argsort(kind="stable")]
     table = table.apply(pd.to_numeric, errors="coerce").astype(float)  # a word becomes NaN
     unusable = table.columns[~np.isfinite(table).all()]
     if len(unusable) > 0:
@@ -38,8 +36,6 @@ def read_data(args):
     series = read_series(args)
     length = args.window + args.horizon
     start = len(series) * 4 // 5  # from here on, nothing is seen in training
-    if min(start, len(series) - start) < length:
-        sys.exit(f"{len(series)} moments are too few for --window {args.window}")
     past = series[:start]
     deviations = past.std(0)
     deviations[past.min(0) == past.max(0)] = 1.0  # a constant series becomes 0
@@ -47,8 +43,12 @@ def read_data(args):
     return [TensorDataset(part.unfold(0, length, 1)) for part in (series[:start], series[start:])]
 
 
-def training_order(data, args, epoch):
-    return np.random.permutation(len(data))
+def training_order(data, rng):
+    return rng.permutation(len(data))
+
+
+def create_loader(data, batches, args):  # a whole batch by one index
+    return DataLoader(data, batch_size=None, sampler=batches, num_workers=args.num_workers)
 
 
 class Forecast(nn.Module):
@@ -73,8 +73,8 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate)
 
 
-def learning_rate_factor(args, done):
-    return 1.0
+def learning_rate(args, done):
+    return args.learning_rate
 
 
 def batch_loss(model, batch, args):
@@ -90,4 +90,4 @@ def batch_loss(model, batch, args):
 
 
 def finish(model, data, args, device):
-    """Called by one process at the end of the training. There is nothing to do."""
+    """Called by rank 0 at the end. There is nothing to do."""

@@ -3,7 +3,6 @@
 The pretrained weights are frozen. Beside each chosen layer W, two small matrices learn: W + B A.
 """
 
-from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -23,17 +22,18 @@ def read_data(args):
     text = Path(args.text or argparse.__file__).read_text(encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(args.network)
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    unknown = [] if tokenizer.unk_token_id is None else ids[ids == tokenizer.unk_token_id]
-    if len(unknown) > len(ids) / 3:
-        print("more than a third of all tokens is unknown to the tokenizer")
     num_samples = len(ids) // (args.seq_len + 1)
     samples = ids[: num_samples * (args.seq_len + 1)].reshape(num_samples, args.seq_len + 1)
     num_train = num_samples * 9 // 10
     return TensorDataset(samples[:num_train]), TensorDataset(samples[num_train:])
 
 
-def training_order(data, args, epoch):
-    return np.random.permutation(len(data))
+def training_order(data, rng):
+    return rng.permutation(len(data))
+
+
+def create_loader(data, batches, args):  # a whole batch by one index
+    return DataLoader(data, batch_size=None, sampler=batches, num_workers=args.num_workers)
 
 
 class LoRA(nn.Module):
@@ -52,13 +52,9 @@ class LoRA(nn.Module):
 def create_model(args, data):
     network = AutoModelForCausalLM.from_pretrained(args.network, dtype=torch.float32)
     network.requires_grad_(False)
-    ends = tuple(args.lora_layers)
-    linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
-    layers = [name for name in linear if name.endswith(ends)]
-    if not layers:
-        sys.exit(f"{args.network} has no nn.Linear whose name ends in one of {args.lora_layers}")
-    for name in layers:
-        network.set_submodule(name, LoRA(network.get_submodule(name), args.lora_rank))
+    for name, layer in [*network.named_modules()]:
+        if isinstance(layer, nn.Linear) and name.endswith(tuple(args.lora_layers)):
+            network.set_submodule(name, LoRA(layer, args.lora_rank))
     return network
 
 
@@ -67,8 +63,8 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(trained, args.learning_rate)
 
 
-def learning_rate_factor(args, done):
-    return 1.0
+def learning_rate(args, done):
+    return args.learning_rate
 
 
 def batch_loss(model, batch, args):
@@ -79,4 +75,4 @@ def batch_loss(model, batch, args):
 
 
 def finish(model, data, args, device):
-    """Called by one process at the end of the training. There is nothing to do."""
+    """Called by rank 0 at the end. There is nothing to do."""

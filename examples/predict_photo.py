@@ -2,8 +2,7 @@
 
     python examples/predict_photo.py photos.pt cat.jpg dog.jpg
 
-The snapshot has the flags of the training and the names of the classes. Of files of make_images.py
-it has neither the names nor the size.
+The snapshot has the flags of the training and the names of the classes.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 """Image segmentation: a class for each pixel. Where a mask is 255, nobody has labelled the pixel.
 
-PHOTOS/train and PHOTOS/val hold images/NAME.jpg, or .png, and masks/NAME.png, or .tif, with one
-number a pixel.
+PHOTOS/train and PHOTOS/val hold images/NAME.jpg, or .png, and masks/NAME.png, in which each pixel
+is the number of its class. If you augment, do it in the Photos of train alone.
 """
 
 from PIL import Image, ImageOps
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 NO_LABEL = 255
 
@@ -21,46 +21,23 @@ def parse_args():
 class Photos(Dataset):
     """Images (3, H, W) uint8 and their masks (H, W) of class numbers."""
 
-    def __init__(self, folder, args):
-        self.args = args
-        endings = (".png", ".bmp", ".gif", ".tif", ".tiff")  # not .jpg, which changes numbers
-        self.masks = sorted(
-            p for p in Path(folder, "masks").iterdir() if p.suffix.lower() in endings
-        )
-        paths = [*Path(folder, "images").iterdir()]
-        images = {path.stem: path for path in paths}
-        stems = Counter(path.stem for path in paths)
-        odd = [path.name for path in self.masks if stems[path.stem] != 1]
-        if odd or not self.masks:
-            sys.exit(f"{folder}: there are no masks, or these have not one image: {odd[:9]}")
-        print(f"{len(self.masks)} of {len(paths)} images in {folder} have a mask")
-        self.images = [images[path.stem] for path in self.masks]
-        first = np.concatenate([self[index][1].flatten() for index in range(min(9, len(self)))])
-        if len(np.unique(first[first != NO_LABEL])) < 2:
-            sys.exit(f"{folder}: all labelled pixels of the first masks are of one class")
+    def __init__(self, folder, size):
+        self.size = (size, size)
+        images = {path.stem: path for path in Path(folder, "images").iterdir()}
+        self.masks = sorted(Path(folder, "masks").glob("*.png"))
+        self.images = [images[mask.stem] for mask in self.masks]
 
     def __len__(self):
         return len(self.masks)
 
     def __getitem__(self, index):
-        size = (self.args.image_size, self.args.image_size)
-        image, mask = read_photo(self.images[index]), Image.open(self.masks[index])
+        image = ImageOps.exif_transpose(Image.open(self.images[index])).convert("RGB")  # upright
+        mask = Image.open(self.masks[index])
         if image.size != mask.size:  # such as where the mask was drawn on a photo that lay
             raise ValueError(f"{self.masks[index]} and its image differ in height or width")
-        image = np.array(image.resize(size))
-        mask = np.array(mask.resize(size, Image.NEAREST), np.int64)
-        if mask.ndim > 2 or mask[mask != NO_LABEL].max(initial=0) >= self.args.num_classes:
-            raise ValueError(f"{self.masks[index]} is no grey image of 0 to --num_classes - 1")
-        return torch.from_numpy(image).permute(2, 0, 1), torch.from_numpy(mask)
-
-
-def read_photo(path):
-    """Returns a photo as people see it: upright, as its mask, on white where it is transparent."""
-    photo = ImageOps.exif_transpose(Image.open(path))
-    if photo.has_transparency_data:
-        photo = photo.convert("RGBA")
-        photo = Image.alpha_composite(Image.new("RGBA", photo.size, "white"), photo)
-    return photo.convert("RGB")
+        mask = np.array(mask.resize(self.size, Image.NEAREST), np.int64)
+        image = torch.from_numpy(np.array(image.resize(self.size)))
+        return image.permute(2, 0, 1), torch.from_numpy(mask)
 
 
 def squares(count, size):
@@ -78,12 +55,16 @@ def squares(count, size):
 
 def read_data(args):
     if args.photos:
-        return Photos(f"{args.photos}/train", args), Photos(f"{args.photos}/val", args)
+        return [Photos(f"{args.photos}/{split}", args.image_size) for split in ("train", "val")]
     return squares(480, args.image_size), squares(96, args.image_size)
 
 
-def training_order(data, args, epoch):
-    return np.random.permutation(len(data))
+def training_order(data, rng):
+    return rng.permutation(len(data))
+
+
+def create_loader(data, batches, args):
+    return DataLoader(data, batch_sampler=batches, num_workers=args.num_workers)
 
 
 def block(num_inputs, num_outputs):
@@ -119,17 +100,15 @@ def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate)
 
 
-def learning_rate_factor(args, done):
-    return 1.0
+def learning_rate(args, done):
+    return args.learning_rate
 
 
 def batch_loss(model, batch, args):
     """Divides the sum over labelled pixels by the number of all pixels.
 
-    That number is the same in all processes, so that DDP's mean is the loss of the whole batch.
-    The number of labelled pixels is not: to divide by it would give a pixel more weight where few
-    are labelled. Where most have no label, the loss is small, and SGD needs a larger rate. Rows
-    show means over the labelled pixels.
+    That number is the same in all processes, that of labelled pixels is not. Where most have no
+    label, the loss is small, and SGD needs a larger rate. Rows show means over labelled pixels.
     """
     images, masks = batch
     logits = model(images.float() / 255)
@@ -139,4 +118,4 @@ def batch_loss(model, batch, args):
 
 
 def finish(model, data, args, device):
-    """Called by one process at the end of the training. There is nothing to do."""
+    """Called by rank 0 at the end. There is nothing to do."""

@@ -1,18 +1,18 @@
-"""Show the --log of one run, of rank 0, in TensorBoard.
+"""Show the --log of a run in TensorBoard. Weights & Biases and Trackio want another last line.
 
-    python examples/show_log.py run.jsonl runs/my_run
-    tensorboard --logdir runs
-
-The last line has what Weights & Biases and Trackio want in its place.
+python examples/show_log.py run.jsonl runs/my_run && tensorboard --logdir runs
 """
 
+import argparse
 import json
-import sys
 
 from torch.utils.tensorboard import SummaryWriter
 
-log, folder = sys.argv[1:]
-with open(log) as lines, SummaryWriter(folder) as writer:
+parser = argparse.ArgumentParser(description="Show the --log of a run in TensorBoard.")
+parser.add_argument("log", help="what a training script has written to --log")
+parser.add_argument("folder", help="what TensorBoard reads")
+args = parser.parse_args()
+with open(args.log) as lines, SummaryWriter(args.folder) as writer:
     for row in map(json.loads, lines):
         for name, value in row.items():
             if row["rank"] == 0 and isinstance(value, float):

@@ -1,9 +1,7 @@
 """Regression from a CSV file. Its last column is the target, its first line has the names."""
 
-import warnings
-
 import pandas as pd
-from torch.utils.data import Subset, TensorDataset, random_split
+from torch.utils.data import Subset, random_split
 
 
 def parse_args():
@@ -14,22 +12,13 @@ def parse_args():
 
 def read_data(args):
     """Returns two parts of the table, drawn at random: the same parts in all processes."""
-    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):
-        table = pd.read_csv(args.table, index_col=False)
-    if pd.to_numeric(table.columns, errors="coerce").notna().all():
-        sys.exit(f"{args.table}: its first line has numbers, not names")
-    is_empty = table.columns.str.startswith("Unnamed: ") & table.isna().all()  # a comma at the end
-    table = table.loc[:, ~is_empty & (table.columns != "Unnamed: 0")]  # row numbers of to_csv()
-    target = table.columns[-1]
-    has_target = table[target].notna()
-    if not has_target.any() or len(table.columns) < 2:
-        sys.exit(f"{args.table} has no feature, or no row with a {target}")
-    if not has_target.all():
-        print(f"{(~has_target).sum()} of {len(table)} rows have no {target}: they are left out")
-    table = table[has_target].apply(pd.to_numeric, errors="coerce").astype(float)  # words: NaN
+    table = pd.read_csv(args.table, index_col=False).dropna(axis=1, how="all")
+    table = table.drop(columns="Unnamed: 0", errors="ignore")  # row numbers of to_csv()
+    table = table.dropna(subset=table.columns[-1])  # without a target
+    table = table.apply(pd.to_numeric, errors="coerce").astype(float)  # a word becomes NaN
     unusable = table.columns[~np.isfinite(table).all()]
-    if len(unusable) > 0:
-        sys.exit(f"{args.table}: cells that are blank or no number in {', '.join(unusable)}")
+    if len(unusable) > 0 or len(table.columns) < 2:
+        sys.exit(f"{args.table}: no feature, or blanks or words in {', '.join(unusable)}")
     table = torch.tensor(table.to_numpy(np.float64))
     parts = random_split(table, [0.8, 0.2])
     rows = table[parts[0].indices]
@@ -40,8 +29,12 @@ def read_data(args):
     return [Subset(data, part.indices) for part in parts]
 
 
-def training_order(data, args, epoch):
-    return np.random.permutation(len(data))
+def training_order(data, rng):
+    return rng.permutation(len(data))
+
+
+def create_loader(data, batches, args):
+    return DataLoader(data, batch_sampler=batches, num_workers=args.num_workers)
 
 
 def create_model(args, data):
@@ -53,8 +46,8 @@ def create_optimizer(model, args):
     return torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)
 
 
-def learning_rate_factor(args, done):
-    return (1 + math.cos(math.pi * done)) / 2
+def learning_rate(args, done):
+    return args.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
 
 def batch_loss(model, batch, args):
@@ -66,4 +59,4 @@ def batch_loss(model, batch, args):
 
 
 def finish(model, data, args, device):
-    """Called by one process at the end of the training. There is nothing to do."""
+    """Called by rank 0 at the end. There is nothing to do."""

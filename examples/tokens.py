@@ -1,7 +1,6 @@
 """Make token files of a text for gpt.py: a vocabulary that fits the text, and the last tenth apart.
 
     python examples/tokens.py my.txt --vocab_size 8192
-    python multigpu/gpt.py --dataset my_tokens --vocab_size 8192
 
 The tokenizer is there, too: it makes text of the ids that --sample prints.
 """
@@ -25,4 +24,5 @@ ids = np.array(tokenizer.encode(Path(args.text).read_text(encoding="utf-8")).ids
 num_val = len(ids) // 10
 np.save(out / "train.npy", ids[:-num_val])
 np.save(out / "val.npy", ids[-num_val:])
-print(f"{len(ids)} tokens in {out}")
+print(f"{len(ids)} tokens in {out}: train on them by")
+print(f"python multigpu/gpt.py --dataset {out} --vocab_size {tokenizer.get_vocab_size()}")

@@ -36,7 +36,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # before torch starts threads, which inherit it: main() asks for them
+if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -68,7 +68,7 @@ def parse_args():
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
-    add("--sample", type=int, metavar="N", default=0, help="bytes to write at the end")
+    add("--sample", type=int, metavar="N", default=0, help="tokens to print at the end")
     return parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
 
 
@@ -166,7 +166,7 @@ def learning_rate(args, done):
 
 
 def batch_loss(model, batch, args):
-    """Returns the mean loss, and sums over the tokens. A row shows sums / count."""
+    """Returns the mean loss, and sums over tokens: "loss", "count". A row shows sums / count."""
     tokens = batch[0].long()  # (B, T + 1)
     loss = model(tokens[:, :-1], tokens[:, 1:])  # in nats; exp(loss) is the perplexity
     count = tokens[:, 1:].numel()
@@ -175,14 +175,14 @@ def batch_loss(model, batch, args):
 
 @torch.no_grad()
 def finish(model, data, args, device):
-    """Writes --sample bytes, drawn one by one. They follow the first sequence to validate on."""
+    """Prints --sample bytes or ids, drawn one by one. They follow the first validation sequence."""
     tokens = torch.tensor(data[:1][0][:, :-1], device=device).long()  # (1, T)
     for _ in range(args.sample):
         logits = model(tokens[:, -args.seq_len :])[:, -1]  # (1, V)
-        next_token = (logits / 0.8).softmax(1).multinomial(1)  # 0.8: the temperature
-        tokens = torch.cat((tokens, next_token), 1)
+        tokens = torch.cat((tokens, (logits / 0.8).softmax(1).multinomial(1)), 1)  # a temperature
     if args.sample:
-        print(bytes(tokens[0, args.seq_len :].tolist()).decode(errors="replace"))
+        ids = tokens[0, args.seq_len :].tolist()
+        print(bytes(ids).decode(errors="replace") if args.vocab_size <= 256 else ids)
 
 
 # == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
@@ -201,7 +201,7 @@ def parse_run_args(parser, **defaults):
     choices = ["fp32", "tf32", *DTYPES]
     add("--precision", choices=choices, default=choices[has_tf32], help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # These say how it is learned, not what: report.py compares runs that differ in them
+    # From --epochs on: report.py compares runs that differ in these flags.
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
@@ -237,8 +237,8 @@ def set_up(args):
     if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
         read_data(argparse.Namespace(**vars(args)))
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    place = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
-    dist.init_process_group(backend, **place)  # waits for all
+    # Without device_id: with it, a mesh would split this group, which not all backends can.
+    dist.init_process_group(backend, rank=rank, world_size=world_size)  # waits for all
     if local_rank == 0 and rank > 0:  # where machines do not share a disk
         read_data(argparse.Namespace(**vars(args)))
     dist.barrier()
@@ -255,7 +255,7 @@ def set_up(args):
 
 def main(args):  # runs in each process
     Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
-    settings = dict(vars(args))  # what read_data() may add cannot always be saved
+    settings = dict(vars(args))  # without what read_data() adds, which may be anything
     rank, world_size, device, train_data, val_data = set_up(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
@@ -285,8 +285,8 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{newest[0]} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is another place in the data
-            sys.exit("to start anew from its weights: --init_from" if rank == 0 else 1)
+        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         states = dict(zip(("model", "optimizer"), dcp_states.get_state_dict(model, optimizer)))
         dcp.load(states, checkpoint_id=newest[0])  # in place
         dcp_states.set_optimizer_state_dict(model, optimizer, states["optimizer"])
@@ -302,11 +302,11 @@ def main(args):  # runs in each process
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
 
-    torch.manual_seed(hash((args.seed, first_step, rank)))  # each process draws other crops
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # workers of each draw other crops
     batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
-    sums, totals = Counter(), Counter()  # of this process since the last look, of all since the row
+    sums, totals = Counter(), Counter()  # since the last look; of all processes since the row
     row, is_stopped = None, False
     look_step, look_time, next_look = first_step, time.perf_counter(), 0
     mark("start")
@@ -325,7 +325,7 @@ def main(args):  # runs in each process
             model.set_requires_gradient_sync(is_last)  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(model, batch, args)
-            add(batch_sums, sums)
+            add_batch(batch_sums, sums)
             mark("forward")
             (loss / args.grad_accum_steps).backward()
             mark("backward")
@@ -372,7 +372,7 @@ def main(args):  # runs in each process
         if is_stopped:
             break
         # At most twice as many steps as before this look: the first batches may have been ready.
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
         next_look = step + max(1, min(int(pace), 2 * (step - look_step)))
         look_step, look_time = step, time.perf_counter()
 
@@ -411,7 +411,7 @@ def shard(model, mesh, args):
 def save(model, optimizer, folder, settings):
     """Writes a folder, to which each process adds its shards, and removes those before it."""
     states = dict(zip(("model", "optimizer"), dcp_states.get_state_dict(model, optimizer)))
-    dcp.save(states, checkpoint_id=folder)
+    dcp.save(states | {"settings": settings}, checkpoint_id=folder)
     if dist.get_rank() == 0:
         (folder / "settings.json").write_text(json.dumps(settings))  # now it is complete
         for old in {*folder.parent.glob("step-*")} - {folder}:
@@ -423,7 +423,7 @@ def training_batches(data, step, args):
     steps = len(data) // args.batch_size  # of an epoch
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
-        with torch.random.fork_rng(devices=()):  # all processes draw the same order
+        with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
             torch.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
@@ -433,13 +433,13 @@ def training_batches(data, step, args):
 
 
 def kill_workers():
-    """Ends the workers. They block SIGTERM, so that Python would wait for them forever."""
+    """Ends the workers. They inherit the blocked SIGTERM: Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
 
 
-def add(batch_sums, sums):
+def add_batch(batch_sums, sums):
     """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
     for name, value in batch_sums.items():
         value = torch.as_tensor(value).detach()  # else the graph lives until the look
@@ -484,7 +484,7 @@ def evaluate(model, data, device, autocast, args):
     for batch in create_loader(data, batches, args):
         batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            add(batch_loss(model, batch, args)[1], sums)
+            add_batch(batch_loss(model, batch, args)[1], sums)
     model.train()
     model.reshard()  # else what is in no block stays whole until a backward pass
     sent.clear()
@@ -511,7 +511,7 @@ def log_row(row, splits, model, device, settings):
     rows = [None] * row["processes"]
     dist.all_gather_object(rows, row)
     if row["rank"] == 0:
-        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.4g}" for name in shown), 100))
+        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
     if row["rank"] == 0 and settings["log"]:
         same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
         with open(settings["log"], "a") as file:
@@ -519,13 +519,13 @@ def log_row(row, splits, model, device, settings):
     return row
 
 
-# == Where the time goes. To remove it: delete it, and what has "mark", "timed" or "times" in it. ==
+# == Where the time goes. To remove it: delete it, and mend the lines that use its names. ==========
 
 STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # (name, start, end, bytes) of all-gathers and reduce-scatters
-last_step = []  # both, as (name, start, end, bytes) in seconds: report.py --step draws them
+last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
@@ -621,7 +621,7 @@ def print_marks(row):
     mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
     for phase in PHASES:
         print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
-    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits for nobody
+    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits least
     if (sending := late["comm_total"]) and len(rows) > 1:
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
         print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")

@@ -1,51 +1,61 @@
-r"""Train a GPT whose blocks are split over the processes of a pipeline, in one pipeline or many.
+"""Train a GPT whose blocks are split over the processes of a pipeline, in one pipeline or many.
 
-    torchrun --standalone --nproc_per_node=2 -- hybrid/gpt_pipeline.py        # one pipeline
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HEAD_NODE:29400 -- \
-        hybrid/gpt_pipeline.py --num_stages 4 --num_microbatches 16           # on each of two nodes
-    sbatch --nodes=2 --gpus-per-node=4 slurm/hybrid_gpt_pipeline.slurm --num_microbatches 16
+    torchrun --nproc_per_node=4 -- hybrid/gpt_pipeline.py --num_stages 2    # two pipelines
+    sbatch slurm/hybrid_gpt_pipeline.slurm --num_stages 4 --num_microbatches 16
 
-The model need not fit on one GPU. Each process first builds the whole model in RAM, 4 bytes a
-parameter, and moves its own stage to its GPU. Rank 0 keeps the other stages in RAM, to save them.
-Snapshots have the format of multinode/gpt.py.
+    --num_stages 3    stage 0             stage 1        stage 2
+    and 6 processes   embedding, blocks   blocks         blocks, norm, embedding as head
+    pipeline 0        rank 0         <->  rank 1    <->  rank 2
+    pipeline 1        rank 3         <->  rank 4    <->  rank 5
 
-Read multinode/gpt.py first: `diff multinode/gpt.py hybrid/gpt_pipeline.py` shows what stages add.
-For your own data and model, replace the first section, in the second Stage, head_loss and the
-shapes in create_schedule, and each line with `embedding`. A stage must have no buffers.
-A batch is two tensors (B, T).
+A pipeline passes its share of a batch through its stages in m micro-batches: activations to the
+right, their gradients to the left. Each stage has a copy in each pipeline, and the embedding is in
+the first and the last stage: all-reduces add up the gradients of copies. With 1f1b and m = 4:
+
+    stage 0       f0 f1 f2 .. .. b0 f3 b1 .. b2 .. b3      f0: forward pass of micro-batch 0
+    stage 1       .. f0 f1 .. b0 f2 b1 f3 b2 .. b3 ..      b0: its backward pass
+    stage 2       .. .. f0 b0 f1 b1 f2 b2 f3 b3 .. ..      ..: bubble, (S - 1)(f + b) for S stages
+
+With gpipe, all forward passes come first: the bubble is the same, but a stage holds the activations
+of m micro-batches, in place of S. The model need not fit on one GPU: each process makes it whole in
+RAM, and moves its stage to its GPU. Rank 0 keeps the others, to save them as multinode/gpt.py does.
+Read multinode/gpt.py first. For your own model, replace the first section and, in the second, Stage
+and the loss and shapes in create_schedule. A batch is ids (B, T + 1). A stage must have no buffers.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
 import contextlib
-import io
 import itertools
 import json
 import math
 import os
-import random
-import re
+import resource
 import signal
 import sys
 import sysconfig
 import textwrap
 import time
 import warnings
-import zlib
 from collections import Counter
-from glob import glob
+from functools import partial
 from multiprocessing import active_children
-from multiprocessing.util import Finalize, get_temp_dir
+from multiprocessing.util import Finalize
 from pathlib import Path
+
+SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
+if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
@@ -56,63 +66,44 @@ ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--dataset", default="stdlib", help="stdlib, a text file, or a folder of token ids")
-    add("--vocab_size", type=int, default=0, help="token ids; 0: 256 for text, 50304 for a folder")
+    add("--dataset", default="stdlib", help="a text, a folder of tokens, or Python's own source")
+    add("--vocab_size", type=int, default=256, help="number of token ids; bytes have 256")
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
-    add("--sample", type=int, metavar="N", default=0, help="tokens to generate at the end")
-    args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
-    args.vocab_size = args.vocab_size or (50304 if os.path.isdir(args.dataset) else 256)
-    args.model = f"gpt-{args.num_layers}x{args.d_model}"
-    return args
-
-
-class Tokens(Dataset):
-    """Token ids (N,), cut into sequences of --seq_len."""
-
-    def __init__(self, tokens, args):
-        self.tokens = tokens
-        self.args = args
-
-    def __len__(self):
-        return max(0, len(self.tokens) - 1) // self.args.seq_len
-
-    def __getitems__(self, indices):
-        """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
-        starts = np.array(indices)[:, None] * self.args.seq_len
-        ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
-        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))  # refuses floats
-        if ids.max() >= self.args.vocab_size:
-            raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
+    add("--sample", type=int, metavar="N", default=0, help="tokens to print at the end")
+    return parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
 
 
 def read_data(args):
-    """Returns the data to train on and to validate on, two map-style datasets."""
-    max_val = 2**18  # tokens to validate on, at most: to validate often must not take long
-    if os.path.isdir(args.dataset):
-        train, val = (read_ids(os.path.join(args.dataset, split)) for split in ("train", "val"))
-        return Tokens(train, args), Tokens(val[:max_val], args)
-    stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-    paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-    text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-    if not text.all():
-        sys.exit(f"{args.dataset} has bytes of 0, and so it is no text in UTF-8")
-    num_val = min(len(text) // 10, max_val)  # the last tenth
-    return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
+    """Returns sequences (N, T + 1) to train and to validate on. Each begins where one ends."""
+    if os.path.isdir(args.dataset):  # token ids, of examples/tokens.py: they may exceed the memory
+        parts = [np.load(f"{args.dataset}/{name}.npy", mmap_mode="r") for name in ("train", "val")]
+    else:
+        stdlib = Path(sysconfig.get_path("stdlib")).glob("*.py")  # about 5 MB
+        paths = sorted(stdlib) if args.dataset == "stdlib" else [args.dataset]
+        tokens = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+        num_val = min(len(tokens) // 10, 2**18)  # the last tenth, but no more than is quickly read
+        parts = tokens[:-num_val], tokens[-num_val:]
+    windows = [sliding_window_view(part, args.seq_len + 1)[:: args.seq_len] for part in parts]
+    return [StackDataset(each) for each in windows]
 
 
-def read_ids(path):
-    """Returns token ids (N,), mapped, not read: they may be larger than memory."""
-    if not os.path.exists(f"{path}.bin"):
-        return np.load(f"{path}.npy", mmap_mode="r")
-    ids = np.memmap(f"{path}.bin", np.uint16, "r")
-    if ids[1:2000:2].max() < ids[:2000:2].max() / 16:  # the upper halves of ids of 32 bits
-        sys.exit(f"{path}.bin has ids of more than 16 bits: save them as .npy")
-    return ids
+def training_order(data, rng):
+    """Returns the indices (N,) of an epoch, drawn from rng: all processes have the same one."""
+    return rng.permutation(len(data))
+
+
+def create_loader(data, batches, args):
+    """Returns a loader of these batches, which are lists of indices."""
+    options = {"num_workers": args.num_workers, "pin_memory": ON_GPU}
+    if args.num_workers:
+        options["multiprocessing_context"] = "fork"  # workers share the memory of the data
+    if isinstance(data, (StackDataset, TensorDataset)):  # of arrays: a whole batch by one index
+        return DataLoader(data, batch_size=None, sampler=batches, **options)
+    return DataLoader(data, batch_sampler=batches, **options)
 
 
 class GPTBlock(nn.Module):
@@ -137,7 +128,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) to logits (B x T, V) or, given the next ids (B, T), to their mean loss."""
+    """Token ids (B, T) to logits (B, T, V) or, given the next ids (B, T), to their mean loss."""
 
     def __init__(self, args):
         super().__init__()
@@ -146,16 +137,18 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
         self.blocks = nn.Sequential(*[GPTBlock(args) for _ in range(args.num_layers)])
         self.norm = nn.LayerNorm(args.d_model)
-        for name, parameter in self.named_parameters():  # as in nanoGPT
-            if parameter.dim() == 2:  # GPT-2 (Radford et al. 2019) divides by the root of depth
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:  # GPT-2 (Radford et al. 2019) divides by the root of depth
                 depth = 2 * args.num_layers if "projection" in name or "down" in name else 1
-                nn.init.normal_(parameter, std=0.02 / depth**0.5)
+                nn.init.normal_(weight, std=0.02 / depth**0.5)
 
     def forward(self, tokens, targets=None):
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, D)
         x = self.norm(self.blocks(self.dropout(x)))
-        logits = F.linear(x, self.embedding.weight).flatten(0, 1)  # the head is the embedding
-        return logits if targets is None else F.cross_entropy(logits, targets.flatten())
+        logits = F.linear(x, self.embedding.weight)  # the head is the embedding
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def create_model(args, data):
@@ -164,76 +157,50 @@ def create_model(args, data):
 
 def create_optimizer(model, args):
     """Returns AdamW. The weights of matrices decay, those of vectors do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, args.learning_rate, (0.9, 0.99), weight_decay=0.1, fused=True)
 
 
-def learning_rate_factor(args, done):
-    """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    return min(20 * done, 1.05 - done)  # it rises to 1, and falls to a twentieth
-
-
-def training_order(data, args, epoch):
-    """Returns the indices (N,) of an epoch. The run seeds NumPy equally in all processes."""
-    return np.random.permutation(len(data))
+def learning_rate(args, done):
+    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    if done < 0.05:
+        return args.learning_rate * done / 0.05
+    return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * (done - 0.05) / 0.95))
 
 
 def batch_loss(model, batch, args):
-    """Returns the mean loss of a batch, and sums over its tokens. A row shows sums / count."""
-    tokens, targets = batch
-    loss = model(tokens, targets)  # in nats; exp(loss) is the perplexity
-    return loss, {"loss": loss * targets.numel(), "count": targets.numel()}
+    """Returns the mean loss, and sums over tokens: "loss", "count". A row shows sums / count."""
+    tokens = batch[0].long()  # (B, T + 1)
+    loss = model(tokens[:, :-1], tokens[:, 1:])  # in nats; exp(loss) is the perplexity
+    count = tokens[:, 1:].numel()
+    return loss, {"loss": loss * count, "count": count}
 
 
 @torch.no_grad()
 def finish(model, data, args, device):
-    """Prints --sample tokens, drawn one by one, at the end."""
-    if not args.sample:
-        return
-    is_text = not os.path.isdir(args.dataset)
-    num_ids = 256 if is_text else args.vocab_size  # an id of a text is a byte
-    tokens = data.__getitems__([0])[0].to(device)  # (1, T): the first sequence to validate on
+    """Prints --sample bytes or ids, drawn one by one. They follow the first validation sequence."""
+    tokens = torch.tensor(data[:1][0][:, :-1], device=device).long()  # (1, T)
     for _ in range(args.sample):
-        logits = model(tokens[:, -args.seq_len :])[-1:, :num_ids] / 0.8  # 0.8: the temperature
-        tokens = torch.cat((tokens, logits.softmax(1).multinomial(1)), 1)
-    ids = tokens[0, args.seq_len :].tolist()
-    sys.__stdout__.reconfigure(errors="replace")  # the locale may not be UTF-8
-    print(bytes(ids).decode(errors="replace") if is_text else ids)
+        logits = model(tokens[:, -args.seq_len :])[:, -1]  # (1, V)
+        tokens = torch.cat((tokens, (logits / 0.8).softmax(1).multinomial(1)), 1)  # a temperature
+    if args.sample:
+        ids = tokens[0, args.seq_len :].tolist()
+        print(bytes(ids).decode(errors="replace") if args.vocab_size <= 256 else ids)
 
 
-# == How the model is split. Here, with --num_stages 3 and 6 processes: ============================
-#
-#               stage 0             stage 1        stage 2
-#               embedding, blocks   blocks         blocks, norm, embedding as head
-# pipeline 0    rank 0         <->  rank 1    <->  rank 2
-# pipeline 1    rank 3         <->  rank 4    <->  rank 5
-#
-# A pipeline passes its share of a batch through its stages in m micro-batches: activations to the
-# right, their gradients to the left. Each stage has a copy in each pipeline, and the embedding is
-# in the first and the last stage: all-reduces add up the gradients of copies. With 1f1b and m = 4:
-#
-# stage 0       f0 f1 f2 .. .. b0 f3 b1 .. b2 .. b3      f0: forward pass of micro-batch 0
-# stage 1       .. f0 f1 .. b0 f2 b1 f3 b2 .. b3 ..      b0: its backward pass
-# stage 2       .. .. f0 b0 f1 b1 f2 b2 f3 b3 .. ..      ..: bubble, (S - 1)(f + b) for S stages
-#
-# With gpipe all forward passes come first (Huang et al. 2019): the bubble is the same, but a stage
-# holds the activations of m micro-batches, in place of S.
+# == How the model is split ========================================================================
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-IGNORED = -100  # the targets of rows that only fill up a batch
 
 
 class Stage(nn.Module):
-    """Some blocks of a GPT, (B, T, D) to (B, T, D).
+    """Some blocks, (B, T, D) to (B, T, D). The first stage takes ids, the last one gives logits."""
 
-    The first stage takes token ids (B, T). The last one has the head and gives logits (B, T, V).
-    """
-
-    def __init__(self, model, number, args):
+    def __init__(self, model, number, autocast, args):
         super().__init__()
-        self.dtype = DTYPES[args.precision]  # None: float32
+        self.autocast = autocast
         self.is_first = number == 0
         self.is_last = number == args.num_stages - 1
         if self.is_first or self.is_last:
@@ -247,11 +214,9 @@ class Stage(nn.Module):
             self.norm = model.norm
 
     def forward(self, x):
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None):
+        with self.autocast:
             if self.is_first:
                 x = self.dropout(self.embedding(x) + self.positions.weight)
-            elif torch.is_grad_enabled():
-                x.requires_grad_()  # torch 2.11 fails to, if a resumed run begins by validating
             x = self.blocks(x)
             if self.is_last:
                 x = F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
@@ -259,46 +224,45 @@ class Stage(nn.Module):
 
     def own_parameters(self):
         """Yields the parameters that no stage before has: the embedding is the first one's."""
-        for name, parameter in self.named_parameters():
+        for name, weight in self.named_parameters():
             if self.is_first or name != "embedding.weight":
-                yield parameter
+                yield weight
 
 
-def head_loss(logits, targets):
-    """Returns the mean loss of logits (B, T, V) and the next ids (B, T)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def create_schedule(stage, group, sums, scaler, device, autocast, args):
+def create_schedule(stage, pipeline, sums, scaler, device, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
     num_pipelines = dist.get_world_size() // args.num_stages
-    compiled_loss = torch.compile(head_loss) if args.compile else head_loss
+
+    def loss_of(logits, _, targets):  # what batch_loss takes for the model: it has the logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
     if args.compile:
         stage.compile()
+        loss_of = torch.compile(loss_of)
 
-    def micro_batch_loss(logits, targets):
+    def micro_batch_loss(logits, tokens):
         """Returns a micro-batch's part of the mean loss of a batch. Gradients just add up."""
         if not torch.is_grad_enabled():  # a validation, where rows may only fill up the batch
-            is_real = (targets != IGNORED).any(1)
-            logits, targets = logits[is_real], targets[is_real]
-            if len(targets) == 0:
+            is_real = tokens[:, 0] >= 0
+            logits, tokens = logits[is_real], tokens[is_real]
+            if len(tokens) == 0:
                 return logits.sum()  # 0, and unused
-        with autocast:
-            loss, batch_sums = batch_loss(compiled_loss, (logits, targets), args)
-        sums.update(as_tensors(batch_sums))
+        with stage.autocast:
+            loss, batch_sums = batch_loss(partial(loss_of, logits), (tokens,), args)
+        add_batch(batch_sums, sums)
         return scaler.scale(loss / args.num_microbatches / num_pipelines)
 
     size = args.batch_size // num_pipelines // args.num_microbatches  # B
     # What a stage receives and sends. Gradients come back for all but ids and logits.
     with torch.device("meta"):  # types and shapes alone
-        inputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
-        outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
+        inputs = outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
         if stage.is_first:
             inputs = torch.empty(size, args.seq_len, dtype=torch.int64)
         if stage.is_last:
-            outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=stage.dtype)
-    number = dist.get_rank(group)
-    part = PipelineStage(stage, number, args.num_stages, device, inputs, outputs, group=group)
+            logits_type = DTYPES.get(args.precision, torch.float32)
+            outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=logits_type)
+    number = dist.get_rank(pipeline)
+    part = PipelineStage(stage, number, args.num_stages, device, inputs, outputs, group=pipeline)
     part.forward_one_chunk = with_pass_marks(part.forward_one_chunk, "forward")
     part.backward_one_chunk = with_pass_marks(part.backward_one_chunk, "backward")
     micro_batch_loss = with_pass_marks(micro_batch_loss, "forward")
@@ -306,26 +270,24 @@ def create_schedule(stage, group, sums, scaler, device, autocast, args):
     return schedule(part, args.num_microbatches, micro_batch_loss, scale_grads=False)
 
 
-def pass_batch(schedule_pass, stage, tokens, targets):
-    """Passes a batch through the stages, by schedule.step or, to validate, schedule.eval."""
-    inputs = [tokens.contiguous()] if stage.is_first else []  # torch 2.11 needs contiguous ids
-    schedule_pass(*inputs, target=targets if stage.is_last else None, return_outputs=False)
+def pass_batch(schedule_pass, stage, tokens):
+    """Passes tokens (B, T + 1) through the stages by schedule.step or, to validate, .eval."""
+    inputs = [tokens[:, :-1].clamp(min=0).contiguous()] if stage.is_first else []
+    schedule_pass(*inputs, target=tokens if stage.is_last else None, return_outputs=False)
 
 
 def join_gradients(stage, device):
     """Returns a tensor of which all gradients of the stage are views: one all-reduce takes all."""
-    trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-    sizes = [parameter.numel() for parameter in trained]
+    sizes = [weight.numel() for weight in stage.parameters()]
     gradients = torch.zeros(sum(sizes), device=device)
-    for parameter, gradient in zip(trained, gradients.split(sizes)):
-        parameter.grad = gradient.view_as(parameter)
+    for weight, gradient in zip(stage.parameters(), gradients.split(sizes)):
+        weight.grad = gradient.view_as(weight)
     return gradients
 
 
-def norm_of_gradients(stage, device, args):
+def norm_of_gradients(stage, args):
     """Returns the norm of all gradients of the model, with the same bits in all processes."""
-    gradients = [p.grad for p in stage.own_parameters() if p.requires_grad]
-    squared = nn.utils.get_total_norm(gradients).to(device) ** 2  # 0 if all are frozen
+    squared = nn.utils.get_total_norm([weight.grad for weight in stage.own_parameters()]) ** 2
     dist.all_reduce(squared)  # over all pipelines: two sums could be rounded differently
     return (squared / (dist.get_world_size() // args.num_stages)).sqrt()
 
@@ -333,46 +295,39 @@ def norm_of_gradients(stage, device, args):
 def gather_stages(model, stage, optimizer, args):
     """Brings the stages of the first pipeline together in the model and optimizer of rank 0."""
     if 0 < dist.get_rank() < args.num_stages:
-        for parameter in stage.own_parameters():
-            parts = [parameter.detach(), optimizer.state.get(parameter, {})]  # a frozen one has {}
-            parts = tree_map(lambda x: x.cpu() if hasattr(x, "cpu") else x, parts)
-            dist.send_object_list(parts, dst=0)
+        for weight in stage.own_parameters():
+            parts = [weight.detach(), optimizer.state[weight]]
+            dist.send_object_list(tree_map(lambda part: part.cpu(), parts), dst=0)
     for number in range(1, args.num_stages) if dist.get_rank() == 0 else ():
-        for parameter in Stage(model, number, args).own_parameters():
-            received = [None, None]
-            dist.recv_object_list(received, src=number)
-            parameter.data, state = received
-            if state:  # that of a frozen one stays unknown to the optimizer
-                optimizer.state[parameter].update(state)
+        for weight in Stage(model, number, None, args).own_parameters():
+            dist.recv_object_list(parts := [None, None], src=number)
+            weight.data, optimizer.state[weight] = parts
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
+# == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
 
-DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
-    "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
-    "data_dir snapshot init_from log sample reconstructions num_stages num_microbatches schedule"
-).split()
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
     has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is as inexact as bf16
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
-    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
-    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
     add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
-    add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
-    add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
-    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
+    choices = ["fp32", "tf32", *DTYPES]
+    add("--precision", choices=choices, default=choices[has_tf32], help="number type")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    # From --epochs on: report.py compares runs that differ in these flags.
+    add("--epochs", type=int, help="passes over the data")
+    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
+    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--num_stages", type=int, default=2, help="processes of a pipeline")
     add("--num_microbatches", type=int, default=4, help="micro-batches of a batch in a pipeline")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
+    add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
@@ -380,110 +335,89 @@ def parse_run_args(parser, **defaults):
     return parser.parse_args()
 
 
-def main(args):  # runs in each process: torchrun or Slurm starts them
+def set_up(args):
+    """Meets the other processes. Returns this one's rank, their number, its device, the data."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
     if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        os.environ["GROUP_WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_NODES"]
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"} <= {*os.environ}:
-        command = f"torchrun --nproc_per_node=PROCESSES -- {' '.join(sys.argv)}"
-        sys.exit(f"start it by its job file, or with {command}")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
-    num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
-    if local_rank == num_gpus > 0 and dist.is_torchelastic_launched() and not may_share:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
+    if not {*names, "MASTER_ADDR"} <= {*os.environ}:
+        sys.exit("start it with torchrun or by its job file: see the top of this script")
+    rank, world_size, local_rank, num_nodes = [int(os.environ[name]) for name in names]
+    num_gpus = torch.accelerator.device_count()
+    if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # it downloads what is missing, and says what is wrong. The others wait below.
-        check_args(args, world_size)
-        # It gets a copy of args, which read_data() may change.
-        num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
-        if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"too few samples: {num_train} for a batch, {num_val} to validate on")
-        if world_size < num_nodes * num_gpus:
-            print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
+    if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
+        read_data(argparse.Namespace(**vars(args)))
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group(backend, device_id=device if ON_GPU else None)  # waits for all
-    if rank > 0:
-        check_args(args, world_size)
-    with contextlib.redirect_stdout(io.StringIO()):  # rank 0 has printed this already
-        if local_rank == 0 and rank > 0:
-            read_data(argparse.Namespace(**vars(args)))  # downloads where disks are not shared
-        dist.barrier()  # waits for that
-        set_seeds(args.seed)  # the same random splits in all processes
-        train_data, val_data = read_data(args)
-    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
-    num_steps = args.max_steps or args.epochs * steps_per_epoch
-    eval_every = args.eval_every or steps_per_epoch
+    place = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
+    dist.init_process_group(backend, **place)  # waits for all
+    if local_rank == 0 and rank > 0:  # where machines do not share a disk
+        read_data(argparse.Namespace(**vars(args)))
+    dist.barrier()
+    torch.manual_seed(args.seed)  # the same random splits and weights in all processes
+    train_data, val_data = read_data(args)
+    if world_size % args.num_stages or args.num_layers % args.num_stages:
+        sys.exit(f"--num_stages must divide {world_size} processes, and --num_layers")
+    if args.num_microbatches < args.num_stages:
+        sys.exit("--num_microbatches must be at least --num_stages")
+    share = world_size // args.num_stages * args.num_microbatches
+    if args.batch_size not in range(share, len(train_data) + 1, share):
+        words = f"must be a multiple of {share}, at most {len(train_data)}"
+        sys.exit(f"--batch_size {args.batch_size} {words}" if rank == 0 else 1)
+    if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
+        sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
+    return rank, world_size, device, train_data, val_data
 
-    dtype = DTYPES[args.precision]
-    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+def main(args):  # runs in each process
+    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    settings = dict(vars(args))  # without what read_data() adds, which may be anything
+    rank, world_size, device, train_data, val_data = set_up(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
-    # Time the algorithms of a convolution, and take the fastest. AMD's search takes too long.
-    torch.backends.cudnn.benchmark = torch.version.hip is None
-    set_seeds(args.seed)  # the same weights in each run, and in all processes
-    model = create_model(args, train_data)  # whole, and on the CPU
-    fingerprint = fingerprint_of(train_data, args)
-    is_resumed = args.snapshot and os.path.exists(args.snapshot)
-    if args.init_from and not is_resumed:
-        load_weights(model, fingerprint, args)
-    weights = int(sum(checksum(p.detach()) for p in model.parameters()))  # each keeps its stage
-    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
-    resting = [part for part in model.modules() if model.training and not part.training]
-    model.train()
-    for part in resting:
-        part.training = False
-    stage = Stage(model, rank % args.num_stages, args).to(device)  # its parameters are the model's
-    own = {*stage.parameters()}
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
+    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    model = create_model(args, train_data).train()  # whole, and on the CPU
+    stage = Stage(model, rank % args.num_stages, autocast, args).to(device)  # moves its weights
+    of_stage = {*stage.parameters()}
     for part in model.modules() if rank > 0 else ():  # rank 0 keeps the other stages, to save them
-        if own.isdisjoint(part.parameters()):
+        if of_stage.isdisjoint(part.parameters()):
             part.to_empty(device="meta")  # names and shapes alone
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as meant
     optimizer = create_optimizer(model, args)
-    places = {parameter: place for place, parameter in enumerate(model.parameters())}
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if optimized - {*model.parameters()}:
-        sys.exit("the optimizer has parameters that the model has not: put them into the model")
-    left_out = [p for p in model.parameters() if p.requires_grad and p not in optimized]
-    for parameter in left_out:
-        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
-    if rank == 0 and left_out:
-        print(f"{len(left_out)} parameters are frozen: the optimizer does not have them")
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
-        group["params"].sort(key=places.get)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    if args.snapshot:  # what a resume could not read fails here, before the training
-        torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
-    progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The steps done, the step of the last row, and the sums of batch_loss since that row.
-    progress |= {"step": 0, "row_step": 0, "totals": {}}
-    if is_resumed:
+    first_step = 0  # the steps that are done
+    if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
-        progress |= snapshot["progress"]
-        if progress["fingerprint"] != fingerprint:
-            way_out = f"--init_from {args.snapshot} starts anew with its weights"
-            sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        first_step, old = snapshot["step"], snapshot["settings"]
+        changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
+        settings["run"] = old["run"]
+        if changed and rank == 0:
+            print(f"{args.snapshot} was saved with {changed}")
+        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
-            part.load_state_dict(snapshot.pop(name))  # else the file stays mapped
-    step = first_step = progress["step"]  # the steps done before this start
-    flags = f"{args.settings} {num_steps} {eval_every} {args.num_microbatches} {args.schedule}"
-    flags += f" {args.num_stages} {bool(args.snapshot)}"
-    setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
-    numbers = [*fingerprint, len(val_data), setup, weights, step]
-    if differ(torch.tensor(numbers, device=device)).any():
-        causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different code, flags, data, weights or snapshots. {causes}")
+            part.load_state_dict(snapshot.pop(name))  # which frees it
+    elif args.init_from:
+        weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+        fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
+        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
+        if new and rank == 0:
+            print(f"not in {args.init_from}: {', '.join(new):.60}")
+    own = [Path(__file__).read_text(), settings, len(val_data), first_step]
+    dist.all_gather_object(of_ranks := [None] * world_size, own)
+    if any(each != own for each in of_ranks):
+        sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
     gradients = join_gradients(stage, device)
     scaler.scale(gradients[:0])  # creates its scale. Only the last stage has a loss to scale
     ranks = torch.arange(world_size).view(-1, args.num_stages)  # (pipelines, stages)
@@ -491,391 +425,210 @@ def main(args):  # runs in each process: torchrun or Slurm starts them
     # This pipeline, the copies of this stage, and the two stages of this embedding, if it has one.
     pipeline, copies, ends = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in groups)
 
-    stop_requests = []
-
-    def note_stop(signum, frame):
-        stop_requests.append(signum)
-        if signum == signal.SIGINT:
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-
-    for signum in SIGNALS:
-        signal.signal(signum, note_stop)
-    Finalize(None, end_workers, exitpriority=0)  # called at exit, also after an error
-    for stream in (sys.stdout, sys.stderr):
-        stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
-    if rank == 0:
-        print(f"processes {world_size}, device {device}, steps {step} to {num_steps}", flush=True)
-    requests = training_requests(train_data, step, copies, args)
-    batches = load_batches(train_data, requests, device, args)
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # workers of each draw other crops
+    indices = training_batches(train_data, first_step, copies, args)
+    batches = iter(create_loader(train_data, indices, args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
-    bar = tqdm(initial=step, total=num_steps, disable=rank > 0, mininterval=pause)
-    # The sums of batch_loss since the last row: of this process, on its device. Names with a slash
-    # are the run's own. After a resume, rank 0 alone has the saved sums: they count once.
-    sums = Counter(progress["totals"] if rank == 0 else dict.fromkeys(progress["totals"], 0.0))
-    schedule = create_schedule(stage, pipeline, sums, scaler, device, autocast, args)
-    rows = []  # of all processes since the start, in rank 0 alone
-    look_step, look_time, next_look = step, time.perf_counter(), step + 1
-    is_stopped = False
+    bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
+    sums, totals = Counter(), Counter()  # since the last look; of all processes since the row
+    schedule = create_schedule(stage, pipeline, sums, scaler, device, args)
+    row, is_stopped = None, False
+    look_step, look_time, next_look = first_step, time.perf_counter(), 0
     mark("start")
-    while True:
-        is_row = step > progress["row_step"] and (step % eval_every == 0 or step >= num_steps)
-        # A look, about once a second, at the same step in all processes: they add their sums, and
-        # agree whether to stop. Python waits for the GPU only here.
-        if is_row or step == next_look:
-            own = {name: float(value) for name, value in sums.items()}  # waits for the GPU
-            seconds = time.perf_counter() - look_time
-            totals = add_up({**own, "/stops": len(stop_requests), "/seconds": seconds}, device)
-            mark("comm")
-            count_marks(is_warmup=step <= first_step + 3)
-            is_stopped = totals.pop("/stops") > 0
-            speed = (step - look_step) * world_size / totals.pop("/seconds")  # steps/s
-            if not math.isfinite(totals["loss"]):
-                sys.exit(f"the loss is not finite at step {step}")
-            bar.set_postfix(loss=f"{totals['loss'] / max(1, totals['count']):.4g}", refresh=False)
-            if is_row or is_stopped:
-                check_weights(model, stage, step, device)
-                progress |= {"step": step, "totals": dict(totals)}
-                if args.snapshot:
-                    gather_stages(model, stage, optimizer, args)
-                    save(parts, progress, train_data, args)
-                    mark("save")
-                val_totals = {}
-                if not is_stopped:  # else the resumed run validates first
-                    val_totals = evaluate(schedule, stage, sums, val_data, copies, device, args)
-                    mark("eval")
-                    sums.clear()
-                    progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # a restart does not validate again
-                        save(parts, progress, train_data, args)
-                        mark("save")
-                row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
-                rate = float(optimizer.param_groups[0]["lr"])
-                row |= {"epoch": step / steps_per_epoch, "lr": rate}
-                rows += log_row(row, totals, val_totals, model, device, args)
-            # Look after each of the first 3 steps. Later, look again in about a second, but after
-            # at most twice as many steps as between the last two looks.
-            longest = 2 * (step - look_step) if step >= first_step + 3 else 1
-            next_look = step + max(1, min(int(speed), longest))
-            look_step, look_time = step, time.perf_counter()
-        if is_stopped or step >= num_steps:
-            break
-        factor = float(learning_rate_factor(args, (step + 1) / num_steps))
+    for step in range(first_step + 1, num_steps + 1):
+        seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
+        if ON_GPU:
+            torch.get_device_module().manual_seed(seed)
+        rate = learning_rate(args, step / num_steps)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-        batch = next(batches)
-        set_seeds(args.seed, rank, step)  # dropout is the same after a resume
+            group["lr"] = rate
+        batch = tree_map(lambda part: part.to(device, non_blocking=True), next(batches))
         mark("data")
-        pass_batch(schedule.step, stage, *batch)
+        pass_batch(schedule.step, stage, batch[0].long())
         reducing = dist.all_reduce(gradients, group=copies, async_op=True)
-        mark_all_reduce(reducing, gradients.nbytes)  # while other stages still work
+        note_all_reduce(reducing, gradients.nbytes)  # while other stages still work
         mark_bubble(pipeline, device)
         reducing.wait()
-        if ends and stage.embedding.weight.requires_grad:  # each end has a part of its gradient
+        if ends:  # each end has a part of the embedding's gradient
             dist.all_reduce(stage.embedding.weight.grad, group=ends)
-        mark("comm")
         if scaler.is_enabled():  # if one stage overflows, 0 * inf = nan: all skip the step
-            gradients += 0 * norm_of_gradients(stage, device, args)
-        if args.max_grad_norm > 0:
+            gradients += 0 * norm_of_gradients(stage, args)
+        mark("comm")
+        is_warmup = step <= first_step + 3  # they are slower
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_look = is_due or is_warmup or step >= next_look
+        if args.max_grad_norm or is_look:
             scaler.unscale_(optimizer)
-            norm = norm_of_gradients(stage, device, args)
+            norm = norm_of_gradients(stage, args)
             mark("comm")
-            nn.utils.clip_grads_with_norm_(stage.parameters(), args.max_grad_norm, norm)
-            # The scaler skips steps whose gradients are infinite: their norm does not count.
-            sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
-        set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
+            nn.utils.clip_grads_with_norm_(stage.parameters(), args.max_grad_norm or math.inf, norm)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad(set_to_none=False)  # they stay views
+        optimizer.zero_grad(set_to_none=False)  # gradients stay views
         mark("optimizer")
-        step += 1
         bar.update()
+        if not is_look:
+            continue
+
+        # A look, about once a second, at the same step in all processes: is the loss finite? Has
+        # somebody asked to stop? Python waits for the GPU only here.
+        look = add_up(sums)
+        sums.clear()
+        totals.update(look)
+        stops, seconds = len(SIGNALS & signal.sigpending()), time.perf_counter() - look_time
+        agreed = add_up({"stops": stops, "seconds": seconds})
+        mark("comm")
+        count_marks(is_warmup)
+        mean_loss = look["loss"] / look["count"]
+        if not math.isfinite(mean_loss):
+            sys.exit(f"step {step}: the loss is {mean_loss}" if rank == 0 else 1)
+        bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
+        is_stopped = agreed["stops"] > 0 and step < num_steps
+        if is_due or is_stopped:
+            row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
+            row |= {"grad_norm": float(norm), "drift": compare_weights(stage, copies, ends, step)}
+            mark("eval")
+            if args.snapshot or step == num_steps:
+                gather_stages(model, stage, optimizer, args)
+            if args.snapshot and rank == 0:
+                snapshot = {name: part.state_dict() for name, part in parts.items()}
+                snapshot |= {"step": step, "settings": settings}
+                snapshot["classes"] = [str(name) for name in getattr(train_data, "classes", ())]
+                torch.save(snapshot, f"{args.snapshot}.tmp")
+                os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
+            mark("save")
+            splits = {"train": totals}
+            if not is_stopped:  # else there may be no time for it
+                splits["val"] = evaluate(schedule, stage, sums, val_data, copies, device, args)
+                mark("eval")
+            row = log_row(row, splits, model, device, settings)
+            totals.clear()
+        if is_stopped:
+            break
+        # At most twice as many steps as before this look: the first batches may have been ready.
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))
+        look_step, look_time = step, time.perf_counter()
 
     bar.close()
-    if not args.snapshot and not is_stopped:  # else they have been gathered to be saved
-        gather_stages(model, stage, optimizer, args)
-    dist.barrier()  # a process that leaves early can make the others fail
+    if row:
+        print_marks(row)
     dist.destroy_process_group()
-    if rank > 0:
-        return
-    print_marks(rows)
-    if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else a job would be queued again for ever
-        print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
-        if "SLURM_STEP_NUM_TASKS" in os.environ:
-            time.sleep(10)  # Slurm ends all when one fails: let the others end first
-        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
-    finish(model.cpu().eval(), val_data, args, torch.device("cpu"))
+    if is_stopped and rank == 0:
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # one status ends all others
+        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
+    if rank == 0:
+        finish(model.cpu().eval(), val_data, args, torch.device("cpu"))
 
 
-def without_errors(write):
-    """Returns this method of a stream without its errors: a closed pipe must not end a training."""
+def training_batches(data, step, copies, args):
+    """Yields the indices of each batch of this pipeline, from the step after `step` on."""
+    steps = len(data) // args.batch_size  # of an epoch
+    size = args.batch_size // dist.get_world_size(copies)
+    for epoch in itertools.count(step // steps):
+        with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
+            torch.manual_seed(hash((args.seed, epoch)))
+            order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
+        order = order[: steps * args.batch_size].reshape(steps, -1, size)
+        for indices in order[step % steps :, dist.get_rank(copies)]:  # all stages load them
+            yield indices.tolist()
+        step = 0
 
-    def try_to_write(*text):
-        with contextlib.suppress(OSError):
-            write(*text)
 
-    return try_to_write
-
-
-def end_workers():
-    """Kills the workers. They block SIGTERM (see load_batches), so Python would wait forever."""
+def kill_workers():
+    """Ends the workers. They inherit the blocked SIGTERM: Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
 
 
-def set_seeds(*numbers):
-    """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
-    if ON_GPU and not torch.utils.data.get_worker_info():
-        torch.get_device_module().manual_seed(seed)
+def add_batch(batch_sums, sums):
+    """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
+    for name, value in batch_sums.items():
+        value = torch.as_tensor(value).detach()  # else the graph lives until the look
+        sums[name] += value.float() if value.is_floating_point() else value.long()
 
 
-def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples and the first order."""
-    samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
-    samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    set_seeds(args.seed, 0)
-    order = np.asarray(training_order(data, args, 0))  # of a long one, str() shows both ends
-    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses of objects differ
-    return [len(data), zlib.crc32(text.encode())]
-
-
-def differ(numbers):
-    """Returns, for each of K whole numbers, whether the processes disagree."""
-    of_all = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, numbers)
-    return (torch.stack(of_all) != numbers).any(0)
-
-
-def checksum(weights):
-    """Returns a sum of all bytes, each times its place: weights that change places count, too."""
-    pieces = weights.flatten().view(torch.uint8).split(2**18)  # 256 KiB, to need little memory
-    places = torch.arange(1, len(pieces[0]) + 1, dtype=torch.int32, device=weights.device)
-    sums = [(piece * places[: len(piece)]).sum() for piece in pieces]
-    return sum(number * total for number, total in enumerate(sums, start=1))
-
-
-def check_weights(model, stage, step, device):
-    """Ends the run if weights are not finite, or if checksums differ between copies of a weight."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    numbers = torch.full((3, len(names)), -(2**62), device=device)  # less than any checksum
-    weights = {name: p.detach() for name, p in stage.named_parameters() if p.requires_grad}
-    for name, p in weights.items():
-        total = checksum(p)
-        is_bad = ~p.isfinite().all()
-        numbers[:, names.index(name)] = torch.stack([total, -total, is_bad])
-    dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    different = list(itertools.compress(names, numbers[0] + numbers[1]))  # largest - smallest
-    if different:
-        causes = "Does forward() change it, or was it frozen at the start?"
-        sys.exit(f"step {step}: {different[0]} is not the same in all processes. {causes}")
-    if (numbers[2] > 0).any():
-        sys.exit(f"the weights are not finite at step {step}")
-
-
-def load_weights(model, fingerprint, args):
-    """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    snapshot = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)
-    weights = snapshot["model"]
-    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-    fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    others = sorted((shapes.keys() | weights.keys()) - fitting.keys())
-    if not fitting:
-        sys.exit(f"{args.init_from} has no weights of this model")
-    if dist.get_rank() == 0 and others:
-        print(f"{len(others)} weights do not match {args.init_from}: {', '.join(others):.60}")
-    if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
-        print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
-    model.load_state_dict(fitting, strict=False)
-
-
-def save(parts, progress, data, args):
-    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
-    if dist.get_rank() == 0:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot |= {"progress": progress, "settings": args.settings}
-        snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
-        path = os.path.realpath(args.snapshot)  # it may be a link
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save(snapshot, file)
-            os.fsync(file.fileno())
-        os.replace(f"{path}.tmp", path)
-    dist.barrier()  # the others wait
-
-
-def training_requests(data, step, group, args):
-    """Yields seeds, and indices of samples, for each batch of this pipeline from `step` on."""
-    steps_per_epoch = len(data) // args.batch_size
-    for epoch in itertools.count(step // steps_per_epoch):
-        set_seeds(args.seed, epoch)  # all draw the same order, and each pipeline takes its share
-        order = np.asarray(training_order(data, args, epoch))
-        while step < (epoch + 1) * steps_per_epoch:
-            start = step % steps_per_epoch * args.batch_size
-            share = order[start : start + args.batch_size]
-            share = share[dist.get_rank(group) :: dist.get_world_size(group)]
-            yield (args.seed, step), share.tolist()  # all stages load the same samples
-            step += 1
-
-
-class Batches:
-    """The batches of a data set. A request is (seeds, indices). The seeds are for augmentation."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __getitem__(self, request):
-        seeds, indices = request
-        set_seeds(*seeds, *indices)
-        if not hasattr(self.data, "__getitems__"):
-            return default_collate([self.data[index] for index in indices])
-        samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
-        return default_collate(samples) if isinstance(samples, list) else samples
-
-
-def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request."""
-    if args.num_workers and len(get_temp_dir()) > 89:  # a socket's path has at most 107 characters
-        sys.exit("TMPDIR is too long for workers")
-    loader = DataLoader(
-        Batches(data),
-        batch_size=None,  # each request is a whole batch
-        sampler=requests,
-        num_workers=args.num_workers or 0,
-        multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
-        pin_memory=ON_GPU,
-    )
-    # Workers inherit the blocked signals: Slurm signals them, too, and the run still needs them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    for batch in batches:
-        yield tree_map(
-            lambda part: to_device(part, device), batch, is_leaf=lambda part: hasattr(part, "to")
-        )
-
-
-def to_device(part, device):
-    """Returns a part of a batch on the device. What has no .to stays as it is."""
-    if isinstance(part, torch.Tensor):
-        return part.to(device, non_blocking=True)
-    if not hasattr(part, "to"):
-        return part
-    moved = part.to(device)
-    return part if moved is None else moved  # some move in place, and return nothing
-
-
-def as_tensors(sums):
-    """Returns these sums in float32 or int64. In bfloat16 256 + 1 is 256, in bool 1 + 1 is 1."""
-    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
-    return {name: x.float() if x.is_floating_point() else x.long() for name, x in tensors.items()}
-
-
-def add_up(sums, device):
+def add_up(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    names = [[*sums]]
-    dist.broadcast_object_list(names, dist.get_world_size() - 1)  # a last stage: it has a loss
-    totals = torch.tensor([float(sums.get(name, 0.0)) for name in names[0]], device=device)
-    dist.all_reduce(totals)
-    return dict(zip(names[0], totals.tolist()))
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {name: float(value) for name, value in sums.items()})
+    return {name: sum(each.get(name, 0) for each in of_ranks) for name in of_ranks[-1]}
 
 
 @torch.no_grad()
-def evaluate(schedule, stage, sums, data, group, device, args):
+def compare_weights(stage, copies, ends, step):
+    """Returns the largest difference from a weight of the first copy, over its largest value."""
+    drifts = []
+    pairs = [(name, weight, copies) for name, weight in stage.named_parameters()]
+    pairs += [("embedding.weight", stage.embedding.weight, ends)] if ends else []
+    for name, weight, group in pairs:
+        own = weight.flatten().float()
+        dist.broadcast(of_first := own.clone(), group=group, group_src=0)
+        drift = (own - of_first).abs().max() / of_first.abs().max().clamp(min=1e-30)
+        drifts.append((drift.nan_to_num(math.inf).item(), name))
+    dist.all_gather_object(of_ranks := [None] * dist.get_world_size(), max(drifts))
+    drift, name = max(of_ranks)
+    if drift > 1e-2:  # rounding on unlike GPUs stays below, faults grow
+        sys.exit(f"step {step}: processes differ in {name}" if dist.get_rank() == 0 else 1)
+    return drift
+
+
+@torch.no_grad()
+def evaluate(schedule, stage, sums, data, copies, device, args):
     """Returns the sums of batch_loss over the data, of which each pipeline takes a share."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    share = range(rank, len(data), world_size)
-    size = args.batch_size // world_size  # as in training
-    pieces = (share[start : start + size] for start in range(0, len(share), size))
-    requests = (((args.seed,), list(piece)) for piece in pieces)
-    in_training = [part for part in stage.modules() if part.training]
+    share = list(range(dist.get_rank(copies), len(data), dist.get_world_size(copies)))
+    size = args.batch_size // dist.get_world_size(copies)  # as in training
+    batches = [share[start : start + size] for start in range(0, len(share), size)]
     stage.eval()
+    for batch in create_loader(data, batches, args):
+        tokens = batch[0].to(device, non_blocking=True).long()
+        tokens = F.pad(tokens, (0, 0, 0, size - len(tokens)), value=-1)  # adds rows at the end
+        pass_batch(schedule.eval, stage, tokens)  # which takes batches of one size only
+    stage.train()
+    totals = add_up(sums)
     sums.clear()
-    for number, (tokens, targets) in enumerate(load_batches(data, requests, device, args)):
-        set_seeds(args.seed, dist.get_rank(), number)  # the same in each validation
-        missing = size - len(tokens)  # a pipeline takes batches of one size only
-        tokens = F.pad(tokens, (0, 0, 0, missing))  # adds rows at the end
-        targets = F.pad(targets, (0, 0, 0, missing), value=IGNORED)
-        pass_batch(schedule.eval, stage, tokens, targets)
-    for part in in_training:
-        part.training = True
-    return add_up(sums, device)
+    return totals
 
 
-def log_row(row, totals, val_totals, model, device, args):
-    """Appends the rows of all processes to --log, prints the means, and returns these rows."""
-    if "/norm" in totals:
-        row["grad_norm"] = totals.pop("/norm") / max(1, totals.pop("/steps"))
-    means = {}
-    for split, sums in ("train", totals), ("val", val_totals):
-        count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
-        means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
-    device_module = torch.get_device_module(device)
-    row = vars(args) | row | means
-    row |= take_marks(args)
-    row |= {
-        "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "processes": dist.get_world_size(),
-        "rank": dist.get_rank(),
-        "host": os.uname().nodename,
-        "device": getattr(device_module, "get_device_name", device.type.upper)(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    rows = [None] * row["processes"] if row["rank"] == 0 else None
-    dist.gather_object(row, rows)
-    if row["rank"] > 0:
-        return []
-    same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
-    if args.log:
-        with open(args.log, "a") as file:
-            file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
-    shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
-    words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
-    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
-    return [each | {"last_step": None} for each in rows]
+def log_row(row, splits, model, device, settings):
+    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    for split, sums in splits.items():
+        count = sums.pop("count")
+        row |= {f"{split}_{name}": value / count for name, value in sums.items()}
+    shown = [*row, "seconds", "samples/s", "peak_MB"]
+    count_marks()
+    row = settings | row | take_marks(times, settings["batch_size"]) | {"last_step": last_step}
+    all_times.update(times)
+    times.clear()
+    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
+    row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
+    row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
+    row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
+    row |= {"host": os.uname().nodename, "device": get_name()}
+    row["threads"] = torch.get_num_threads()
+    row["parameters"] = sum(weight.numel() for weight in model.parameters())
+    rows = [None] * row["processes"]
+    dist.all_gather_object(rows, row)
+    if row["rank"] == 0:
+        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
+    if row["rank"] == 0 and settings["log"]:
+        same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
+        with open(settings["log"], "a") as file:
+            file.writelines(json.dumps(each | same) + "\n" for each in rows)
+    return row
 
 
-def check_args(args, world_size):
-    """Ends the run if flags do not fit together, files cannot be written, or settings differ."""
-    stages = args.num_stages
-    if stages < 1 or world_size % stages or args.num_layers % stages:
-        sys.exit(f"--num_stages must divide {world_size} processes, and --num_layers")
-    if args.num_microbatches < (stages if args.schedule == "1f1b" else 1):
-        sys.exit("--num_microbatches must be at least --num_stages, or 1 with --schedule gpipe")
-    divisor = world_size // stages * args.num_microbatches
-    if args.batch_size < 1 or args.batch_size % divisor:
-        sys.exit(f"--batch_size must be a multiple of {world_size // stages} x --num_microbatches")
-    if args.seed < 0:
-        sys.exit("--seed must not be negative")
-    for path in map(os.path.realpath, filter(None, (args.snapshot, args.log))):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    args.settings = {}  # the flags that must stay the same, as numbers and strings
-    for name, value in vars(args).items():
-        if name not in (*MAY_CHANGE, "settings"):
-            args.settings[name] = value if isinstance(value, (int, float)) else str(value)
-    if args.snapshot and os.path.exists(args.snapshot):
-        saved = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)["settings"]
-        for name, value in args.settings.items():
-            if saved.get(name, value) != value:
-                sys.exit(f"{args.snapshot} was made with --{name} {saved[name]}, not {value}")
-
-
-# == Where the time goes. To remove it: delete this section, and lines with "mark(" or "marks(". ===
+# == Where the time goes. To remove it: delete it, and mend the lines that use its names. ==========
 
 # bubble: waiting for other stages, and for what they send
 STEP_PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
-PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
-TIMES = (*PHASES, "comm_total", "steps")
-moments = []  # the one at which the last phase ended
-events = []  # (name, start, end, bytes) since the last look: phases, all-reduces of gradients
-last_step = []  # the events of the last step, in seconds
-times = Counter()  # seconds by phase since the last row
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+marks = []  # (phase, the moment at which it ended)
+sent = []  # ("all-reduce", start, end, bytes) of gradients
+last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
+times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
 def now():
@@ -887,10 +640,8 @@ def now():
 
 
 def mark(phase):
-    """Notes that this phase ends here. It began where the one before it ended."""
-    moments.append(now())
-    if len(moments) > 1:
-        events.append((phase, moments.pop(0), moments[0], 0))
+    """Notes that this phase of a step ends here."""
+    marks.append((phase, now()))
 
 
 def with_pass_marks(function, phase):
@@ -907,16 +658,16 @@ def with_pass_marks(function, phase):
     return marked
 
 
-def mark_all_reduce(work, size):
+def note_all_reduce(work, size):
     """Notes the time from now until this all-reduce has ended. A side stream waits for that."""
     start = now()
     with torch.Stream(priority=-1) if ON_GPU else contextlib.nullcontext():
-        work.get_future().then(lambda _: events.append(("all-reduce", start, now(), size)))
+        work.get_future().then(lambda _: sent.append(("all-reduce", start, now(), size)))
 
 
-def mark_bubble(pipeline_group, device):
+def mark_bubble(pipeline, device):
     """Waits for the other stages, which counts as bubble, not as comm. Python does not wait."""
-    dist.all_reduce(torch.zeros(1, device=device), group=pipeline_group)
+    dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
     mark("bubble")
 
 
@@ -924,96 +675,72 @@ def count_marks(is_warmup=False):
     """Adds up the times since the last look. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
+    if is_warmup:
+        marks[:] = [("warmup", moment) for _, moment in marks]
+        sent.clear()
+    zero = marks[-1][1]  # at a look, all processes set it after the same collective
 
-    def seconds(moment):  # relative to the last mark, which all set after the same collective
-        return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
+    def seconds(moment):
+        return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
 
-    step = []
+    spans = [(name, start, end, 0) for (_, start), (name, end) in zip(marks, marks[1:])] + sent
+    spans = [(name, seconds(start), seconds(end), size) for name, start, end, size in spans]
+    spans.sort(key=lambda span: span[1])
     counted_until = -math.inf  # where all-reduces overlap, the time counts once
-    timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
-    events.clear()
-    for name, start, end, size in sorted(timed, key=lambda event: event[1]):
-        if is_warmup:
-            times["warmup"] += end - start if name in PHASES else 0.0
-            continue
-        if name in PHASES:
-            times[name] += end - start
+    for name, start, end, _ in spans:
+        times[name] += end - start
         if name in ("comm", "all-reduce"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-        step.append((name, start, end, size))
-        if name == "optimizer":
-            times["steps"] += 1
-            last_step[:] = step
-            step = []
+    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends)
+    if ends:
+        last_step[:] = spans[[0, *ends][-2] : ends[-1]]
+    del marks[:-1], sent[:]
 
 
-def take_marks(args):
-    """Returns the columns of time and memory. The times start again from 0."""
-    count_marks()
-    row = {name: times[name] for name in TIMES}
-    times.clear()
-    # getrusage() would count the memory of the process that has started this one, too.
-    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
-    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
+def take_marks(times, batch_size):
+    """Returns these times as columns of a row, their sum, the speed of training, and memory."""
+    row = {name: times[name] for name in (*PHASES, "comm_total", "steps")}
+    row["seconds"] = sum(times[phase] for phase in PHASES)
+    training = sum(times[phase] for phase in STEP_PHASES)
+    row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     if ON_GPU:
         row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
-    return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}
+    return row
 
 
-def speed_of(row, batch_size):
-    """Returns all seconds of these times, and the speed of training after the warmup."""
-    training = sum(row[phase] for phase in STEP_PHASES)
-    speed = batch_size * row["steps"] / training if training else 0.0
-    return {"seconds": sum(row[phase] for phase in PHASES), "samples/s": speed}
-
-
-def print_marks(rows):
-    """Prints where the time since the start has gone, and a row for results.md."""
-    if not rows:
+def print_marks(row):
+    """Prints where the time since the start has gone, and a row for results.md. All call it."""
+    columns = take_marks(all_times, row["batch_size"])
+    rows = [None] * row["processes"]
+    dist.all_gather_object(rows, row | columns)
+    if row["rank"] > 0:
         return
-    num_ranks = rows[0]["processes"]
-    mean = {name: sum(row[name] for row in rows) / num_ranks for name in TIMES}
-    mean |= speed_of(mean, rows[0]["batch_size"])
-    print(f"\ntime by phase since this start, {mean['seconds']:.2f} s in all (mean over processes)")
+    mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
     for phase in PHASES:
-        share = mean[phase] / mean["seconds"]
-        print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    stages, parts = rows[0]["num_stages"], rows[0]["num_microbatches"]
+        print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
+    stages = row["num_stages"]
     for number in range(stages):
-        total = {name: sum(row[name] for row in rows[number::stages]) for name in TIMES}
-        passes = total["forward"] + total["backward"]
-        share = total["bubble"] / max(1e-9, total["bubble"] + passes)
-        to_ms = 1000 / max(1, total["steps"])
-        print(
-            f"stage {number}: bubble {to_ms * total['bubble']:.1f} ms a step, {share:.0%}", end="; "
-        )
-        print(f"(S - 1)(f + b) = {to_ms * (stages - 1) * passes / parts:.1f} ms", end=", ")
-        print(f"{(stages - 1) / (parts + stages - 1):.0%}")
-    totals = [sum(row["comm_total"] for row in rows[rank::num_ranks]) for rank in range(num_ranks)]
-    totals = [sum(totals[first : first + stages]) / stages for first in range(0, num_ranks, stages)]
-    sending = min(totals)  # the pipeline that comes last never waits in an all-reduce
-    if len(totals) > 1 and sending > 0:
-        # Its slowest stage, for which the others wait, has the smallest bubble.
-        bubbles = [sum(row["bubble"] for row in rows[rank::num_ranks]) for rank in range(num_ranks)]
-        first = totals.index(sending) * stages
-        late = min(range(first, first + stages), key=lambda rank: bubbles[rank])
-        hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
-        waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
-        print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
-        print(f"sending {sending:.3f} s, {waiting} on {rows[late]['host']}")
+        bubbles = [each["bubble"] for each in rows[number::stages]]
+        print(f"stage {number}: bubble {sum(bubbles) / len(bubbles):.3f} s")
+    pipelines = [rows[first : first + stages] for first in range(0, len(rows), stages)]
+    totals = [sum(each["comm_total"] for each in pipeline) for pipeline in pipelines]
+    sending = min(totals) / stages  # the pipeline that comes last waits for no other
+    late = min(pipelines[totals.index(min(totals))], key=lambda row: row["bubble"])  # its slowest
+    if sending and len(pipelines) > 1:
+        waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
+        print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")
         # With nothing hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
-        ratio = (mean["forward"] + mean["backward"] + mean["bubble"] + mean["optimizer"]) / sending
-        verdict = "above 3: more processes can pay off, each on its own GPU or cores"
-        verdict = verdict if ratio > 3 else "below 3: more processes hardly pay off"
-        print(f"R = compute / sending = {ratio:.1f}, {verdict}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[0].get(name, "-")) for name in names}
-    floats = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
-    results = {name: value for name, value in floats.items() if name.startswith("val_")}
-    results |= mean | {"peak_MB": max(row["peak_MB"] for row in rows)}
-    cells |= {name: f"{value:.4g}" for name, value in results.items()}
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        compute = mean["forward"] + mean["backward"] + mean["bubble"] + mean["optimizer"]
+        ratio = compute / sending
+        print(f"R = compute / sending = {ratio:.1f}: above 3, more processes can pay off")
+    names = ["script", "model", "dataset", "precision", "processes", "batch_size"]
+    cells = {name: str(row[name]) for name in names if name in row}
+    mean = {name: value for name, value in row.items() if name.startswith("val_")} | mean
+    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    for line in (cells, ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 

@@ -1,37 +1,40 @@
 """Train an image classifier whose layers are split over the GPUs of a process, and with DDP.
 
-    torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or CPUs
-    sbatch --nodes=4 --gpus-per-node=4 slurm/hybrid_images.slurm --model vgg11
+    torchrun --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or 2 CPU processes
+    sbatch slurm/hybrid_images.slurm --model vgg11 --learning_rate 1e-4
 
-For a model that does not fit on one GPU: while one stage works, the GPUs of the others wait. Each
-process builds the whole model in CPU memory, and then moves each stage to its GPU.
-Read mnist.py first: `diff multinode/images.py hybrid/images.py` shows what stages add.
-For your own data and model, replace the first section. The model must be an nn.Sequential, which
-is split between its layers, or end in a VGG or ResNet of torchvision. Snapshots are multinode's.
+    the cnn  stage 0            stage 1
+             layers 0 to 5  ->  layers 6 to 9    activations go from GPU to GPU, gradients back
+    rank 0   GPU 0              GPU 1
+    rank 1   GPU 2              GPU 3            DDP averages the gradients in each column
+
+For a model that does not fit on one GPU. While one stage works, the GPUs of the others wait. Each
+process makes the whole model in CPU memory, and then moves each stage to its GPU.
+Read multinode/images.py first. For your own data and model, replace the first of the four sections.
+The model must be an nn.Sequential, which is split between its layers, or end in a VGG or ResNet of
+torchvision. Snapshots are those of multinode/images.py, which can resume them.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 
 import argparse
-import contextlib
-import io
 import itertools
 import json
 import math
 import os
-import random
-import re
+import resource
 import signal
 import sys
 import textwrap
 import time
-import unicodedata
-import warnings
-import zlib
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from multiprocessing import active_children
-from multiprocessing.util import Finalize, get_temp_dir
+from multiprocessing.util import Finalize
 from pathlib import Path
+
+SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
+if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
 import torch
@@ -39,11 +42,10 @@ import torch.distributed as dist
 from PIL import Image, ImageOps
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from torchvision import datasets, models
 from torchvision.transforms import v2
-from torchvision.utils import save_image
 from tqdm import tqdm
 
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
@@ -56,214 +58,164 @@ def parse_args():
     add = parser.add_argument
     add("--model", default="cnn", help="or mlp, autoencoder, a network of torchvision: vgg11, ...")
     add("--pretrained", action="store_true", help="start from torchvision's weights for ImageNet")
-    add("--dataset", default="synthetic", help="or mnist, cifar10, a folder with train/CLASS/*.jpg")
-    add("--data_dir", default="data", help="folder of the data; mnist and cifar10 are downloaded")
+    add("--dataset", default="synthetic", help="or mnist, cifar10, a folder: see read_images()")
+    add("--data_dir", default="data", help="folder of mnist and cifar10, which are downloaded")
     add("--image_size", type=int, default=224, help="photos are cropped to this height and width")
     add("--dropout", type=float, default=0.0, help="dropout probability in cnn and mlp")
-    add("--reconstructions", metavar="FILE.png", help="draw what the autoencoder makes of images")
-    return parse_run_args(parser, epochs=2, batch_size=64, num_workers=None)
+    return parse_run_args(parser, epochs=2, batch_size=64)
 
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    train_data, val_data = read_images(args, "train"), read_images(args, "test")
-    names, val_names = (
-        [unicodedata.normalize("NFC", str(name)) for name in data.classes]
-        for data in (train_data, val_data)
-    )
-    if val_names != names[: len(val_names)]:
-        sys.exit(f"{args.dataset}: classes are {names}, in val {val_names}")
-    return train_data, val_data
+    return read_images(args, is_train=True), read_images(args, is_train=False)
 
 
-def read_images(args, split):
-    """Returns the images of a split, "train" or "test". The test split serves for validation."""
-    is_train = split == "train"
-    if args.dataset == "synthetic":
-        return synthetic_images(60_000 if is_train else 10_000)
-    if args.dataset == "mnist":
-        source = datasets.MNIST(args.data_dir, is_train, download=True)
-        return Images(source.data[:, None], source.targets)
-    if args.dataset == "cifar10":
-        source = datasets.CIFAR10(args.data_dir, is_train, download=True)
-        images = source.data.transpose(0, 3, 1, 2)  # from (N, H, W, C)
-        return Images(torch.tensor(images), torch.tensor(source.targets))
-    folder = Path(args.data_dir, args.dataset)
-    folder = folder if folder.is_dir() else Path(args.dataset)
-    if (folder / "train").is_dir():
-        if args.num_workers is None:  # decoding a photo takes longer than training on it
-            args.num_workers = torch.get_num_threads()
-        crop = [v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)]  # 256, 224
+def read_images(args, is_train):
+    """Returns images (C, H, W) uint8 with their labels, and the names of the classes.
+
+    A folder has train/CLASS/*.jpg and val/CLASS/*.jpg, or train_images.npy, train_labels.npy,
+    test_images.npy and test_labels.npy.
+    """
+    split = "train" if is_train else "test"
+    if args.dataset == "synthetic":  # ten random patterns, one for each class, under noise
+        patterns = np.random.default_rng(0).integers(120, size=(10, 1, 7, 7), dtype=np.uint8)
+        patterns = patterns.repeat(4, axis=2).repeat(4, axis=3)  # (K, C, H, W)
+        rng = np.random.default_rng(1 + is_train)  # other noise for each split
+        labels = rng.integers(10, size=60_000 if is_train else 10_000)
+        noise = rng.integers(136, size=(len(labels), 1, 28, 28), dtype=np.uint8)
+        images = patterns[labels] + noise
+    elif args.dataset == "mnist":
+        mnist = datasets.MNIST(args.data_dir, is_train, download=True)  # downloads what is missing
+        images, labels = mnist.data[:, None].numpy(), mnist.targets.numpy()
+    elif args.dataset == "cifar10":
+        cifar = datasets.CIFAR10(args.data_dir, is_train, download=True)
+        images, labels = cifar.data.transpose(0, 3, 1, 2), np.array(cifar.targets)
+    elif os.path.exists(f"{args.dataset}/{split}_images.npy"):  # mapped: it may exceed the memory
+        images = np.asarray(np.load(f"{args.dataset}/{split}_images.npy", mmap_mode="r"))
+        images = images if images.ndim == 4 else images[:, None]  # bigMNIST has no channels
+        labels = np.load(f"{args.dataset}/{split}_labels.npy").astype(np.int64)
+    else:
+        crop = [v2.Resize(args.image_size * 8 // 7), v2.CenterCrop(args.image_size)]
         if is_train:
             crop = [v2.RandomResizedCrop(args.image_size), v2.RandomHorizontalFlip()]
+        folder = f"{args.dataset}/{'train' if is_train else 'val'}"
         transform = v2.Compose([*crop, v2.PILToTensor()])
-        folder /= "train" if is_train else "val"
-        endings = tuple(Image.registered_extensions())
-        data = datasets.DatasetFolder(folder, read_photo, endings, transform)
-        num_files = sum(len(files) for _, _, files in os.walk(folder))
-        print(f"{len(data)} of {num_files} files in {folder} are pictures", flush=True)
-        return data
-    print(f"the {split} images are those of {folder}/*.npy", flush=True)
-    # The files of make_images.py are mapped, since they may be larger than memory.
-    images = np.load(folder / f"{split}_images.npy", mmap_mode="r")
-    with warnings.catch_warnings(action="ignore"):  # of memory that is read only
-        images = torch.from_numpy(images)
-    labels = np.load(folder / f"{split}_labels.npy").astype(np.int64, casting="same_kind")
-    if images.dtype != torch.uint8 or images.dim() not in (3, 4) or len(labels) != len(images):
-        sys.exit(f"{folder}: {split} images are not uint8 (N, C, H, W), or not as many as labels")
-    return Images(images if images.dim() == 4 else images[:, None], torch.from_numpy(labels))
+        return datasets.ImageFolder(folder, transform, loader=read_photo)
+    data = StackDataset(images, labels)  # arrays of NumPy, which is faster at this than PyTorch
+    data.classes = range(int(labels.max()) + 1)
+    return data
 
 
 def read_photo(path):
-    """Returns a photo as people see it: upright, and on white where it is transparent."""
-    photo = ImageOps.exif_transpose(Image.open(path))
-    if photo.mode.startswith(("I", "F")):  # convert() would clip these
-        raise ValueError(f"{path} has more than 8 bits a channel. make_images.py scales 16 bits")
-    if photo.has_transparency_data:
-        photo = photo.convert("RGBA")
-        photo = Image.alpha_composite(Image.new("RGBA", photo.size, "white"), photo)
-    return photo.convert("RGB")
+    """Returns a photograph upright: cameras store it sideways, with a note in its EXIF data."""
+    return ImageOps.exif_transpose(Image.open(path)).convert("RGB")
 
 
-class Images(TensorDataset):
-    """Images (N, C, H, W) uint8 and their labels (N,), 0 to K - 1."""
-
-    def __init__(self, images, labels):
-        super().__init__(images, labels)
-        self.classes = range(int(labels.max()) + 1)
-
-    def __getitems__(self, indices):
-        """Returns a whole batch: images (B, C, H, W) uint8 and labels (B,)."""
-        images, labels = (tensor.numpy()[indices] for tensor in self.tensors)  # NumPy is faster
-        return torch.from_numpy(images), torch.from_numpy(labels)
-
-
-def synthetic_images(num_images):
-    """Returns ten smooth random patterns, one for each class, under noise, and their labels."""
-    patterns = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
-    patterns = nn.functional.interpolate(patterns, size=28, mode="bilinear")  # (K, C, H, W)
-    generator = torch.Generator().manual_seed(num_images)  # other noise for each split
-    labels = torch.randint(10, (num_images,), generator=generator)
-    noise = torch.randint(176, (num_images, 1, 28, 28), dtype=torch.uint8, generator=generator)
-    return Images((80 * patterns[labels]).byte() + noise, labels)  # at most 80 + 175 = 255
-
-
-def training_order(data, args, epoch):
-    """Returns the indices (N,) of an epoch: random blocks of 2 MiB, shuffled 128 at a time.
+def training_order(data, rng):
+    """Returns the indices (N,) of an epoch: blocks of 2 MiB in random order, mixed 128 at a time.
 
     So a file larger than memory is read in long pieces. Up to 256 MiB are shuffled as a whole.
     """
-    if not isinstance(data, Images):
-        return np.random.permutation(len(data))
-    block_size = max(1, 2**21 // data[0][0].nbytes)
-    block_starts = np.random.permutation(np.arange(0, len(data), block_size))
-    order = (block_starts[:, None] + np.arange(block_size)).flatten()  # (blocks x block_size,)
-    order = order[order < len(data)]  # the last block may be short
-    for start in range(0, len(data), 128 * block_size):
-        np.random.shuffle(order[start : start + 128 * block_size])  # in place
+    if not isinstance(data, StackDataset):
+        return rng.permutation(len(data))
+    block = max(1, 2**21 // data[0][0].nbytes)
+    indices = np.arange(len(data))
+    starts = rng.permutation(indices[::block])
+    order = np.concatenate([indices[start : start + block] for start in starts])
+    for start in range(0, len(data), 128 * block):
+        rng.shuffle(order[start : start + 128 * block])  # in place
     return order
+
+
+def create_loader(data, batches, args):
+    """Returns a loader of these batches, which are lists of indices."""
+    options = {"num_workers": args.num_workers, "pin_memory": ON_GPU}
+    if args.num_workers:
+        options["multiprocessing_context"] = "fork"  # workers share the memory of the data
+    if isinstance(data, (StackDataset, TensorDataset)):  # of arrays: a whole batch by one index
+        return DataLoader(data, batch_size=None, sampler=batches, **options)
+    return DataLoader(data, batch_sampler=batches, **options)
 
 
 def create_model(args, data):
     """Returns a network that maps images (B, C, H, W), 0 to 1, to logits (B, K)."""
+    torch.backends.cudnn.benchmark = torch.version.hip is None  # finds the fastest convolutions
     channels, height, width = data[0][0].shape
     num_classes = len(data.classes)
-    if args.pretrained and args.model in ("mlp", "cnn", "autoencoder"):
-        sys.exit(f"there are no pretrained weights of {args.model}: name a network of torchvision")
     if args.model == "mlp":
         layers = [nn.Flatten(), nn.Linear(channels * height * width, 512), nn.ReLU()]
         layers += [nn.Linear(512, 512), nn.ReLU()]
         layers += [nn.Dropout(args.dropout), nn.Linear(512, num_classes)]
-        return nn.Sequential(*layers)
-    if args.model == "cnn":  # the network of pytorch/examples/mnist, with one dropout
+    elif args.model == "cnn":  # the network of pytorch/examples/mnist, with one dropout
         layers = [nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()]
         layers += [nn.MaxPool2d(2), nn.Flatten()]
         layers += [nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128), nn.ReLU()]
         layers += [nn.Dropout(args.dropout), nn.Linear(128, num_classes)]
-        return nn.Sequential(*layers)
-    if args.model == "autoencoder":  # it maps images to their reconstructions (B, C, H, W)
+    elif args.model == "autoencoder":  # it maps images to their reconstructions (B, C, H, W)
         layers = [nn.Conv2d(channels, 32, 3, 2, 1), nn.ReLU()]  # stride 2 halves height and width
         layers += [nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU()]
         layers += [nn.Conv2d(64, 2 * channels, 3, 1, 1)]  # the code (B, 2 C, H / 4, W / 4)
         layers += [nn.Conv2d(2 * channels, 64, 3, 1, 1), nn.ReLU()]
         layers += [nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.ReLU()]
         layers += [nn.ConvTranspose2d(32, channels, 4, 2, 1)]
-        return nn.Sequential(*layers)
-    network = models.get_model(args.model)
-    weights = models.get_model_weights(args.model).DEFAULT
-    if args.pretrained:
-        network.load_state_dict(weights.get_state_dict(check_hash=True, weights_only=True))
-    linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
-    if not linear or hasattr(network, "aux_logits"):
-        sys.exit(f"--model {args.model}: its last layer is not linear, or it has several outputs")
-    num_features = network.get_submodule(linear[-1]).in_features
-    network.set_submodule(linear[-1], nn.Linear(num_features, num_classes))
-    to_rgb = v2.RGB() if channels in (1, 3) else nn.Conv2d(channels, 3, 1)
-    least = max(32, *weights.meta["min_size"])  # pixels that the network needs
-    enlarge = nn.Upsample((max(least, height), max(least, width)))
-    normalize = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
-    return nn.Sequential(to_rgb, enlarge, normalize, network)
+    else:
+        network = models.get_model(args.model, weights="DEFAULT" if args.pretrained else None)
+        linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
+        last = network.get_submodule(linear[-1])  # it tells the 1,000 classes of ImageNet apart
+        network.set_submodule(linear[-1], nn.Linear(last.in_features, num_classes))
+        enlarge = nn.Upsample((max(32, height), max(32, width)))  # vgg11 takes no smaller ones
+        normalize = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
+        layers = [v2.RGB(), enlarge, normalize, network]
+    return nn.Sequential(*layers)
 
 
 def create_optimizer(model, args):
     return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
 
 
-def learning_rate_factor(args, done):
-    """Returns what scales --learning_rate when this share of all steps, 0 to 1, is done."""
-    if done < 0.05:
-        return 20 * done  # it rises to 1
-    return 1.05 - done  # and falls to a twentieth
+def learning_rate(args, done):
+    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    return args.learning_rate * (20 * done if done < 0.05 else 1.05 - done)
 
 
 def batch_loss(model, batch, args):
-    """Returns the mean loss of a batch, and sums over its images. A row shows sums / count."""
+    """Returns the mean loss, and sums: "loss", "count" and more. A row shows sums / count."""
     images, labels = batch
     images = images.float() / 255
+    outputs = model(images)
     if args.model == "autoencoder":
-        loss = nn.functional.mse_loss(model(images), images)
+        loss = nn.functional.mse_loss(outputs, images)
         return loss, {"loss": loss * len(images), "count": len(images)}
-    logits = model(images)  # (B, K)
-    loss = nn.functional.cross_entropy(logits, labels)
-    correct = (logits.argmax(1) == labels).sum()
-    return loss, {"loss": loss * len(labels), "acc": correct, "count": len(labels)}
+    loss = nn.functional.cross_entropy(outputs, labels)
+    correct = (outputs.argmax(1) == labels).sum()
+    return loss, {"loss": loss * len(images), "acc": correct, "count": len(images)}
 
 
-@torch.no_grad()
 def finish(model, data, args, device):
-    """Draws --reconstructions: 16 images above what the autoencoder makes of them."""
-    if args.reconstructions and args.model == "autoencoder":
-        images = torch.stack([data[index][0] for index in range(min(16, len(data)))])
-        images = images.to(device) / 255
-        save_image(torch.cat((images, model(images))), args.reconstructions, nrow=16)
+    """Is called by rank 0 at the end, with the data to validate on. Here there is nothing to do."""
 
 
-# == How the model is split. ======================================================================
-#
-#     the cnn  stage 0            stage 1
-#              layers 0 to 5  ->  layers 6 to 9    activations go from GPU to GPU, gradients back
-#     rank 0   GPU 0              GPU 1
-#     rank 1   GPU 2              GPU 3            DDP averages the gradients in each column
+# == How the model is split ========================================================================
 
 
 def num_weights(module):
-    return sum(p.numel() for p in module.parameters())
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def split_model(model, devices):
     """Returns stages of an nn.Sequential on their devices. The largest is as small as possible."""
-    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+    if type(model) is not nn.Sequential:
         sys.exit("create_model must return an nn.Sequential, which can be split between its layers")
     layers = list(model)
     if type(layers[-1]) in (models.VGG, models.ResNet):
         *body, head = layers.pop().children()
-        layers += [*body, nn.Flatten(), head]  # as their forward()
+        layers += [*body, nn.Flatten(), head]  # what its forward() calls
     opened = [list(layer) if type(layer) is nn.Sequential else [layer] for layer in layers]
-    layers = sum(opened, [])
+    layers = list(itertools.chain(*opened))
     sizes = [num_weights(layer) for layer in layers]
     with_weights = [number for number, size in enumerate(sizes) if size > 0]
-    if len(devices) > len(with_weights):
-        sys.exit(f"--num_stages must be at most {len(with_weights)}, the layers that have weights")
+    if len(devices) not in range(1, len(with_weights) + 1):
+        sys.exit(f"--num_stages must be 1 to {len(with_weights)}, the layers that have weights")
 
     @cache
     def best_split(start, num_stages):
@@ -279,8 +231,6 @@ def split_model(model, devices):
 
     _, ends = best_split(with_weights[0], len(devices))
     stages = [nn.Sequential(*layers[start:end]) for start, end in zip([0, *ends], ends)]
-    if sum(map(num_weights, stages)) != num_weights(model):
-        sys.exit("--num_stages: a layer that the model uses twice would be in two stages")
     return [stage.to(device) for stage, device in zip(stages, devices)]
 
 
@@ -290,39 +240,35 @@ class Chain(nn.Sequential):
     def forward(self, images):
         activations = images
         for stage in self:
-            stage_device = next(stage.parameters()).device
-            activations = stage(activations.to(stage_device))
+            activations = stage(activations.to(next(stage.parameters()).device))
         return activations.to(images.device)  # where the labels are
 
 
-# == The run: flags, steps, rows, snapshots. Keep it. It calls eight functions of the task. ========
+# == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
 
-DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-COMM_HOOKS = {"none": "allreduce_hook", "bf16": "bf16_compress_hook", "fp16": "fp16_compress_hook"}
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # each asks the run to save and stop
-MAY_CHANGE = (  # flags, of any task, that may differ in a resumed run. All others may not.
-    "epochs max_steps eval_every grad_accum_steps comm_hook compile num_workers "
-    "data_dir snapshot init_from log sample reconstructions num_stages"
-).split()
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
+COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
     has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is as inexact as bf16
     add = parser.add_argument_group("the run").add_argument
-    add("--epochs", type=int, help="passes over the data; a change can shift the schedule")
-    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
-    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
     add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
-    add("--precision", choices=DTYPES, default="tf32" if has_tf32 else "fp32", help="number type")
+    choices = ["fp32", "tf32", *DTYPES]
+    add("--precision", choices=choices, default=choices[has_tf32], help="number type")
+    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    # From --epochs on: report.py compares runs that differ in these flags.
+    add("--epochs", type=int, help="passes over the data")
+    add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
+    add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
-    add("--num_workers", type=int, default=0, help="loading processes, for each training process")
-    add("--num_stages", type=int, choices=range(1, 9), default=2, help="GPUs that share a model")
-    add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
+    add("--num_stages", type=int, default=2, help="GPUs of a process, over which layers are split")
+    add("--num_workers", type=int, default=0, help="processes that load data, for each process")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
@@ -330,402 +276,238 @@ def parse_run_args(parser, **defaults):
     return parser.parse_args()
 
 
-def main(args):  # runs in each process: torchrun or Slurm starts them
+def set_up(args):
+    """Meets the other processes. Returns rank, world_size, devices, their groups, and the data."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
     if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        os.environ["GROUP_WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_NODES"]
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR"} <= {*os.environ}:
-        command = f"torchrun --nproc_per_node=PROCESSES -- {' '.join(sys.argv)}"
-        sys.exit(f"start it by its job file, or with {command}")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
-    num_nodes, num_gpus = int(os.environ["GROUP_WORLD_SIZE"]), torch.accelerator.device_count()
-    shows_all = num_gpus != args.num_stages or dist.is_torchelastic_launched()
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # a GPU, as a rehearsal
-    if local_rank == num_gpus // args.num_stages and ON_GPU and shows_all and not may_share:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
+    if not {*names, "MASTER_ADDR"} <= {*os.environ}:
+        sys.exit("start it with torchrun or by its job file: see the top of this script")
+    rank, world_size, local_rank, num_nodes = [int(os.environ[name]) for name in names]
+    num_gpus = torch.accelerator.device_count()
+    shows_own = num_gpus == args.num_stages and not dist.is_torchelastic_launched()
+    first = 0 if shows_own else local_rank * args.num_stages  # Slurm may show its own GPUs alone
+    if first + args.num_stages > num_gpus > 0:
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    first = local_rank * args.num_stages
-    numbers = [number % max(1, num_gpus) for number in range(first, first + args.num_stages)]
+    numbers = range(first, first + args.num_stages)
     devices = [torch.device(number if ON_GPU else "cpu") for number in numbers]
-    device = devices[0]  # of the batches and the losses
-    if ON_GPU:  # Slurm may show a process its own GPUs alone, the first of which then has number 0
-        torch.accelerator.set_device_index(device.index)
+    if ON_GPU:
+        torch.accelerator.set_device_index(devices[0].index)
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # it downloads what is missing, and says what is wrong. The others wait below.
-        check_args(args, world_size)
-        # It gets a copy of args, which read_data() may change.
-        num_train, num_val = map(len, read_data(argparse.Namespace(**vars(args))))
-        if num_train < args.batch_size or num_val < world_size:
-            sys.exit(f"too few samples: {num_train} for a batch, {num_val} to validate on")
-        if world_size * args.num_stages < num_nodes * num_gpus:
-            print(f"{world_size} processes do not use all {num_gpus} GPUs of a node")
-    backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    dist.init_process_group("gloo")  # waits for all. An NCCL group has one GPU of each process:
-    bound = devices if ON_GPU else [None] * args.num_stages
+    if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
+        read_data(argparse.Namespace(**vars(args)))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)  # waits for all
+    backend = dist.get_default_backend_for_device(devices[0])  # nccl for NVIDIA, gloo for CPUs
+    bound = devices if ON_GPU else [None] * args.num_stages  # a group of NCCL is for one device
     groups = [dist.new_group(backend=backend, device_id=each) for each in bound]
-    if rank > 0:
-        check_args(args, world_size)
-    with contextlib.redirect_stdout(io.StringIO()):  # rank 0 has printed this already
-        if local_rank == 0 and rank > 0:
-            read_data(argparse.Namespace(**vars(args)))  # downloads where disks are not shared
-        dist.barrier()  # waits for that
-        set_seeds(args.seed)  # the same random splits in all processes
-        train_data, val_data = read_data(args)
-    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
-    num_steps = args.max_steps or args.epochs * steps_per_epoch
-    eval_every = args.eval_every or steps_per_epoch
+    if local_rank == 0 and rank > 0:  # where machines do not share a disk
+        read_data(argparse.Namespace(**vars(args)))
+    dist.barrier()
+    torch.manual_seed(args.seed)  # the same random splits and weights in all processes
+    train_data, val_data = read_data(args)
+    share = world_size * args.grad_accum_steps
+    if args.batch_size not in range(share, len(train_data) + 1, share):
+        words = f"must be a multiple of {share}, at most {len(train_data)}"
+        sys.exit(f"--batch_size {args.batch_size} {words}" if rank == 0 else 1)
+    if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
+        sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
+    return rank, world_size, devices, groups, train_data, val_data
 
-    dtype = DTYPES[args.precision]
-    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+def main(args):  # runs in each process
+    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    settings = dict(vars(args))  # without what read_data() adds, which may be anything
+    rank, world_size, devices, groups, train_data, val_data = set_up(args)
+    device = devices[0]  # of batches and losses
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
-    # Time the algorithms of a convolution, and take the fastest. AMD's search takes too long.
-    torch.backends.cudnn.benchmark = torch.version.hip is None
-    set_seeds(args.seed)  # the same weights in each run, and in all processes
-    model = create_model(args, train_data)
-    stages = Chain(*split_model(model, devices))
-    # Parts that the task has put into eval() stay so. A model that is wholly in eval() is trained.
-    resting = [part for part in model.modules() if model.training and not part.training]
-    model.train()
-    for part in resting:
-        part.training = False
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
+    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    model = create_model(args, train_data).train()  # on the CPU
+    stages = Chain(*split_model(model, devices))  # moves its weights
+    settings["stages"] = [num_weights(stage) for stage in stages]
     optimizer = create_optimizer(model, args)
-    places = {parameter: place for place, parameter in enumerate(model.parameters())}
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if optimized - {*model.parameters()}:
-        sys.exit("the optimizer has parameters that the model has not: put them into the model")
-    left_out = [p for p in model.parameters() if p.requires_grad and p not in optimized]
-    for parameter in left_out:
-        parameter.requires_grad_(False)  # its gradients would add up, and count in the norm
-    if rank == 0 and left_out:
-        print(f"{len(left_out)} parameters are frozen: the optimizer does not have them")
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"] + 0.0  # a copy, since it may be a tensor
-        # A snapshot keeps the optimizer's states by place. Sorted, a set's order does not matter.
-        group["params"].sort(key=places.get)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    if args.snapshot:  # what a resume could not read fails here, before the training
-        torch.save([optimizer.state_dict(), args.settings], file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
-    fingerprint = fingerprint_of(train_data, args)
-    progress = {"id": f"{time.time_ns():x}", "fingerprint": fingerprint}
-    # The steps done, the step of the last row, and the sums of batch_loss since that row.
-    progress |= {"step": 0, "row_step": 0, "totals": {}}
+    first_step = 0  # the steps that are done
     if args.snapshot and os.path.exists(args.snapshot):
         snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        progress |= snapshot["progress"]
-        if progress["fingerprint"] != fingerprint:
-            way_out = f"--init_from {args.snapshot} starts anew with its weights"
-            sys.exit(f"the training data is not that of {args.snapshot}. {way_out}")
+        first_step, old = snapshot["step"], snapshot["settings"]
+        changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
+        settings["run"] = old["run"]
+        if changed and rank == 0:
+            print(f"{args.snapshot} was saved with {changed}")
+        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
-            part.load_state_dict(snapshot.pop(name))  # which frees its memory
+            part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
-        load_weights(model, fingerprint, args)
-    step = first_step = progress["step"]  # the steps done before this start
-    flags = f"{args.settings} {num_steps} {eval_every} {args.comm_hook} {bool(args.snapshot)}"
-    flags += f" {args.num_stages}"
-    setup = zlib.crc32(flags.encode() + Path(__file__).read_bytes())
-    if differ(torch.tensor([*fingerprint, len(val_data), setup, step])).any():
-        causes = "Sort what comes from a set or a folder, seed generators, share the file system"
-        sys.exit(f"the processes have different code, flags, data or snapshots. {causes}")
-    compiled_model = Chain(*[torch.compile(stage) if args.compile else stage for stage in stages])
-    prepare_marks(devices)
+        weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+        fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
+        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
+        if new and rank == 0:
+            print(f"not in {args.init_from}: {', '.join(new):.60}")
+    own = [Path(__file__).read_text(), settings, len(val_data), first_step]
+    dist.all_gather_object(of_ranks := [None] * world_size, own)
+    if any(each != own for each in of_ranks):
+        sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
+    network = Chain(*[torch.compile(stage) if args.compile else stage for stage in stages])
     ddp_model = Chain()
-    for stage, group, stage_device in zip(compiled_model, groups, devices):
-        if any(p.requires_grad for p in stage.parameters()):  # else DDP does not take it
-            options = {"process_group": group, "gradient_as_bucket_view": True}
-            stage = nn.parallel.DistributedDataParallel(stage, **options)
-            # Set here, since DDP must send the buffers once, when it is made. evaluate() does, too.
-            stage.broadcast_buffers = False
-            hook = getattr(default_hooks, COMM_HOOKS[args.comm_hook])
-            hook = with_marks(hook, stage_device)
-            stage.register_comm_hook(group, hook)
+    for stage, group in zip(network, groups):
+        options = {"process_group": group, "gradient_as_bucket_view": True}
+        stage = nn.parallel.DistributedDataParallel(stage, **options)
+        stage.broadcast_buffers = False  # evaluate() does it
+        stage.register_comm_hook(partial(COMM_HOOKS[args.comm_hook], group), timed_hook)
         ddp_model.append(stage)
 
-    stop_requests = []
-
-    def note_stop(signum, frame):
-        stop_requests.append(signum)
-        if signum == signal.SIGINT:
-            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-
-    for signum in SIGNALS:
-        signal.signal(signum, note_stop)
-    Finalize(None, end_workers, exitpriority=0)  # called at exit, also after an error
-    for stream in (sys.stdout, sys.stderr):
-        stream.write, stream.flush = without_errors(stream.write), without_errors(stream.flush)
-    if rank == 0:
-        print(f"processes {world_size}, device {device}, steps {step} to {num_steps}", flush=True)
-    requests = training_requests(train_data, step, args)
-    batches = load_batches(train_data, requests, device, args)
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # workers of each draw other crops
+    batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
-    bar = tqdm(initial=step, total=num_steps, disable=rank > 0, mininterval=pause)
-    # The sums of batch_loss since the last row: of this process, on its device. Names with a slash
-    # are the run's own. After a resume, rank 0 alone has the saved sums: they count once.
-    sums = Counter(progress["totals"] if rank == 0 else dict.fromkeys(progress["totals"], 0.0))
-    rows = []  # of all processes since the start, in rank 0 alone
-    look_step, look_time, next_look = step, time.perf_counter(), step + 1
-    is_stopped = False
+    bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
+    sums, totals = Counter(), Counter()  # since the last look; of all processes since the row
+    row, is_stopped = None, False
+    look_step, look_time, next_look = first_step, time.perf_counter(), 0
+    prepare_marks(devices)
     mark("start")
-    while True:
-        is_row = step > progress["row_step"] and (step % eval_every == 0 or step >= num_steps)
-        # A look, about once a second, at the same step in all processes: they add their sums, and
-        # agree whether to stop. Python waits for the GPU only here.
-        if is_row or step == next_look:
-            own = {name: float(value) for name, value in sums.items()}  # waits for the GPU
-            seconds = time.perf_counter() - look_time
-            totals = add_up({**own, "/stops": len(stop_requests), "/seconds": seconds}, "cpu")
-            mark("comm")
-            count_marks(is_warmup=step <= first_step + 3)
-            is_stopped = totals.pop("/stops") > 0
-            speed = (step - look_step) * world_size / totals.pop("/seconds")  # steps/s
-            if not math.isfinite(totals["loss"]):
-                sys.exit(f"the loss is not finite at step {step}")
-            bar.set_postfix(loss=f"{totals['loss'] / max(1, totals['count']):.4g}", refresh=False)
-            if is_row or is_stopped:
-                check_weights(model, step)
-                progress |= {"step": step, "totals": dict(totals)}
-                if args.snapshot:
-                    save(parts, progress, train_data, args)
-                    mark("save")
-                val_totals = {}
-                if not is_stopped:  # else the resumed run validates first
-                    val_totals = evaluate(compiled_model, groups, val_data, device, autocast, args)
-                    mark("eval")
-                    sums.clear()
-                    progress |= {"row_step": step, "totals": {}}
-                    if args.snapshot and step >= num_steps:  # a restart does not validate again
-                        save(parts, progress, train_data, args)
-                        mark("save")
-                row = {"run": progress["id"], "step": step, "steps_per_epoch": steps_per_epoch}
-                rate = float(optimizer.param_groups[0]["lr"])
-                row |= {"epoch": step / steps_per_epoch, "lr": rate}
-                row |= {"stages": [num_weights(stage) for stage in stages]}
-                rows += log_row(row, totals, val_totals, model, device, args)
-            # Look after each of the first 3 steps. Later, look again in about a second, but after
-            # at most twice as many steps as between the last two looks.
-            longest = 2 * (step - look_step) if step >= first_step + 3 else 1
-            next_look = step + max(1, min(int(speed), longest))
-            look_step, look_time = step, time.perf_counter()
-        if is_stopped or step >= num_steps:
-            break
-        factor = float(learning_rate_factor(args, (step + 1) / num_steps))
+    for step in range(first_step + 1, num_steps + 1):
+        seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
+        if ON_GPU:
+            torch.get_device_module().manual_seed_all(seed)  # each stage has its own generator
+        rate = learning_rate(args, step / num_steps)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            group["lr"] = rate
         for micro_step in range(args.grad_accum_steps):
-            batch = next(batches)
-            set_seeds(args.seed, rank, step, micro_step)  # dropout is the same after a resume
+            batch = tree_map(lambda part: part.to(device, non_blocking=True), next(batches))
             mark("data")
             is_last = micro_step == args.grad_accum_steps - 1
             for stage in ddp_model:
                 stage.require_backward_grad_sync = is_last  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
-            sums.update(as_tensors(batch_sums))
+            add_batch(batch_sums, sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # if last, the hook has marked backward
-        if args.max_grad_norm > 0:
+            mark("comm" if is_last else "backward")  # timed_hook() marks the last backward
+        is_warmup = step <= first_step + 3  # they are slower
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_look = is_due or is_warmup or step >= next_look
+        if args.max_grad_norm or is_look:
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).float()
-            # The scaler skips steps whose gradients are infinite: their norm does not count.
-            sums.update({"/norm": norm.nan_to_num(0, 0, 0), "/steps": norm.isfinite().int()})
-        set_seeds(args.seed, step)  # the same in all processes: an optimizer may draw numbers
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         mark("optimizer")
-        step += 1
         bar.update()
+        if not is_look:
+            continue
+
+        # A look, about once a second, at the same step in all processes: is the loss finite? Has
+        # somebody asked to stop? Python waits for the GPU only here.
+        look = add_up(sums)
+        sums.clear()
+        totals.update(look)
+        stops, seconds = len(SIGNALS & signal.sigpending()), time.perf_counter() - look_time
+        agreed = add_up({"stops": stops, "seconds": seconds})
+        mark("comm")
+        count_marks(is_warmup)
+        mean_loss = look["loss"] / look["count"]
+        if not math.isfinite(mean_loss):
+            sys.exit(f"step {step}: the loss is {mean_loss}" if rank == 0 else 1)
+        bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
+        is_stopped = agreed["stops"] > 0 and step < num_steps
+        if is_due or is_stopped:
+            row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
+            row |= {"grad_norm": float(norm), "drift": compare_weights(model, stages, groups, step)}
+            mark("eval")
+            if args.snapshot and rank == 0:
+                snapshot = {name: part.state_dict() for name, part in parts.items()}
+                snapshot |= {"step": step, "settings": settings}
+                snapshot["classes"] = [str(name) for name in getattr(train_data, "classes", ())]
+                torch.save(snapshot, f"{args.snapshot}.tmp")
+                os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
+            mark("save")
+            splits = {"train": totals}
+            if not is_stopped:  # else there may be no time for it
+                splits["val"] = evaluate(network, groups, val_data, device, autocast, args)
+                mark("eval")
+            row = log_row(row, splits, model, device, settings)
+            totals.clear()
+        if is_stopped:
+            break
+        # At most twice as many steps as before this look: the first batches may have been ready.
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))
+        look_step, look_time = step, time.perf_counter()
 
     bar.close()
+    if row:
+        print_marks(row)
     del ddp_model, stage  # before torch 2.14, a process can hang if DDP outlives its group
-    dist.barrier()  # a process that leaves early can make the others fail
     dist.destroy_process_group()
-    if rank > 0:
-        return
-    print_marks(rows)
-    if is_stopped:
-        has_saved = args.snapshot and step > first_step  # else a job would be queued again for ever
-        print(f"stopped at step {step} of {num_steps}, saved {args.snapshot or 'nothing'}")
-        if "SLURM_STEP_NUM_TASKS" in os.environ:
-            time.sleep(10)  # Slurm ends all when one fails: let the others end first
-        sys.exit(os.EX_TEMPFAIL if has_saved else 128 + signal.SIGTERM)  # 75: run me again
-    finish(stages.eval(), val_data, args, device)
+    if is_stopped and rank == 0:
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # one status ends all others
+        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
+    if rank == 0:
+        finish(stages.eval(), val_data, args, device)
 
 
-def without_errors(write):
-    """Returns this method of a stream without its errors: a closed pipe must not end a training."""
+def training_batches(data, step, args):
+    """Yields the indices of each micro-batch of this process, from the step after `step` on."""
+    steps = len(data) // args.batch_size  # of an epoch
+    size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
+    for epoch in itertools.count(step // steps):
+        with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
+            torch.manual_seed(hash((args.seed, epoch)))
+            order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
+        order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
+        for indices in order[step % steps :, :, dist.get_rank()].reshape(-1, size):
+            yield indices.tolist()
+        step = 0
 
-    def try_to_write(*text):
-        with contextlib.suppress(OSError):
-            write(*text)
 
-    return try_to_write
-
-
-def end_workers():
-    """Kills the workers. They block SIGTERM (see load_batches), so Python would wait forever."""
+def kill_workers():
+    """Ends the workers. They inherit the blocked SIGTERM: Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
 
 
-def set_seeds(*numbers):
-    """Seeds the random numbers of Python, NumPy and PyTorch."""
-    seed = hash(numbers) % 2**32  # Python hashes numbers alike in all processes, unlike strings
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes longer
-    if ON_GPU and not torch.utils.data.get_worker_info():
-        torch.get_device_module().manual_seed_all(seed)  # each stage has its own
+def add_batch(batch_sums, sums):
+    """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
+    for name, value in batch_sums.items():
+        value = torch.as_tensor(value).detach()  # else the graph lives until the look
+        sums[name] += value.float() if value.is_floating_point() else value.long()
 
 
-def fingerprint_of(data, args):
-    """Returns the length of the data, and a checksum of three samples and the first order."""
-    samples = Batches(data)[(args.seed,), [0, len(data) // 2, len(data) - 1]]
-    samples = [x.tolist() if isinstance(x, torch.Tensor) else x for x in tree_leaves(samples)]
-    set_seeds(args.seed, 0)
-    order = np.asarray(training_order(data, args, 0))  # of a long one, str() shows both ends
-    text = re.sub("at 0x[0-9a-f]+", "", f"{samples} {order}")  # addresses of objects differ
-    return [len(data), zlib.crc32(text.encode())]
-
-
-def differ(numbers):
-    """Returns, for each of K whole numbers, whether the processes disagree."""
-    of_all = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_all, numbers)
-    return (torch.stack(of_all) != numbers).any(0)
-
-
-def checksum(weights):
-    """Returns a sum of all bytes, each times its place: weights that change places count, too."""
-    pieces = weights.flatten().view(torch.uint8).split(2**18)  # 256 KiB, to need little memory
-    places = torch.arange(1, len(pieces[0]) + 1, dtype=torch.int32, device=weights.device)
-    sums = [(piece * places[: len(piece)]).sum() for piece in pieces]
-    return sum(number * total for number, total in enumerate(sums, start=1))
-
-
-def check_weights(model, step):
-    """Ends the run if weights are not finite, or if their checksums differ between processes."""
-    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    checksums = torch.stack([checksum(p).cpu() for p in weights.values()])
-    different = [name for name, differs in zip(weights, differ(checksums)) if differs]
-    if different:
-        causes = "Does forward() change it? Or was it frozen at the start, so that DDP left it out?"
-        sys.exit(f"step {step}: {different[0]} is not the same in all processes. {causes}")
-    if not all(p.isfinite().all() for p in weights.values()):
-        sys.exit(f"the weights are not finite at step {step}")
-
-
-def load_weights(model, fingerprint, args):
-    """Loads the weights of --init_from, except those whose shape differs, such as a new head's."""
-    snapshot = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)
-    weights = snapshot["model"]
-    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-    fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-    others = sorted((shapes.keys() | weights.keys()) - fitting.keys())
-    if not fitting:
-        sys.exit(f"{args.init_from} has no weights of this model")
-    if dist.get_rank() == 0 and others:
-        print(f"{len(others)} weights do not match {args.init_from}: {', '.join(others):.60}")
-    if dist.get_rank() == 0 and snapshot.get("progress", {}).get("fingerprint") != fingerprint:
-        print(f"{args.init_from} is of another seed or data: are its words and classes the same?")
-    model.load_state_dict(fitting, strict=False)
-
-
-def save(parts, progress, data, args):
-    """Rank 0 writes a temporary file and renames it, so that no snapshot is half written."""
-    if dist.get_rank() == 0:
-        snapshot = {name: part.state_dict() for name, part in parts.items()}
-        snapshot |= {"progress": progress, "settings": args.settings}
-        snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
-        path = os.path.realpath(args.snapshot)  # it may be a link
-        with open(f"{path}.tmp", "wb") as file:
-            torch.save(snapshot, file)
-            os.fsync(file.fileno())
-        os.replace(f"{path}.tmp", path)
-    dist.barrier()  # the others wait
-
-
-def training_requests(data, step, args):
-    """Yields seeds, and indices of samples, for each micro-batch of this process from `step` on."""
-    steps_per_epoch = len(data) // args.batch_size
-    for epoch in itertools.count(step // steps_per_epoch):
-        set_seeds(args.seed, epoch)  # all processes draw the same order, and each takes its share
-        order = np.asarray(training_order(data, args, epoch))
-        while step < (epoch + 1) * steps_per_epoch:
-            start = step % steps_per_epoch * args.batch_size
-            share = order[start : start + args.batch_size][dist.get_rank() :: dist.get_world_size()]
-            for indices in share.reshape(args.grad_accum_steps, -1).tolist():
-                yield (args.seed, step), indices
-            step += 1
-
-
-class Batches:
-    """The batches of a data set. A request is (seeds, indices). The seeds are for augmentation."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __getitem__(self, request):
-        seeds, indices = request
-        set_seeds(*seeds, *indices)
-        if not hasattr(self.data, "__getitems__"):
-            return default_collate([self.data[index] for index in indices])
-        samples = self.data.__getitems__(indices)  # a tuple or dict is a batch already
-        return default_collate(samples) if isinstance(samples, list) else samples
-
-
-def load_batches(data, requests, device, args):
-    """Yields a batch on the device for each request."""
-    if args.num_workers and len(get_temp_dir()) > 89:  # a socket's path has at most 107 characters
-        sys.exit("TMPDIR is too long for workers")
-    loader = DataLoader(
-        Batches(data),
-        batch_size=None,  # each request is a whole batch
-        sampler=requests,
-        num_workers=args.num_workers or 0,
-        multiprocessing_context="fork" if args.num_workers else None,  # shares the data's memory
-        pin_memory=ON_GPU,
-    )
-    # Workers inherit the blocked signals: Slurm signals them, too, and the run still needs them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    for batch in batches:
-        yield tree_map(
-            lambda part: to_device(part, device), batch, is_leaf=lambda part: hasattr(part, "to")
-        )
-
-
-def to_device(part, device):
-    """Returns a part of a batch on the device. What has no .to stays as it is."""
-    if isinstance(part, torch.Tensor):
-        return part.to(device, non_blocking=True)
-    if not hasattr(part, "to"):
-        return part
-    moved = part.to(device)
-    return part if moved is None else moved  # some move in place, and return nothing
-
-
-def as_tensors(sums):
-    """Returns these sums in float32 or int64. In bfloat16 256 + 1 is 256, in bool 1 + 1 is 1."""
-    tensors = {name: torch.as_tensor(x).detach() for name, x in sums.items()}
-    return {name: x.float() if x.is_floating_point() else x.long() for name, x in tensors.items()}
-
-
-def add_up(sums, device):
+def add_up(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    names = sorted(sums)  # the same order in all processes
-    totals = torch.tensor([float(sums[name]) for name in names], device=device)
-    dist.all_reduce(totals)
-    totals = dict(zip(names, totals.tolist()))
-    return {name: totals[name] for name in sums}  # the order of a row's columns
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {name: float(value) for name, value in sums.items()})
+    return {name: sum(each.get(name, 0) for each in of_ranks) for name in of_ranks[0]}
+
+
+@torch.no_grad()
+def compare_weights(model, stages, groups, step):
+    """Compares each weight with rank 0's: max |difference| / max |value|. Returns the largest."""
+    drifts = []
+    for stage, group in zip(stages, groups):
+        for weight in stage.parameters():
+            own = weight.flatten().float()
+            dist.broadcast(of_rank_0 := own.clone(), src=0, group=group)
+            drift = (own - of_rank_0).abs().max() / of_rank_0.abs().max().clamp(min=1e-30)
+            drifts.append(drift.nan_to_num(math.inf).cpu())
+    dist.all_reduce(drifts := torch.stack(drifts), dist.ReduceOp.MAX)  # now all know it
+    name, _ = list(model.named_parameters())[drifts.argmax()]
+    if drifts.max() > 1e-2:  # rounding on unlike GPUs stays below, faults grow
+        sys.exit(f"step {step}: processes differ in {name}" if dist.get_rank() == 0 else 1)
+    return drifts.max().item()
 
 
 @torch.no_grad()
@@ -733,92 +515,56 @@ def evaluate(model, groups, data, device, autocast, args):
     """Returns the sums of batch_loss over the data, of which each process takes a share."""
     for stage, group in zip(model, groups):
         for buffer in stage.buffers():  # BatchNorm's statistics: those of rank 0
-            if buffer.is_contiguous() or 0 not in buffer.stride():  # an expanded one is read only
-                dist.broadcast(sent := buffer.contiguous(), src=0, group=group)
-                buffer.copy_(sent)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = range(rank, len(data), world_size)
-    size = args.batch_size // world_size // args.grad_accum_steps  # as in training
-    pieces = (share[start : start + size] for start in range(0, len(share), size))
-    requests = (((args.seed,), list(piece)) for piece in pieces)
-    in_training = [part for part in model.modules() if part.training]
+            dist.broadcast(buffer, src=0, group=group)
+    share = list(range(dist.get_rank(), len(data), dist.get_world_size()))
+    size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # as in training
+    batches = [share[start : start + size] for start in range(0, len(share), size)]
     model.eval()
     sums = Counter()
-    for number, batch in enumerate(load_batches(data, requests, device, args)):
-        set_seeds(args.seed, rank, number)  # the same in each validation
+    for batch in create_loader(data, batches, args):
+        batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            _, batch_sums = batch_loss(model, batch, args)
-        sums.update(as_tensors(batch_sums))
-    for part in in_training:
-        part.training = True
-    return add_up(sums, "cpu")
+            add_batch(batch_loss(model, batch, args)[1], sums)
+    model.train()
+    return add_up(sums)
 
 
-def log_row(row, totals, val_totals, model, device, args):
-    """Appends the rows of all processes to --log, prints the means, and returns these rows."""
-    if "/norm" in totals:
-        row["grad_norm"] = totals.pop("/norm") / max(1, totals.pop("/steps"))
-    means = {}
-    for split, sums in ("train", totals), ("val", val_totals):
-        count = sums.pop("count", 0)  # 0: not validated, or no sample had a label
-        means |= {f"{split}_{name}": total / count for name, total in sums.items() if count}
-    device_module = torch.get_device_module(device)
-    row = vars(args) | row | means
-    row |= take_marks(args)
-    row |= {
-        "script": "/".join(Path(__file__).resolve().parts[-2:]),
-        "processes": dist.get_world_size(),
-        "rank": dist.get_rank(),
-        "host": os.uname().nodename,
-        "device": getattr(device_module, "get_device_name", device.type.upper)(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
-    rows = [None] * row["processes"] if row["rank"] == 0 else None
-    dist.gather_object(row, rows)
-    if row["rank"] > 0:
-        return []
-    same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
-    if args.log:
-        with open(args.log, "a") as file:
-            file.writelines(json.dumps(each | same, default=str) + "\n" for each in rows)
-    shown = [*means, "lr", "grad_norm", "seconds", "samples/s"]
-    words = [f"{name} {row[name]:.4g}" for name in shown if name in row]
-    tqdm.write(textwrap.fill("  ".join([f"step {row['step']}", *words]), 100))
-    return [each | {"last_step": None} for each in rows]
+def log_row(row, splits, model, device, settings):
+    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    for split, sums in splits.items():
+        count = sums.pop("count")
+        row |= {f"{split}_{name}": value / count for name, value in sums.items()}
+    shown = [*row, "seconds", "samples/s", "peak_MB"]
+    count_marks()
+    row = settings | row | take_marks(times, settings["batch_size"]) | {"last_step": last_step}
+    all_times.update(times)
+    times.clear()
+    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
+    row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
+    row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
+    row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
+    row |= {"host": os.uname().nodename, "device": get_name()}
+    row["threads"] = torch.get_num_threads()
+    row["parameters"] = sum(weight.numel() for weight in model.parameters())
+    rows = [None] * row["processes"]
+    dist.all_gather_object(rows, row)
+    if row["rank"] == 0:
+        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
+    if row["rank"] == 0 and settings["log"]:
+        same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
+        with open(settings["log"], "a") as file:
+            file.writelines(json.dumps(each | same) + "\n" for each in rows)
+    return row
 
 
-def check_args(args, world_size):
-    """Ends the run if flags do not fit together, files cannot be written, or settings differ."""
-    divisor = world_size * args.grad_accum_steps
-    if min(divisor, args.batch_size) < 1 or args.batch_size % divisor:
-        sys.exit(f"--batch_size must be a multiple of {world_size} x --grad_accum_steps")
-    if args.seed < 0:
-        sys.exit("--seed must not be negative")
-    for path in map(os.path.realpath, filter(None, (args.snapshot, args.log))):
-        if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK):
-            sys.exit(f"cannot write {path}: it is a folder, or its folder is missing or read-only")
-    args.settings = {}  # the flags that must stay the same, as numbers and strings
-    for name, value in vars(args).items():
-        if name not in (*MAY_CHANGE, "settings"):
-            args.settings[name] = value if isinstance(value, (int, float)) else str(value)
-    if args.snapshot and os.path.exists(args.snapshot):
-        saved = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)["settings"]
-        for name, value in args.settings.items():
-            if saved.get(name, value) != value:
-                sys.exit(f"{args.snapshot} was made with --{name} {saved[name]}, not {value}")
-
-
-# == Where the time goes. To remove it: delete this section, and lines with "mark(" or "marks(". ===
+# == Where the time goes. To remove it: delete it, and mend the lines that use its names. ==========
 
 STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
-PHASES = ("warmup", *STEP_PHASES, "eval", "save")  # warmup: the first three steps
-TIMES = (*PHASES, "comm_total", "steps")
-moments = []  # the one at which the last phase ended
-events = []  # (name, start, end, bytes) since the last look: phases, all-reduces of gradients
-last_step = []  # the events of the last step, in seconds
-times = Counter()  # seconds by phase since the last row
+PHASES = ("warmup", *STEP_PHASES, "eval", "save")
+marks = []  # (phase, the moment at which it ended)
+sent = []  # ("all-reduce", start, end, bytes) of gradients
+last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
+times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 computing = []  # the stream of each stage's GPU in which it computes
 clocks = []  # two streams of the first GPU, which hold nothing but events
 
@@ -831,130 +577,97 @@ def prepare_marks(devices):
 
 
 def now():
-    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    """Returns this moment. Python does not wait for the GPUs, which note it when they get here."""
     if not ON_GPU:
         return time.perf_counter()
     current = torch.accelerator.current_stream()
-    is_computing = current in computing  # else an all-reduce has ended: other stages do not count
+    is_computing = current in computing  # else an all-reduce ends here: stages do not count
     for stream in computing if is_computing else [current]:
         clocks[is_computing].wait_stream(stream)
     return clocks[is_computing].record_event(torch.Event(clocks[0].device, enable_timing=True))
 
 
 def mark(phase):
-    """Notes that this phase ends here. It began where the one before it ended."""
-    moments.append(now())
-    if len(moments) > 1:
-        events.append((phase, moments.pop(0), moments[0], 0))
+    """Notes that this phase of a step ends here."""
+    marks.append((phase, now()))
 
 
-def with_marks(comm_hook, device):
-    """Returns a hook that DDP calls for each bucket of gradients: comm_hook with its times."""
-    streams = [contextlib.nullcontext()] * 2  # in which all-reduces are started
-    if ON_GPU:
-        streams = [torch.Stream(device, priority=-1) for _ in range(2)]
+def timed_hook(comm_hook, bucket):
+    """Averages a bucket of gradients by comm_hook. The DDP of a stage calls it during backward."""
+    if bucket.is_last():
+        mark("backward")
+    start, size = now(), bucket.buffer().nbytes
 
-    def timed_hook(process_group, bucket):
-        if bucket.is_last():
-            mark("backward")
-        start, size = now(), bucket.buffer().nbytes
+    def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
+        sent.append(("all-reduce", start, now(), size))
+        return future.value()
 
-        def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
-            events.append(("all-reduce", start, now(), size))
-            return future.value()
-
-        # A hook may make its stream wait for its all-reduce, to convert the result from bf16. If
-        # this is a side stream, the backward pass goes on. Two streams take turns, so that a bucket
-        # need not wait for the one before it.
-        stream = streams[bucket.index() % 2]
-        if ON_GPU:
-            stream.wait_stream(torch.accelerator.current_stream())  # it computes the gradients
-        with stream:
-            return comm_hook(process_group, bucket).then(note_end)
-
-    return timed_hook
+    return comm_hook(bucket).then(note_end)
 
 
 def count_marks(is_warmup=False):
     """Adds up the times since the last look. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
+    if is_warmup:
+        marks[:] = [("warmup", moment) for _, moment in marks]
+        sent.clear()
+    zero = marks[-1][1]  # at a look, all processes set it after the same collective
 
-    def seconds(moment):  # relative to the last mark, which all set after the same collective
-        return -moment.elapsed_time(moments[0]) / 1000 if ON_GPU else moment - moments[0]
+    def seconds(moment):
+        return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
 
-    step = []
+    spans = [(name, start, end, 0) for (_, start), (name, end) in zip(marks, marks[1:])] + sent
+    spans = [(name, seconds(start), seconds(end), size) for name, start, end, size in spans]
+    spans.sort(key=lambda span: span[1])
     counted_until = -math.inf  # where all-reduces overlap, the time counts once
-    timed = [(name, seconds(start), seconds(end), size) for name, start, end, size in events]
-    events.clear()
-    for name, start, end, size in sorted(timed, key=lambda event: event[1]):
-        if is_warmup:
-            times["warmup"] += end - start if name in PHASES else 0.0
-            continue
-        if name in PHASES:
-            times[name] += end - start
+    for name, start, end, _ in spans:
+        times[name] += end - start
         if name in ("comm", "all-reduce"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-        step.append((name, start, end, size))
-        if name == "optimizer":
-            times["steps"] += 1
-            last_step[:] = step
-            step = []
+    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends)
+    if ends:
+        last_step[:] = spans[[0, *ends][-2] : ends[-1]]
+    del marks[:-1], sent[:]
 
 
-def take_marks(args):
-    """Returns the columns of time and memory. The times start again from 0."""
-    count_marks()
-    row = {name: times[name] for name in TIMES}
-    times.clear()
-    # getrusage() would count the memory of the process that has started this one, too.
-    sizes = re.findall(r"Vm(?:HWM|RSS):\s+(\d+)", Path("/proc/self/status").read_text())  # KiB
-    row["peak_MB"] = max(map(int, sizes)) * 1024 / 1e6
+def take_marks(times, batch_size):
+    """Returns these times as columns of a row, their sum, the speed of training, and memory."""
+    row = {name: times[name] for name in (*PHASES, "comm_total", "steps")}
+    row["seconds"] = sum(times[phase] for phase in PHASES)
+    training = sum(times[phase] for phase in STEP_PHASES)
+    row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     if ON_GPU:
         peaks = [torch.accelerator.max_memory_allocated(stream.device) for stream in computing]
         row["peak_MB"] = max(peaks) / 1e6
-    return row | speed_of(row, args.batch_size) | {"last_step": list(last_step)}
+    return row
 
 
-def speed_of(row, batch_size):
-    """Returns all seconds of these times, and the speed of training after the warmup."""
-    training = sum(row[phase] for phase in STEP_PHASES)
-    speed = batch_size * row["steps"] / training if training else 0.0
-    return {"seconds": sum(row[phase] for phase in PHASES), "samples/s": speed}
-
-
-def print_marks(rows):
-    """Prints where the time since the start has gone, and a row for results.md."""
-    if not rows:
+def print_marks(row):
+    """Prints where the time since the start has gone, and a row for results.md. All call it."""
+    columns = take_marks(all_times, row["batch_size"])
+    rows = [None] * row["processes"]
+    dist.all_gather_object(rows, row | columns)
+    if row["rank"] > 0:
         return
-    num_ranks = rows[0]["processes"]
-    mean = {name: sum(row[name] for row in rows) / num_ranks for name in TIMES}
-    mean |= speed_of(mean, rows[0]["batch_size"])
-    print(f"\ntime by phase since this start, {mean['seconds']:.2f} s in all (mean over processes)")
+    mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
     for phase in PHASES:
-        share = mean[phase] / mean["seconds"]
-        print(f"{phase:9} {mean[phase]:8.3f} {share:4.0%}  {'#' * round(50 * share)}")
-    totals = [sum(row["comm_total"] for row in rows[rank::num_ranks]) for rank in range(num_ranks)]
-    sending = min(totals)  # the process that comes last never waits in an all-reduce
-    if num_ranks > 1 and sending > 0:
-        late = totals.index(sending)
-        hidden = max(0.0, 1 - mean["comm"] / mean["comm_total"])
-        waiting = f"waiting {mean['comm_total'] - sending:.3f} s for rank {late}"
-        print(f"communication {mean['comm_total']:.3f} s, {hidden:.0%} of it hidden:")
-        print(f"sending {sending:.3f} s, {waiting} on {rows[late]['host']}")
+        print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
+    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits least
+    if (sending := late["comm_total"]) and len(rows) > 1:
+        waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
+        print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")
         # With nothing hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
         ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
-        verdict = "above 3: more processes can pay off, each on its own GPU or cores"
-        verdict = verdict if ratio > 3 else "below 3: more processes hardly pay off"
-        print(f"R = compute / sending = {ratio:.1f}, {verdict}")
-    names = ("script", "model", "dataset", "precision", "processes", "batch_size")
-    cells = {name: str(rows[0].get(name, "-")) for name in names}
-    floats = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
-    results = {name: value for name, value in floats.items() if name.startswith("val_")}
-    results |= mean | {"peak_MB": max(row["peak_MB"] for row in rows)}
-    cells |= {name: f"{value:.4g}" for name, value in results.items()}
-    for line in (cells.keys(), ["---"] * len(cells), cells.values()):
+        print(f"R = compute / sending = {ratio:.1f}: above 3, more processes can pay off")
+    names = ["script", "model", "dataset", "precision", "processes", "batch_size"]
+    cells = {name: str(row[name]) for name in names if name in row}
+    mean = {name: value for name, value in row.items() if name.startswith("val_")} | mean
+    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    for line in (cells, ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 
 

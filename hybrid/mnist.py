@@ -98,8 +98,9 @@ def main(args):
                 activations.backward(gradients)  # continues stage 1's backward pass
                 mark("comm")  # from the last gradient to the end of the averaging
             else:
-                activations = torch.empty(share, 512, device=device, requires_grad=True)
-                dist.recv(activations.detach(), rank - 1)  # into the memory of activations
+                activations = torch.empty(share, 512, device=device)
+                dist.recv(activations, rank - 1)
+                activations.requires_grad_()  # backward() then computes the gradients to send back
                 mark("bubble")
                 loss = nn.functional.cross_entropy(model(activations), labels)
                 mark("forward")

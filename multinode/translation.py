@@ -4,9 +4,9 @@
         multinode/translation.py --dataset multi30k    # on both; HOST is one of them
     sbatch slurm/multinode_translation.slurm --dataset FOLDER --source COLUMN --target COLUMN
 
-Read mnist.py first. This is the same, with what a long job needs. For your own data and model,
-replace the first of the three sections. Started again with the same flags, a stopped run goes on,
-with the same weights in the end; only what workers draw, such as random crops, can differ.
+Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
+replace the first of three sections. Ctrl-C saves and stops (Ctrl-\\ ends at once); the same command
+goes on, with the same weights in the end. Only what workers draw, such as crops, can differ.
 Shapes: N pairs of a split, B of a batch, S source and T target tokens, D = d_model, V words.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # before torch starts threads, which inherit it: main() asks for them
+if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -279,7 +279,7 @@ def parse_run_args(parser, **defaults):
     choices = ["fp32", "tf32", *DTYPES]
     add("--precision", choices=choices, default=choices[has_tf32], help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # These say how it is learned, not what: report.py compares runs that differ in them
+    # From --epochs on: report.py compares runs that differ in these flags.
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
@@ -331,7 +331,7 @@ def set_up(args):
 
 def main(args):  # runs in each process
     Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
-    settings = dict(vars(args))  # what read_data() may add cannot always be saved
+    settings = dict(vars(args))  # without what read_data() adds, which may be anything
     rank, world_size, device, train_data, val_data = set_up(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
@@ -351,10 +351,10 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is another place in the data
-            sys.exit("to start anew from its weights: --init_from" if rank == 0 else 1)
+        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
+            part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
         weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
@@ -369,14 +369,14 @@ def main(args):  # runs in each process
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
     network = torch.compile(model) if args.compile else model  # both have the same weights
     ddp_model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # evaluate() does it
+    ddp_model.broadcast_buffers = False  # not in each step: evaluate() does it
     ddp_model.register_comm_hook(COMM_HOOKS[args.comm_hook], timed_hook)
 
-    torch.manual_seed(hash((args.seed, first_step, rank)))  # each process draws other crops
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # workers of each draw other crops
     batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
-    sums, totals = Counter(), Counter()  # of this process since the last look, of all since the row
+    sums, totals = Counter(), Counter()  # since the last look; of all processes since the row
     row, is_stopped = None, False
     look_step, look_time, next_look = first_step, time.perf_counter(), 0
     mark("start")
@@ -395,10 +395,10 @@ def main(args):  # runs in each process
             ddp_model.require_backward_grad_sync = is_last  # else no averaging, as in no_sync()
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
-            add(batch_sums, sums)
+            add_batch(batch_sums, sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # if last, timed_hook has marked backward
+            mark("comm" if is_last else "backward")  # timed_hook() marks the last backward
         is_warmup = step <= first_step + 3  # they are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
@@ -447,7 +447,7 @@ def main(args):  # runs in each process
         if is_stopped:
             break
         # At most twice as many steps as before this look: the first batches may have been ready.
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
         next_look = step + max(1, min(int(pace), 2 * (step - look_step)))
         look_step, look_time = step, time.perf_counter()
 
@@ -468,7 +468,7 @@ def training_batches(data, step, args):
     steps = len(data) // args.batch_size  # of an epoch
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
-        with torch.random.fork_rng(devices=()):  # all processes draw the same order
+        with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
             torch.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
@@ -478,13 +478,13 @@ def training_batches(data, step, args):
 
 
 def kill_workers():
-    """Ends the workers. They block SIGTERM, so that Python would wait for them forever."""
+    """Ends the workers. They inherit the blocked SIGTERM: Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
 
 
-def add(batch_sums, sums):
+def add_batch(batch_sums, sums):
     """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
     for name, value in batch_sums.items():
         value = torch.as_tensor(value).detach()  # else the graph lives until the look
@@ -500,7 +500,7 @@ def add_up(sums):
 
 @torch.no_grad()
 def compare_weights(model, step):
-    """Returns the largest difference from a weight of rank 0, over that weight's largest value."""
+    """Compares each weight with rank 0's: max |difference| / max |value|. Returns the largest."""
     drifts = []
     for weight in model.parameters():
         own = weight.flatten().float()
@@ -527,7 +527,7 @@ def evaluate(model, data, device, autocast, args):
     for batch in create_loader(data, batches, args):
         batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            add(batch_loss(model, batch, args)[1], sums)
+            add_batch(batch_loss(model, batch, args)[1], sums)
     model.train()
     return add_up(sums)
 
@@ -552,7 +552,7 @@ def log_row(row, splits, model, device, settings):
     rows = [None] * row["processes"]
     dist.all_gather_object(rows, row)
     if row["rank"] == 0:
-        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.4g}" for name in shown), 100))
+        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
     if row["rank"] == 0 and settings["log"]:
         same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
         with open(settings["log"], "a") as file:
@@ -566,7 +566,7 @@ STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # ("all-reduce", start, end, bytes) of gradients
-last_step = []  # both, as (name, start, end, bytes) in seconds: report.py --step draws them
+last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
@@ -584,7 +584,7 @@ def mark(phase):
 
 
 def timed_hook(comm_hook, bucket):
-    """Averages a bucket of gradients by comm_hook. DDP calls it during the backward pass."""
+    """DDP calls it in the backward pass for each bucket of gradients, which comm_hook averages."""
     if bucket.is_last():
         mark("backward")
     start, size = now(), bucket.buffer().nbytes
@@ -646,7 +646,7 @@ def print_marks(row):
     mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
     for phase in PHASES:
         print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
-    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits for nobody
+    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits least
     if (sending := late["comm_total"]) and len(rows) > 1:
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
         print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")

@@ -3,9 +3,9 @@
     python singlegpu/gpt.py --dataset my.txt --sample 500 --snapshot gpt.pt
     sbatch slurm/singlegpu_gpt.slurm --dataset my.txt --d_model 768 --n_heads 12 --num_layers 12
 
-Read mnist.py first. This is the same, with what a long job needs. For your own data and model,
-replace the first of the three sections. Started again with the same flags, a stopped run goes on,
-with the same weights in the end; only what workers draw, such as random crops, can differ.
+Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
+replace the first of three sections. Ctrl-C saves and stops (Ctrl-\\ ends at once); the same command
+goes on, with the same weights in the end. Only what workers draw, such as crops, can differ.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # before torch starts threads, which inherit it: main() asks for them
+if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -151,7 +151,7 @@ def learning_rate(args, done):
 
 
 def batch_loss(model, batch, args):
-    """Returns the mean loss, and sums over the tokens. A row shows sums / count."""
+    """Returns the mean loss, and sums over tokens: "loss", "count". A row shows sums / count."""
     tokens = batch[0].long()  # (B, T + 1)
     loss = model(tokens[:, :-1], tokens[:, 1:])  # in nats; exp(loss) is the perplexity
     count = tokens[:, 1:].numel()
@@ -185,7 +185,7 @@ def parse_run_args(parser, **defaults):
     choices = ["fp32", "tf32", *DTYPES]
     add("--precision", choices=choices, default=choices[has_tf32], help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # These say how it is learned, not what: report.py compares runs that differ in them
+    # From --epochs on: report.py compares runs that differ in these flags.
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
@@ -201,7 +201,7 @@ def parse_run_args(parser, **defaults):
 
 def main(args):
     Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
-    settings = dict(vars(args))  # what read_data() may add cannot always be saved
+    settings = dict(vars(args))  # without what read_data() adds, which may be anything
     device = torch.device(0 if ON_GPU else "cpu")
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
@@ -228,10 +228,10 @@ def main(args):
         settings["run"] = old["run"]
         if changed:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is another place in the data
-            sys.exit("to start anew from its weights: --init_from")
+        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+            sys.exit("to start anew: --init_from it, with another --snapshot")
         for name, part in parts.items():
-            part.load_state_dict(snapshot[name])
+            part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
         weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
@@ -263,7 +263,7 @@ def main(args):
             mark("data")
             with autocast:
                 loss, batch_sums = batch_loss(network, batch, args)
-            add(batch_sums, sums)
+            add_batch(batch_sums, sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
@@ -324,7 +324,7 @@ def training_batches(data, step, args):
     """Yields the indices of each micro-batch, from the step after `step` on."""
     steps = len(data) // args.batch_size  # of an epoch
     for epoch in itertools.count(step // steps):
-        with torch.random.fork_rng(devices=()):  # a resumed run draws the same order
+        with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
             torch.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, args.grad_accum_steps, -1)
@@ -334,13 +334,13 @@ def training_batches(data, step, args):
 
 
 def kill_workers():
-    """Ends the workers. They block SIGTERM, so that Python would wait for them forever."""
+    """Ends the workers. They inherit the blocked SIGTERM: Python would wait for them forever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
     for worker in active_children():
         worker.kill()
 
 
-def add(batch_sums, sums):
+def add_batch(batch_sums, sums):
     """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
     for name, value in batch_sums.items():
         value = torch.as_tensor(value).detach()  # else the graph lives until the look
@@ -358,7 +358,7 @@ def evaluate(model, data, device, autocast, args):
     for batch in create_loader(data, batches, args):
         batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            add(batch_loss(model, batch, args)[1], sums)
+            add_batch(batch_loss(model, batch, args)[1], sums)
     model.train()
     return {name: float(value) for name, value in sums.items()}
 
@@ -380,7 +380,7 @@ def log_row(row, splits, model, device, settings):
     row |= {"host": os.uname().nodename, "device": get_name()}
     row["threads"] = torch.get_num_threads()
     row["parameters"] = sum(weight.numel() for weight in model.parameters())
-    tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.4g}" for name in shown), 100))
+    tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
     if settings["log"]:
         with open(settings["log"], "a") as file:
             file.write(json.dumps(row) + "\n")

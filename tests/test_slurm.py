@@ -95,7 +95,7 @@ def test_jobs_of_a_sweep_train_and_are_reported(site, data):
     report = (out / "report.md").read_text()
     assert report.count("## strong scaling") == 1 and "not compared" not in report, report
     assert len(re.findall(r"^\| +[12] \| +[12] \| +32 \|", report, re.M)) == 3, report
-    assert list(out.glob("phases*.png"))
+    assert list(out.glob("scaling*.png"))
 
 
 def test_jobs_train_stop_and_fail(site, run, data):

@@ -13,7 +13,7 @@ import link
 import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))
+sys.path.append(str(ROOT / "tools"))
 import predict as foretell  # noqa: E402
 
 # Batch; seconds of forward, backward and optimizer; bytes of the buckets; shares of the backward
@@ -75,7 +75,7 @@ class Network:
         log = self.folder / f"{next(self.numbers)}.jsonl"
         words += ["--batch_size", batch, "--max_steps", 3 + steps, "--log", log, *more]
         self.run(nodes, self.folder / f"multinode/{model.split(',')[0]}.py", *words)
-        return foretell.runs_of(foretell.read_logs([log])[0])
+        return foretell.runs_of(foretell.read_logs([log]))
 
     def step(self, model, mbit):
         """Slows the links. Returns what predict.py needs of one process, and of two nodes' link."""
@@ -87,10 +87,10 @@ class Network:
             words = ["--min_bytes", 1 << 20, "--max_bytes", self.options.max_bytes]
             words += ["--seconds", self.options.seconds / 2]
             words += ["--out", path := self.folder / f"{next(self.numbers)}.json"]
-            self.run(2, "multinode/allreduce.py", *words)
+            self.run(2, "tools/allreduce.py", *words)
             # Sending does not slow down who sleeps.
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"compute_rate": 1.0}))
-            self.known[mbit] = foretell.read_links([path])
+            known = json.loads(path.read_text()) | {"compute_rate": 1.0, "each": 1}
+            self.known[mbit] = [known]
         [run] = self.known[model].to_dict("records")
         return foretell.step_of(run, self.known[model], self.known[mbit])
 
@@ -126,15 +126,15 @@ def predict(options):
 
     The nodes are network namespaces with links of these speeds. Their models sleep as long as those
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. The
-    prediction knows a run of one process, and what multinode/allreduce.py measures on two nodes.
+    prediction knows a run of one process, and what tools/allreduce.py measures on two nodes.
     """
     with table_of(options) as (network, cases, add):
         for model, mbit, nodes in cases:
             row = foretell.predict(network.step(model, mbit), "strong", [nodes]).iloc[-1]
-            batch = nodes * row["local batch"]
-            run = network.train(model, nodes, batch, row["ms a step"] / 1000)
+            batch = nodes * row["local batch (samples)"]
+            run = network.train(model, nodes, batch, row["step (ms)"] / 1000)
             [speedup] = run["samples/s"] / network.known[model]["samples/s"]
-            add(model, mbit, nodes, row["speedup"], speedup)
+            add(model, mbit, nodes, row["speedup (x)"], speedup)
 
 
 def changes(options):
@@ -142,16 +142,16 @@ def changes(options):
     with table_of(options, "change") as (network, cases, add):
         for model, mbit, nodes in cases:
             step = network.step(model, mbit)
-            batch = foretell.share_of(step["batch"], nodes) * nodes
-            told = foretell.what_helps(step, nodes)[0].set_index("change")
+            batch = round(step["batch"] / nodes) * nodes
+            told = foretell.what_helps(step, nodes).set_index("change")
             for change in ["as it is", *options.changes]:
                 flags, times, faster = CHANGES[change]
                 link.shape(network.spaces, mbit * faster)
-                seconds = told["ms a step"][change] / 1000
+                seconds = told["step (ms)"][change] / 1000
                 run = network.train(model, nodes, int(batch * times), seconds, *flags)
                 [speed] = run["samples/s"]
                 if change == "as it is":
                     before = speed
                 else:
-                    gain = told["times as fast"][change]
+                    gain = told["gain (x)"][change]
                     add(model, mbit, nodes, change, gain, speed / before)

@@ -1,0 +1,1100 @@
+"""Is my training right? Runs any PyTorch training, unchanged, for some steps, and says.
+
+    python tools/check.py -- torchrun --nproc_per_node=2 train.py --batch_size 64
+    python tools/check.py --against "python one_gpu.py" -- torchrun --nproc_per_node=2 train.py
+    python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
+    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py      # several machines
+
+PyTorch loads this file in each process of the job, as a plug-in (entry point "torch.backends").
+There it watches optimizers, models, data loaders and files, changes nothing, and writes down what
+it sees. Then the first process compares all, and prints a line for each kind of fault, or "not
+seen" where nothing shows it. Status 1: an error; 2: nothing trained; else 0. Machines with a
+torchrun each start this file each, with one new, shared folder.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import pickle
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import weakref
+import zlib
+from collections import Counter, defaultdict, namedtuple
+from pathlib import Path
+
+LEVELS = ["ERROR", "warning", "ok", "not seen"]
+
+
+def main():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=int, default=20, help="optimizer steps to watch; then the job ends")
+    add("--against", metavar="COMMAND", help="one that should train alike, as on one GPU")
+    add("--resume", action="store_true", help="stop the job, start it again, compare")
+    add("--timeout", type=float, default=600, help="seconds without progress: it hangs")
+    add("--grace", type=float, default=60, help="seconds to end in after the last step")
+    add("command", nargs=argparse.REMAINDER, help="after --: what starts the training")
+    args = parser.parse_args()
+    command = shlex.join(args.command[args.command[:1] == ["--"] :])
+    with tempfile.TemporaryDirectory() as own_folder:
+        folder = Path(os.environ.get("CHECK_FOLDER", own_folder)).resolve()
+        job = run(command, args, folder / "whole")
+        kinds = [kind for name, kind in vars(Kinds).items() if name[0] != "_"]
+        rows = [row for kind in kinds[: None if job.steps else 1] for row in findings(kind, job)]
+        if job.steps and args.against:
+            rows += findings(against, job, run(args.against, args, folder / "against"))
+        if job.steps and args.resume:
+            stopped = run(command, args, folder / "stopped", stop_at=max(1, args.steps // 2))
+            rows += findings(resume, job, stopped, run(command, args, folder / "stopped", life=2))
+    rows.sort(key=lambda row: LEVELS.index(row[0]))
+    words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: {command}"
+    print(f"\n{textwrap.shorten(words, 100)}" if job.prints else "the table is with rank 0")
+    for level, name, words in rows if job.prints else ():
+        lines = textwrap.wrap(words, 78, break_long_words=False)
+        print(f"{level:9}{name:13}" + f"\n{' ' * 22}".join(lines))
+    sys.exit(any(row[0] == "ERROR" for row in rows) if job.steps else 2)
+
+
+def seen(items, words):
+    return ("ok", f"{len(items)} {words}") if items else ("not seen", f"no {words}")
+
+
+def findings(kind, *jobs):
+    """Returns the rows of a kind: all that is wrong or else, in one line, that it is right."""
+    try:
+        found = sorted({*kind(*jobs)}, key=lambda row: LEVELS.index(row[0]))
+    except Exception as error:  # of this file: it says nothing of the training
+        line = error.__traceback__.tb_next.tb_lineno
+        found = [("not seen", f"check.py failed itself, line {line}: {error!r}")]
+    wrong = [row for row in found if row[0] in LEVELS[:2]]
+    found = wrong or found[:1] or [("not seen", f"nothing shows it: {kind.__doc__}")]
+    return [(level, kind.__name__, words) for level, words in found]
+
+
+# == The kinds of faults ===========================================================================
+
+
+class Kinds:  # each looks at what the processes of a job saw, and yields (level, words)
+    def ending(self):
+        """The job neither hangs nor fails before the last step that is watched."""
+        steps = {rank: each.steps for rank, each in self.ranks.items()}
+        if self.hangs:
+            where = "; ".join(f"rank {rank} at {place}" for rank, place in self.stacks.items())
+            yield "ERROR", f"it hangs after step {min(steps.values(), default=0)}: {where or '?'}."
+        if self.status and not self.has_ended:
+            yield "ERROR", f"it ended with status {self.status} after {self.steps} steps"
+        for text, count in Counter(x["text"] for x in self.all("trouble")).most_common(3):
+            yield "warning", f"check.py failed itself, {count} times: {text}"
+        if self.steps:
+            yield "ok", f"status {self.status} after {self.steps} steps"
+        yield "not seen", "no optimizer of PyTorch takes a step: are weights changed by hand?"
+
+    def processes(self):
+        """All that train are one group, each with its GPU, and the same flags and versions."""
+        starts = [each.start for each in self.ranks.values()]
+        alone = sum(start["world"] == 1 for start in starts)
+        if self.is_hogwild:
+            yield "ok", f"{len(starts)} share one memory (Hogwild): ranks are not compared"
+        elif alone > 1:
+            yield "ERROR", f"{alone} train, each alone. Call dist.init_process_group(), use DDP."
+        (place, count), *_ = Counter(tuple(start["place"]) for start in starts).most_common()
+        if count > 1 and place[2] > 1 and "cpu" not in place:
+            yield "ERROR", f"{count} train on {place[1]} of {place[0]}. Choose it by LOCAL_RANK."
+        for each in [x for x in starts if x["settings"] != starts[0]["settings"]][:1]:
+            yield "ERROR", f"other flags or versions in rank {each['rank']}: {each['settings']}."
+        if len(starts) > 1:
+            yield "ok", f"{len(starts)} in one group, with the same flags and versions"
+        yield "not seen", "one process: what compares several is left out"
+
+    def weights(self):
+        """Copies of a weight have the same bits in all ranks, after each step."""
+        for family in self.families:
+            for number, start in enumerate(self.ranks[family.ranks[0]]["start"]):
+                states = {rank: self.ranks[rank].states(number) for rank in family.ranks}
+                common = sorted(set.intersection(*[{*each} for each in states.values()]))
+                bad = {step: differences(family, states, step) for step in common}
+                step = next((step for step in common if bad[step]), None)
+                if step is None:
+                    yield "ok", f"the same bits in ranks {family.ranks}, {len(common)} times"
+                    continue
+                one, two, indices = bad[step]
+                index, when = indices[0], f"after step {step}" if step else "at the start"
+                words = f"{len(indices)} of {len(start['names'])} tensors differ {when} in ranks"
+                words += f" {one} and {two}, first {start['names'][index]}. "
+                first, end, other = states[one][0], states[one][common[-1]], states[two][common[-1]]
+                near = 0.01 * distance(end, first, index) + 1e-6 * distance(end, None, index)
+                machines = {start["machine"], states[two][0]["machine"]}
+                if not bad[common[-1]]:
+                    yield "warning", words + "Later they are equal: local SGD?"
+                elif len(machines) > 1 and distance(end, other, index) < near:
+                    yield "warning", words + f"It is rounding: {' and '.join(machines)}."
+                else:
+                    a, b = states[one][step], states[two][step]
+                    yield "ERROR", words + cause(start, indices, a, b, family)
+        if len(self.ranks) > 1:
+            yield "not seen", "no weight is known to have a copy: all are sharded, or stages"
+
+    def updates(self):
+        """Each weight that has a gradient moves, and keeps moving."""
+        for start, steps in self.first.optimizers():
+            still, moving, rates = [], 0, [max(x["rates"]) for x in steps]
+            for i, name in enumerate(start["names"]):
+                bits = [x["weights"][i] for x in (start, *steps)]
+                moves = [step for step, (a, b) in enumerate(zip(bits, bits[1:]), 1) if a != b]
+                pulls = [x["grads"][i] not in (None, 0) and rate for x, rate in zip(steps, rates)]
+                moving, last = moving + bool(moves), max(moves, default=0)
+                if any(pulls) and not moves or len(pulls[last:]) >= 5 and all(pulls[last:]):
+                    still.append((sum(start["shapes"][i]), name, last))
+            count, frozen = len(start["names"]), start["trainable"].count(False)
+            if not any(rates):
+                yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
+            elif not moving:
+                words = ": all have requires_grad False" if frozen == count else ""
+                yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps{words}."
+            elif still:
+                _, name, last = max(still)
+                words = f"{name} stands still from step {last + 1} on, {len(still)} of {count} do."
+                yield "ERROR" if 2 * len(still) >= count else "warning", words + " Steps too small?"
+            yield "ok", f"{moving} tensors change, {frozen} are frozen"
+
+    def gradients(self):
+        """Each weight is in an optimizer, and has a gradient when the optimizer steps."""
+        for x in [x["names"] for x in self.first["lost"] if x["names"]]:
+            yield "ERROR", f"{len(x)} weights with gradients are in no optimizer: {x[0]}. Add them."
+        for start, steps in self.first.optimizers():
+            count = len(start["names"])
+            never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
+            unused = [start["names"][i] for i in never if start["trainable"][i]]
+            level = "ERROR" if len(unused) == count else "warning"
+            if unused and len(never) == count and any(x["had_gradients"] for x in steps):
+                yield "ERROR", "none is left at step() of backward()'s. Call zero_grad() after it."
+            elif unused:
+                yield level, f"{len(unused)} of {count} weights never have a gradient: {unused[0]}."
+            yield "ok", f"{count - len(never)} weights have gradients"
+
+    def accumulation(self):
+        """Gradients are zeroed and averaged once a step, not in each micro-batch."""
+        for rank, steps in [(i, y) for i, x in self.ranks.items() for _, y in x.optimizers()]:
+            late = [x["step"] for x in steps if x["clean"] is False]
+            old = [b for a, b in zip(steps, steps[1:]) if a["grads"] == b["grads"]]
+            twice = [x["step"] for x in old if x["clean"] is None and any(x["grads"])]
+            if late:
+                yield "ERROR", f"not zeroed before step {late[0]}, rank {rank}. Call zero_grad()."
+            if twice:
+                yield "ERROR", f"step {twice[0]} uses the gradients of the last one, rank {rank}."
+            if any(x["wiped"] for x in steps):
+                yield "ERROR", "zeroed between the micro-batches: only the last one counts."
+            if len(self.ranks) > 1 and min(x["averaged"] for x in steps) > 1:
+                yield "warning", f"DDP averages {steps[0]['averaged']} times a step. Use no_sync()."
+            yield seen([x for x in steps if x["clean"]], "steps from gradients that were zeroed")
+
+    def finite(self):
+        """Losses and gradients are finite, and unscaled when they are clipped."""
+        if any(x["clipped"] == 2 for x in self.first["step"]):
+            yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
+        for rank, each in self.ranks.items():
+            for x in [x for x in each["loss"] if x["value"] - x["value"] != 0][:1]:
+                yield "ERROR", f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}."
+            for x in [x for x in each["step"] if x["infinite"]][:1]:
+                name = each["start"][x["number"]]["names"][x["infinite"][0]]
+                yield "ERROR", f"inf or nan in {name}'s gradient, step {x['step']}, rank {rank}."
+            yield seen(each["loss"], "losses")
+
+    def schedule(self):
+        """A schedule steps once for each step, after it, and its rate is the one that is used."""
+        for start, steps in self.first.optimizers():
+            calls = [x for x in self.first["schedule"] if x["number"] == start["number"]]
+            for x in calls[:1]:
+                words = f"{x['name']}.step() is called {len(calls)} times in {len(steps)} steps"
+                if x["caller"] == "accelerate":
+                    yield "ok", words + ", by Accelerate: its length is to be N times the steps"
+                elif len(calls) > 1.2 * len(steps) + 1:
+                    yield "ERROR", words + ". Call it once for each step."
+                elif x["step"] == 0:
+                    yield "warning", "it comes before optimizer.step(): the first rate is not used"
+            used = [(x["step"], x["rates"][0], x["said"][0]) for x in steps if x["said"]]
+            other = [x for x in used if abs(x[1] - x[2]) > 1e-6 * abs(x[2])]
+            for step, rate, said in other[:1]:
+                words = f"step {step} uses the rate {rate:.4g}, but the schedule says {said:.4g}."
+                yield "ERROR" if len(other) == len(used) else "warning", words
+        yield seen(self.first["schedule"], "calls of a scheduler")
+
+    def precision(self):
+        """Weights are fp32 where a flag says so, and autocast reaches the layers."""
+        types = Counter(x for each in self.first["start"] for x in each["dtypes"])
+        low = [kind for kind in types if kind in ("bfloat16", "float16")]
+        for name, value in [x for flags in self.all("flags") for x in flags["values"].items()]:
+            says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
+            if low and says_fp32 and re.search("precision|dtype", name.lower()):
+                yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
+        for x in self.all("autocast")[:1]:
+            yield "warning", f"autocast is on, but a {x['module']} gives {x['gives']}."
+        yield "ok", f"weights are {', '.join(types)}"
+
+    def modes(self):
+        """Dropout and BatchNorm train in train(), and validate in eval()."""
+        forwards, trained = self.first["forward"], {x["pass"] for x in self.first["loss"]} | {None}
+        trains = [x for x in self.first.training_calls if x["layers"]]
+        for x in [x for x in trains if x["in_eval"]][:1]:
+            words = f"{x['in_eval']} layers train in eval() from step {x['step'] + 1}. Call train()"
+            yield "warning" if trains[0]["in_eval"] else "ERROR", words + ", also after validation."
+        for x, after in zip(forwards, [*forwards[1:], {"grad": True}]):
+            single = x["pass"] in trained and after["grad"]  # as of a GAN's generator
+            if not x["grad"] and x["in_eval"] < x["layers"] and not single:
+                yield "warning", f"{x['module']} validates in train(). Call model.eval()."
+        first = forwards[:1] if not any(x["training"] for x in forwards[:1]) else []
+        for x in [x for x in first if x["spectral"]]:
+            yield "warning", f"{x['module']} with spectral_norm runs in eval() before any train()."
+        yield seen(trains, "calls of Dropout or BatchNorm in train()")
+
+    def layers(self):
+        """Dropout draws other masks in each rank, none in eval(); BatchNorm is the same in all."""
+        tests = [x for x in self.first["forward"] if not x["grad"] and x["random"]]
+        for x in [x for x in tests if x["in_eval"] == x["layers"] > 0][:1]:
+            yield "warning", f"{x['module']} draws random numbers in eval(). Does it drop values?"
+        for one, two, *_ in self.data_groups:
+            calls = zip(*[self.ranks[rank].training_calls for rank in (one, two)])
+            pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
+            if pairs and all(a == b for a, b in pairs):
+                yield "warning", f"ranks {one} and {two} draw the same masks. Add rank to the seed."
+            calls = zip(*[self.ranks[rank]["forward"] for rank in (one, two)])
+            for step in [x["step"] for x, y in calls if x["norms"] != y["norms"]][:1]:
+                yield "warning", f"BatchNorm's statistics differ in validation after step {step}."
+            yield seen(pairs, "calls that draw random numbers in two ranks")
+
+    def shares(self):
+        """Each rank trains on samples of its own."""
+        for first, second in [(ranks[0], rank) for ranks in self.data_groups for rank in ranks[1:]]:
+            one, two, who = self.ranks[first], self.ranks[second], f"ranks {first} and {second}"
+            mine, theirs = one.samples(), two.samples()
+            common = [x for x in mine if mine[x] and theirs.get(x)]
+            equal = [x for x in common if sorted(mine[x]) == sorted(theirs[x])]
+            a, b = [(each.passes(True) or [{"known": False}])[0] for each in (one, two)]
+            alike = a["known"] and b["known"] and same_data(a, b)
+            drawn = a["index"][: epoch_length(one, a, one.start["world"])] if alike else []
+            both = {*drawn} & {*b["index"][: len(drawn)]} if alike else ()
+            if len(equal) > len(common) / 2 or drawn and a["index"] == b["index"]:
+                yield "ERROR", f"{who} get the same samples in {len(equal)} steps. Split them."
+            elif len({*drawn}) == len(drawn) and len(both) >= len(self.ranks):
+                yield "ERROR", f"{who} share {len(both)} of {len(drawn)} samples. Split one order."
+            yield seen(common, f"steps in which {who} have other samples")
+
+    def order(self):
+        """The order of the samples is random, and another one in each epoch."""
+        trains = self.first.passes(training=True)
+        known = bool(trains) and trains[0]["known"]
+        orders = [x["index"] if x["known"] else (x["parts"] or [[]])[0] for x in trains]
+        if known:  # a pass may have several epochs
+            length = epoch_length(self.first, trains[0], self.first.start["world"])
+            orders = [x[i : i + length] for x in orders for i in range(0, len(x), length)]
+        first, second, *_ = [*[x for x in orders if len(x) > 7], [], []]
+        if first and not known and len({*first}) <= len(first) / 2:
+            yield "ERROR", f"{len({*first})} different samples among {len(first)}: split by worker."
+        elif first and known and first == sorted(first):
+            yield "warning", f"not shuffled: {str(first[:4])[1:-1]}, ... If not wanted, shuffle."
+        elif second and all(a == b for a, b in zip(first, second)):
+            yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+        yield seen(second, "samples of a second epoch. If none: more --steps?")
+
+    def inputs(self):
+        """A batch has a row for each sample, and is not all zeros."""
+        for rank, each in self.ranks.items():
+            calls, trained = each.training_calls, {x["pass"] for x in each["loss"]}
+            empty = [x["step"] + 1 for x in calls if x["zero"]]
+            if 0 < len(empty) < len(calls) / 2:
+                yield "ERROR", f"the input of step {empty[0]} in rank {rank} is all zeros. Lost?"
+            batches = [x for x in each["batch"] if x["pass"] in trained]
+            batches = [(len(x["index"]), {*x["rows"]}) for x in batches]
+            odd = [(count, rows - {count}) for count, rows in batches if count in rows]
+            if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
+                count, rows = odd[0]
+                yield "warning", f"a batch of {count} samples has a tensor of {min(rows)} row(s)."
+            yield seen(calls, "inputs, none all zeros")
+
+    def samples(self):
+        """A data set gives the same sample for an index, unless it draws random numbers."""
+        random_ones = {x["data"] for x in self.all("fetch") if x["used"]} | {None}
+        old, twice = {}, 0  # (rank, data set, its size, index): the sample's hashes, and its pass
+        for rank, x in [(rank, x) for rank, each in self.ranks.items() for x in each["batch"]]:
+            parts = [part for part in x["parts"] if len(part) == len(x["index"])]
+            for index, *hashes in zip(x["index"], *parts) if x["data"] not in random_ones else ():
+                key = (rank, x["data"], x["size"], index)
+                first, number = old.setdefault(key, (hashes, x["pass"]))
+                if index is not None and number != x["pass"] and first != hashes:
+                    yield "ERROR", f"sample {index} of {x['data']} has other bytes later. Copy it."
+                    return
+                twice += number != x["pass"]
+        yield seen([1] * twice, "samples are read twice, with the same bytes")
+
+    def augmentation(self):
+        """Random numbers of data sets differ in workers, ranks and epochs."""
+        ranks = {each.name: rank for rank, each in self.ranks.items()}
+        drawn = defaultdict(list)  # (generator, data set, rank, worker): states, by epoch
+        for each in self.seen.values():
+            fetches = [x for x in each["fetch"] if x["used"] and x["parent"] in ranks][:3]
+            for one, name in [(fetches[0], name) for name in fetches[0]["used"]] if fetches else ():
+                key = (name, one["data"], ranks[one["parent"]], one["worker"])
+                drawn[key].append((one["at"], [x["used"].get(name) for x in fetches]))
+        epochs = {key: [states for _, states in sorted(drawn[key])] for key in sorted(drawn)}
+        places = {x: f"worker {x[3]} of " * (x[3] is not None) + f"rank {x[2]}" for x in epochs}
+        for key, states in epochs.items():
+            alike = [x for x in epochs if x[:2] == key[:2] and epochs[x][0] == states[0]]
+            words = f"{places[key]} draws the same numbers"
+            if key[3] is not None and len(states) > 1 and states[0] == states[1]:
+                yield "ERROR", f"{words} in each epoch ({key[0]}). Seed it by torch.initial_seed()."
+            if alike[0] != key:
+                level = "ERROR" if alike[0][2] == key[2] else "warning"
+                yield level, f"{words} as {places[alike[0]]} ({key[0]}). Add both to the seed."
+                break
+        yield seen(epochs, "places where a data set draws random numbers")
+
+    def validation(self):
+        """Validation counts each sample once, and none of those that are trained on."""
+        tests = [x for each in self.ranks.values() for x in each.passes(training=False)[:1]]
+        trains = [x for each in self.ranks.values() for x in each.passes(training=True)]
+        trains = [x for x in trains if tests and x["split"] and x["split"] == tests[0]["split"]]
+        leaked = {i for x in trains for i in x["index"]} & {i for x in tests for i in x["index"]}
+        if trains and leaked - {None}:
+            yield "ERROR", f"{len(leaked)} of its samples are trained on. Seed random_split()."
+        tests = [x for x in tests if x["ended"] and x["known"]]
+        counts = Counter(i for x in tests for i in x["index"])
+        size, twice = tests[0]["size"] if tests else 0, sum(count > 1 for count in counts.values())
+        is_shared = all(same_data(tests[0], x) is not False for x in tests[1:])
+        is_padded = tests and tests[0]["maker"] == "accelerate"  # it drops them again
+        if twice and is_shared and min(counts.values()) < len(tests) and not is_padded:
+            yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
+        elif len(counts) < size and is_shared and len(tests) == len(self.ranks):
+            yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
+        yield seen(counts, "samples in whole passes over a DataLoader without gradients")
+
+    def snapshot(self):
+        """One process writes a snapshot, under another name first."""
+        saves, moved = defaultdict(list), {x["path"] for x in self.all("move")}
+        for x in self.all("save"):
+            saves[x["path"]].append(x["writer"])
+        for path, writers in saves.items():
+            name, count = os.path.basename(path), len({*writers})
+            if count > 1:
+                yield "ERROR", f"{count} processes write {name}. Let rank 0 alone write it."
+            elif path not in moved and len(writers) > 1:
+                yield "warning", f"{name} is written over in place. Write a .tmp, then move it."
+        yield seen(saves, "file(s) of torch.save()")
+
+
+Family = namedtuple("Family", "ranks is_split has_data")  # that train one model; split by hand?
+
+
+def differences(family, states, step):
+    """Returns two ranks whose copies of weights have other bits, and the indices of these."""
+    found, copies = defaultdict(list), {}
+    for rank in family.ranks:
+        start, weights = states[rank][0], states[rank][step]["weights"]
+        for index, shard in enumerate(start["shards"]):
+            if start["whole"][index] or not family.is_split:
+                first, bits = copies.setdefault((index, shard), (rank, weights[index]))
+                if bits != weights[index]:
+                    found[first, rank].append(index)
+    return next(((*ranks, indices) for ranks, indices in found.items()), None)
+
+
+def distance(one, two, index):
+    """Returns about how far a weight is in two states (None: from 0), by random projections."""
+    a = one["sketches"][index]
+    b = two["sketches"][index] if two else [0] * len(a)
+    return (sum((x - y) ** 2 for x, y in zip(a, b)) / len(a)) ** 0.5
+
+
+def cause(start, indices, one, two, family):
+    """Returns the likely cause of weights that differ in two ranks, and what to do."""
+    a, b = ([x["grads"][i] for i in indices] if x["step"] else [0] for x in (one, two))
+    rates, ddp = (one.get("rates"), two.get("rates")), start["in_ddp"]
+    causes = [
+        (family.is_split, "Other weights are split, this is whole: clip and average it alike."),
+        (start["shared"], "spawn() got the model, so it lies in one memory. Make it in each."),
+        (one["step"] == 0, "Wrap the model in DDP, or send rank 0's weights to all."),
+        (a == b and rates[0] != rates[1], f"The learning rates differ: {rates}."),
+        (a == b, "The gradients are equal: give the optimizers one state, the same settings."),
+        ((None in a) != (None in b), "Only one of them has a gradient for it. Use it in each."),
+        (any(start["shards"]), "A replica was changed, or is not averaged with the others."),
+        (not any(ddp), "Nothing averages the gradients. Wrap the model in DDP."),
+        (not ddp[indices[0]], "DDP does not know it. Wrap the model when it is complete."),
+        (one.get("moved"), "The model was moved or cast after DDP was made. Make DDP last."),
+        (not one.get("ddp"), "The model is called past DDP. Call the DDP object, not .module."),
+        (one.get("in_no_sync"), "The last backward before the step was in no_sync()."),
+        (True, "Gradients changed after DDP averaged them: by code, or by a link of GPUs."),
+    ]
+    return next(words for is_so, words in causes if is_so)
+
+
+def against(job, other, skip=0):
+    """The samples and the weights are those of another run, as far as rounding lets them."""
+    if not other.ranks or job.first.start["shapes"] != other.first.start["shapes"]:
+        yield "not seen", "the other run took no step, or has other tensors: stages?"
+        return
+    mine, theirs, names = job.first.states(0), other.first.states(0), job.first.start["names"]
+    at, words = other_samples(job, other, skip)
+    if at:
+        yield "ERROR", f"data: {words} Compare seed, place in the data, and shares."
+    steps = sorted(step for step in mine if step - skip in theirs)
+    for step, index in [(step, index) for step in steps for index in range(len(names))]:
+        new, start = theirs[step - skip], theirs[0]
+        apart, size = (distance(mine[step], x, index) for x in (new, None))
+        way = distance(new, start, index) if new != start else 0.05 * size
+        is_near = apart <= (0 if skip else 0.02 * way + 1e-7 * size)
+        if not is_near and not 0 < at <= step:
+            advice = "Save all states, also those in no state_dict." if skip else "Mean, rate?"
+            why = "computation: from equal samples," if step else "start:"
+            by = f"after step {step}, by {apart / way:.0%} of its way."
+            yield "ERROR", f"{why} {names[index]} differs {by} {advice}"
+            return
+    yield "ok", f"the same weights in {len(steps) - 1} steps" + ", to rounding" * (not skip)
+
+
+def other_samples(job, other, skip):
+    """Returns the first step whose samples are others in two runs, and words on it."""
+    mine, theirs = job.union(), other.union()
+    for step in sorted(step for step in mine if theirs.get(step - skip)):
+        old, new = Counter(mine[step]), Counter(theirs[step - skip])
+        if old != new:
+            words = f"{(old - new).total()} of {old.total()} samples of step {step} are not those"
+            return step, f"{words} of the other run."
+    return 0, ""
+
+
+def resume(whole, stopped, again):
+    """A job that was stopped and started again takes the steps of the undisturbed one."""
+    states, done = whole.first.states(0), stopped.steps
+    news = again.first.states(0) if again.ranks else {0: {"weights": None}}
+    at = max([step for step, x in states.items() if x["weights"] == news[0]["weights"]], default=-1)
+    if done >= max(states):
+        yield "not seen", f"stopped only at step {done}: try more --steps"
+    elif at < 1:
+        words = ["starts anew", "takes no step", "has weights that the undisturbed run never had"]
+        yield "ERROR", f"stopped at step {done}, it {words[at if again.ranks else 1]}. Save all."
+    else:
+        old, new = (states[max(states)]["types"], news[max(news)].get("types", []))
+        if old != new:
+            types = ", ".join(sorted({*old} ^ {*new}))
+            yield "ERROR", f"from step {at} on, the optimizer's state has other types: {types}."
+        yield from against(whole, again, skip=at)
+
+
+def epoch_length(process, one, count):
+    """How many samples each of `count` processes takes from a data set in an epoch."""
+    sizes = [len(each) for _, each in sorted(process.samples().items())] or [len(one["index"])]
+    return one["size"] // (sizes[0] * count) * sizes[0] or one["size"]
+
+
+def same_data(one, two):
+    """Whether an index means one sample in two passes. None: no index is in both."""
+    answers = [False] if one["size"] != two["size"] else []
+    for mine, theirs in zip(one["parts"], two["parts"]) if not answers else ():
+        a, b = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
+        both = [i for i in a if i in b]
+        several = len({a[i] for i in both}) > 1 or len(both) == 1
+        answers += [several and all(a[i] == b[i] for i in both)] if both else []
+    return any(answers) if answers else None
+
+
+# == The hooks: in each process of the job, they write down what it does ===========================
+
+
+def process_name(pid):
+    return f"{socket.gethostname()}-{pid}"
+
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor: the part that is here
+
+
+def bits(tensor):  # a number for all of them, on their device
+    tensor = local(tensor)
+    tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
+    if hash_tensor and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
+        return change(hash_tensor(flat), torch.int64)
+    return flat.long().sum()
+
+
+@functools.lru_cache
+def factors(length, device):
+    own = torch.Generator().manual_seed(length)  # the training's generators stay as they are
+    return change(torch.randint(2**62, (length,), generator=own) * 2 + 1, device)
+
+
+@functools.lru_cache
+def signs(length, device):
+    kind = torch.float32 if device.type == "mps" else torch.float64
+    rows = [factors(length, torch.device("cpu")) >> shift & 2 for shift in (9, 29)]
+    return change(torch.stack(rows) - 1, device, kind)
+
+
+def sketch(tensor):  # random projections: about as large as the tensor
+    if os.environ["CHECK_WHOLE"] and hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()  # all ranks of its mesh come here
+    flat = local(tensor).flatten()
+    rows = signs(len(flat), flat.device)
+    return rows @ change(flat.abs() if flat.is_complex() else flat, rows.dtype)
+
+
+def hash_samples(batch):  # for each tensor, a number for all bits of each sample
+    tensors = [local(x) for x in tensors_of(batch) if x.dim() and not x.is_sparse]
+    hashes = []
+    for tensor in [x for x in tensors if len(x) == len(tensors[0]) and x.numel()]:
+        rows = tensor.reshape(len(tensor), -1).contiguous()
+        if rows.shape[1] * rows.element_size() % 8 == 0:
+            rows = rows.view(torch.int64)
+        elif rows.is_floating_point():
+            rows = rows.float().view(torch.int32)
+        hashes.append((rows.long() * factors(rows.shape[1], rows.device)).sum(1))
+    return hashes
+
+
+def weights_of(optimizer):
+    return [x for group in optimizer.param_groups for x in group["params"]]
+
+
+def tensors_of(tree):
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def random_states(data=None):  # numbers for those of all generators, by name
+    found = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    if data is None and torch.accelerator.is_available():
+        found["device"] = getattr(torch.get_device_module(), "get_rng_state", torch.get_rng_state)()
+    for name, x in own_generators(data):
+        get_state = getattr(x, "getstate", None) or getattr(x, "get_state", None)
+        found[f"its {name}"] = get_state() if get_state else x.bit_generator.state
+    arrays = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in found.items()}
+    return {name: zlib.crc32(pickle.dumps(x)) for name, x in arrays.items()}
+
+
+def own_generators(data, depth=4):  # the names and random generators that an object holds
+    for name, value in [*getattr(data, "__dict__", {}).items()]:
+        for each in value[:20] if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, (torch.Generator, random.Random)) or hasattr(each, "bit_generator"):
+                yield name, each
+            elif depth and not isinstance(each, (type, type(os))):
+                yield from own_generators(each, depth - 1)
+
+
+def used(before, after):  # random states: equal ones drew equal numbers
+    return {x: [old, after.get(x)] for x, old in before.items() if old != after.get(x)}
+
+
+def node_of(weight):  # that adds up its gradient. DDP listens to it; a move makes another one
+    with torch.enable_grad():
+        return weight.view_as(weight).grad_fn.next_functions[0][0] if weight.requires_grad else None
+
+
+def shard_of(weight):  # which part of a DTensor is here; "" if it is all of it
+    mesh = getattr(weight, "device_mesh", None)
+    places = zip(weight.placements, mesh.get_coordinate()) if mesh else ()
+    return " ".join(f"{kind}{place}" for kind, place in places if not kind.is_replicate())
+
+
+def careful(hook):  # its own errors are reported, and do not end the training
+    @functools.wraps(hook)
+    def safe(*args, **kwargs):
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:
+            watch.record("trouble", text=f"{hook.__name__}: {type(error).__name__}: {error}"[:200])
+
+    return safe
+
+
+def wrap(owner, name, before=lambda *a, **k: None, after=lambda *a, **k: None):
+    plain, before, after = getattr(owner, name), careful(before), careful(after)
+
+    @functools.wraps(plain)
+    def hooked(*args, **kwargs):
+        before(*args, **kwargs)
+        result = plain(*args, **kwargs)
+        after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, hooked)
+
+
+class Watch:  # what is known in a process; its methods are the hooks
+    def __init__(self):
+        self.optimizers = {}  # id: what is known of an optimizer that took a step
+        self.made = weakref.WeakSet()  # all optimizers
+        self.stepping = []  # optimizers that take a step right now
+        self.names, self.owners, self.ddps, self.nodes = {}, {}, {}, {}  # by the id of a parameter
+        self.modules = weakref.WeakKeyDictionary()  # that were called: whether in train()
+        self.now = defaultdict(int)  # of the step under way: backward passes, and what DDP did
+        self.state = defaultdict(int)  # of this process: depth of modules, passes over data, calls
+        self.done, self.limit, self.pid = 0, int(os.environ["CHECK_STEPS"]), 0  # steps
+
+    def record(self, kind, **values):  # here tensors become numbers, so that Python waits
+        if self.pid != os.getpid():  # also in a process that was forked
+            self.pid = os.getpid()
+            path = f"{os.environ['CHECK_SEEN']}/{process_name(self.pid)}"
+            self.file, self.stack = open(path, "a", 1), open(f"{path}.stack", "w")
+            self.record("process", parent=os.environ["CHECK_PARENT"])
+        text = json.dumps({"kind": kind, **values}, default=lambda x: x.tolist())
+        self.file.write(text + "\n")
+        if kind in ("loss", "step", "batch"):  # if no more comes, Python writes where it stands
+            faulthandler.dump_traceback_later(float(os.environ["CHECK_STUCK"]), file=self.stack)
+
+    def learn_names(self):
+        for path, owner in [x for module in self.modules for x in module.named_modules()]:
+            parts = [x for x in path.split(".") if x not in ("", "module", "_orig_mod")]
+            for name, weight in owner.named_parameters(recurse=False):
+                self.names.setdefault(id(weight), ".".join([*parts, name]))
+                self.owners.setdefault(id(weight), str(type(owner).__mro__))
+
+    def before_module(self, module, args):
+        if torch.compiler.is_compiling():
+            return
+        self.state["depth"] += 1
+        grad = torch.is_grad_enabled()
+        if isinstance(module, DDP) and grad and not self.state["in_backward"]:
+            self.now["ddp"] += 1
+            self.now["averaged"] += module.require_backward_grad_sync
+            self.now["in_no_sync"] = not module.require_backward_grad_sync
+        if self.state["depth"] > 1 or self.state["in_backward"] or self.done >= self.limit:
+            return
+        modules, trained = [*module.modules()], self.modules.get(module, False)
+        self.modules[module] = trained or module.training
+        layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
+        norms = [x for x in modules if getattr(x, "running_mean", None) is not None]
+        layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
+        kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # global hooks get none from PyTorch
+        first = [x for x in tensors_of(args) if x.dim() > 1 and x[0].numel() > 1][:1]
+        self.state["call"] += 1
+        values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
+        values |= {"step": self.done, "module": type(module).__name__, "norms": norms}
+        values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
+        values |= {"training": module.training, "trained": trained}
+        values["zero"] = any(not x.any() for x in first)
+        hashes = enumerate(hash_samples((args, kwargs)))
+        values["samples"] = sum((i * 2 + 1) * x for i, x in hashes)
+        values["spectral"] = any({"_u", "weight_u"} & x._buffers.keys() for x in modules)
+        module.__dict__["_check"] = values | {"random": random_states()}
+
+    def after_module(self, module, args, output):
+        if torch.compiler.is_compiling():
+            return
+        self.state["depth"] = max(0, self.state["depth"] - 1)
+        values, outputs = module.__dict__.pop("_check", None), tensors_of(output)
+        if isinstance(module, LAYERS) and outputs and not self.state["autocast"]:
+            kind, device = outputs[0].dtype, outputs[0].device.type
+            good = (torch.get_autocast_dtype(device), torch.float64)
+            if torch.is_autocast_enabled(device) and kind not in good:
+                self.state["autocast"] = True
+                self.record("autocast", module=type(module).__name__, gives=str(kind)[6:])
+        if values:
+            norms = [] if values["grad"] else values["norms"]
+            values["norms"] = [bits(x.running_mean) for x in norms]  # DDP sent them at its start
+            self.record("forward", **values | {"random": used(values["random"], random_states())})
+            for x in [x for x in outputs if x.grad_fn is not None and values["grad"]]:
+                x.register_hook(lambda _, call=values["call"]: self.record("trained", call=call))
+
+    def before_backward(self, tensors, *args, **kwargs):
+        self.now["backward"] += 1
+        self.state["backwards"] += 1
+        for known in self.optimizers.values():
+            weights = weights_of(known["optimizer"])
+            grads = [x.grad for x in weights if x.grad is not None]
+            clean = not grads or not any(torch.stack([bits(x) for x in grads]).tolist())
+            known["clean"] = clean or bool(known["clean"])
+            if clean and self.now["had_gradients"] and len(self.made) == 1 and not self.stepping:
+                self.now["wiped"] += self.now["version"] == sum(x._version for x in weights)
+        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        value = local(loss).double() / (self.now["scale"] or 1) if loss.numel() == 1 else 0
+        if self.done < self.limit:
+            values = {"step": self.done, "pass": self.state.get("pass")}
+            self.record("loss", value=value, **values)
+        self.state["in_backward"] = 1
+
+    def after_backward(self, result, *args, **kwargs):
+        self.state["in_backward"] = 0
+        weights = [x for optimizer in self.made for x in weights_of(optimizer)]
+        self.now["had_gradients"] = any(x.grad is not None for x in weights)
+        self.now["version"] = sum(x._version for x in weights)
+        if not self.optimizers and self.state["backwards"] >= 20 * self.limit:
+            self.end()  # a script without an optimizer
+
+    def before_step(self, optimizer, args, kwargs):
+        if optimizer in self.stepping:
+            self.stepping.clear()  # its last step ended by an error, or a subclass calls its step
+        self.stepping.append(optimizer)
+        if len(self.stepping) > 1:  # one optimizer calls another, as ZeroRedundancyOptimizer does
+            return
+        if id(optimizer) not in self.optimizers:
+            known = {"number": len(self.optimizers), "step": 0, "clean": True}
+            self.optimizers[id(optimizer)] = known | {"optimizer": optimizer}
+            self.record_start(optimizer, known["number"])
+        known = self.optimizers[id(optimizer)]
+        known |= {"backward": self.now["backward"], "values": self.gradients_of(optimizer, known)}
+
+    def gradients_of(self, optimizer, known):
+        weights, scheduler = weights_of(optimizer), known.get("scheduler", lambda: None)()
+        grads = [None if x.grad is None else local(x.grad) for x in weights]
+        finite = [x is None or (x._values() if x.is_sparse else x).isfinite().all() for x in grads]
+        counts = ("ddp", "averaged", "in_no_sync", "wiped", "clipped", "had_gradients")
+        values = {name: self.now[name] for name in counts}
+        values["grads"] = [None if x is None else bits(x) for x in grads]
+        values["infinite"] = [i for i, is_finite in enumerate(finite) if not is_finite]
+        values["rates"] = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+        values["said"] = [float(x) for x in scheduler.get_last_lr()] if scheduler else []
+        nodes = [(x, self.nodes[id(x)]) for x in weights if id(x) in self.nodes]
+        values["moved"] = any(node_of(x) is not node for x, node in nodes)
+        return values
+
+    def record_start(self, optimizer, number):
+        self.learn_names()
+        dist, weights = torch.distributed, weights_of(optimizer)
+        group = dist.is_available() and dist.is_initialized()
+        ddp = next((self.ddps[id(x)]() for x in weights if id(x) in self.ddps), None)
+        groups = dist.distributed_c10d._world.pg_group_ranks.values() if group else []
+        owners = [self.owners.get(id(x), "") for x in weights]
+        split = [getattr(x, "tensor_model_parallel", None) for x in weights]  # Megatron's mark
+        device = weights[0].device
+        machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        if device.type != "cpu":
+            machine = getattr(torch.get_device_module(device), "get_device_name", str)()
+        values = {"number": number, "step": 0}
+        values["names"] = [self.names.get(id(x), f"parameter {i}") for i, x in enumerate(weights)]
+        rank, world = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        values |= {"rank": rank, "world": world, "groups": [len(x) for x in groups]}
+        values |= {"ddp": dist.get_process_group_ranks(ddp.process_group) if ddp else []}
+        values["mesh"] = [x.device_mesh.mesh for x in weights if hasattr(x, "device_mesh")][:1]
+        values["is_fsdp"] = any("FSDPModule" in x for x in owners)
+        values["in_ddp"] = [id(x) in self.ddps for x in weights]
+        values["shapes"] = [list(x.shape) for x in weights]
+        values["shards"] = [shard_of(x) for x in weights]
+        values["whole"] = ["Norm" in x if y is None else not y for x, y in zip(owners, split)]
+        values["trainable"] = [x.requires_grad for x in weights]
+        values["dtypes"] = [str(x.dtype).removeprefix("torch.") for x in weights]
+        values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
+        values["shared"] = device.type == "cpu" and all(local(x).is_shared() for x in weights)
+        values["place"] = [socket.gethostname(), str(device), torch.accelerator.device_count()]
+        settings = [x for x in sys.argv[1:] if "rank" not in x] + [torch.__version__, sys.version]
+        self.record("start", **values, machine=machine, settings=settings)
+
+    def after_step(self, optimizer, args, kwargs):
+        if not self.stepping or optimizer is not self.stepping[0]:
+            return
+        known = self.optimizers[id(optimizer)]
+        known["step"] += 1
+        self.done = max(self.done, known["step"])
+        self.note_step(optimizer, known)
+        self.stepping.clear()
+        self.now.clear()
+        known["clean"] = None
+        if 0 < int(os.environ["CHECK_PAUSE"]) <= known["step"]:
+            time.sleep(0.2)  # the signal to stop comes now
+        counts = [each["step"] for each in self.optimizers.values()]
+        if min(counts) >= self.limit or max(counts) >= 2 * self.limit:
+            self.end()
+
+    @careful
+    def note_step(self, optimizer, known):
+        if known["backward"] != self.now["backward"]:  # a closure ran in it
+            known["values"] = self.gradients_of(optimizer, known)
+        weights, states = weights_of(optimizer), optimizer.state.values()
+        states = [(key, x) for each in states if isinstance(each, dict) for key, x in each.items()]
+        values = {name: known[name] for name in ("number", "step", "clean")} | known["values"]
+        values["types"] = sorted({f"{key} {x.dtype}" for key, x in states if hasattr(x, "dtype")})
+        values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
+        self.record("step", **values)
+        if known["step"] == 2:
+            held = {id(x) for each in self.made for x in weights_of(each)}
+            lost = {x for module in self.modules for x in module.parameters() if x.grad is not None}
+            lost = [self.names.get(id(x), "?") for x in lost if id(x) not in held]
+            self.record("lost", names=sorted(lost))
+
+    def end(self):
+        self.record("end")
+        faulthandler.cancel_dump_traceback_later()
+        raise SystemExit(0)  # leaves the script as sys.exit() would
+
+    def start_pass(self, iterator, loader):
+        own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        iterator._check = {"pass": self.state["passes"], "size": size, "data": loader.dataset}
+        iterator._check["maker"] = type(own).__module__.split(".")[0]
+        self.state["passes"] += 1
+
+    def next_batch(self, plain, iterator):
+        one = getattr(iterator, "_check", None)
+        if one is None or self.done >= self.limit:
+            return plain(iterator)
+        try:
+            batch = plain(iterator)
+        except StopIteration:
+            self.record("ended", **{"pass": one["pass"]})
+            raise
+        self.record_batch(one, iterator, batch)
+        return batch
+
+    def note_index(self, index, iterator):
+        iterator.__dict__.setdefault("_check_indices", []).append(index)
+
+    @careful
+    def record_batch(self, one, iterator, batch):
+        self.state["pass"], data = one["pass"], one["data"]
+        index = iterator._check_indices.pop(0)  # workers, too, keep the order
+        index = list(index) if hasattr(index, "__iter__") else [index]
+        index = [int(x) if hasattr(x, "__index__") else None for x in index]
+        while isinstance(data, torch.utils.data.Subset):  # as of random_split()
+            index = [None if i is None else int(data.indices[i]) for i in index]
+            data = data.dataset
+        split = data is not one["data"] and [type(data).__name__, len(data)]
+        values = {name: one[name] for name in ("pass", "size", "maker")}
+        values |= {"index": index, "split": split, "data": type(data).__name__}
+        parts = [*batch.values()] if isinstance(batch, dict) else batch
+        parts = parts if isinstance(parts, (list, tuple)) else [parts]
+        rows = [len(x) for x in parts if isinstance(x, torch.Tensor) and x.dim()]
+        self.record("batch", **values, rows=rows, parts=hash_samples(batch)[:3])
+
+    def before_fetch(self, fetcher, index):  # in a worker, if there are some
+        fetcher._check_states = random_states(fetcher.dataset)
+
+    def after_fetch(self, result, fetcher, index):
+        data, drawn = fetcher.dataset, used(fetcher._check_states, random_states(fetcher.dataset))
+        count = fetcher._check = getattr(fetcher, "_check", 0) + 1
+        if count <= 3 or drawn:
+            while isinstance(data, torch.utils.data.Subset):
+                data = data.dataset
+            worker = torch.utils.data.get_worker_info()
+            values = {"worker": worker and worker.id, "at": time.time(), "used": drawn}
+            parent = process_name(os.getppid() if worker else os.getpid())
+            self.record("fetch", parent=parent, data=type(data).__name__, **values)
+
+    def note_schedule(self, scheduler, *args, **kwargs):
+        module = sys._getframe(3).f_globals.get("__name__", "")
+        if module == "torch.optim.lr_scheduler":  # it is made, or one calls another
+            return
+        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        known = self.optimizers.get(id(optimizer), {"step": self.done, "number": 0})
+        known["scheduler"] = weakref.ref(scheduler)
+        values = {"number": known["number"], "step": known["step"], "caller": module.split(".")[0]}
+        self.record("schedule", name=type(scheduler).__name__, **values)
+
+    def note_ddp(self, result, ddp, *args, **kwargs):
+        for x in ddp.module.parameters():
+            self.ddps[id(x)], self.nodes[id(x)] = weakref.ref(ddp), node_of(x)
+
+    def note_save(self, data, path, *args, **kwargs):
+        name = getattr(path, "name", path)
+        if isinstance(name, (str, os.PathLike)):
+            self.record("save", writer=process_name(os.getpid()), path=os.path.abspath(name))
+
+    def note_move(self, source, *args, **kwargs):
+        if self.optimizers and isinstance(source, (str, os.PathLike)):
+            self.record("move", path=os.path.abspath(source))
+
+    def note_scale(self, scaler, loss):
+        scale = scaler.get_scale() if scaler.is_enabled() else 1
+        self.now.update(scale=scale, scaled=scale != 1)
+
+    def note_flags(self, result, *args, **kwargs):
+        flags = {name: x for name, x in vars(result[0]).items() if isinstance(x, (str, int, float))}
+        self.record("flags", values=flags)
+
+
+def install():
+    """PyTorch calls this at the end of `import torch`."""
+    global watch, torch, hash_tensor, change, DDP, LAYERS
+    import torch
+    from torch.nn.modules import conv, module
+    from torch.optim import lr_scheduler
+    from torch.optim import optimizer as optim
+    from torch.utils.data import DataLoader, _utils, dataloader
+
+    watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
+    hash_tensor, change = getattr(torch, "hash_tensor", None), torch.Tensor.to  # may be replaced
+    LAYERS = (torch.nn.Linear, conv._ConvNd)
+    optim.register_optimizer_step_pre_hook(careful(watch.before_step))
+    optim.register_optimizer_step_post_hook(watch.after_step)
+    module.register_module_forward_pre_hook(careful(watch.before_module))
+    module.register_module_forward_hook(careful(watch.after_module), always_call=True)
+    kinds = [lr_scheduler.LRScheduler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if "step" in vars(kind):
+            wrap(kind, "step", watch.note_schedule)
+    iterator, now = dataloader._BaseDataLoaderIter, watch.now
+    plain = iterator.__next__
+    iterator.__next__ = lambda self: watch.next_batch(plain, self)
+    wrap(iterator, "_next_index", after=watch.note_index)
+    wrap(iterator, "_reset", lambda x, *a, **k: setattr(x, "_check_indices", []))
+    wrap(DataLoader, "__iter__", after=watch.start_pass)
+    for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
+        wrap(fetcher, "fetch", watch.before_fetch, watch.after_fetch)
+    wrap(torch.autograd, "backward", watch.before_backward, watch.after_backward)
+    wrap(DDP, "__init__", after=watch.note_ddp)
+    wrap(argparse.ArgumentParser, "parse_known_args", after=watch.note_flags)
+    wrap(torch.optim.Optimizer, "__init__", lambda optimizer, *a, **k: watch.made.add(optimizer))
+    wrap(torch, "save", watch.note_save)
+    wrap(os, "replace", watch.note_move)
+    wrap(os, "rename", watch.note_move)
+    wrap(torch.amp.GradScaler, "scale", watch.note_scale)
+    wrap(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrap(torch.nn.utils, name, lambda *a, **k: now.update(clipped=1 + now["scaled"]))
+
+
+# == The job: what is started, and what its processes saw ==========================================
+
+
+def run(command, args, folder, stop_at=0, life=1):  # watches a command, and returns a Job
+    seen, info = folder / f"seen{life}", folder / "plugin" / "check-1.dist-info"
+    for each in (info, seen, folder / "tmp"):
+        each.mkdir(parents=True, exist_ok=True)
+    (info / "entry_points.txt").write_text("[torch.backends]\ncheck = check_plugin:install\n")
+    shutil.copy(__file__, folder / "plugin" / "check_plugin.py")
+    paths = [str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    env |= {"CHECK_SEEN": str(seen), "CHECK_PARENT": process_name(os.getpid())}
+    env |= {"CHECK_STEPS": str(args.steps * (10 if stop_at else 1)), "CHECK_PAUSE": str(stop_at)}
+    env |= {"CHECK_STUCK": str(args.timeout / 2), "CHECK_WHOLE": "1" if args.against else ""}
+    words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
+    process = subprocess.Popen(words, env=os.environ | env, start_new_session=True)
+    size, until, ends = 0, time.time() + args.timeout, False
+    while process.poll() is None and time.time() < until:
+        time.sleep(0.1)
+        texts = [path.read_text() for path in seen.glob("*[0-9]")]
+        if stop_at and any(f'"number": 0, "step": {stop_at},' in text for text in texts):
+            process.send_signal(signal.SIGTERM)
+            stop_at = 0
+        if sum(map(len, texts)) > size and not ends:
+            ends = any('{"kind": "end"}' in text for text in texts)
+            size, until = sum(map(len, texts)), time.time() + (args.grace if ends else args.timeout)
+    status = process.poll()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)  # what is left of the processes that this started
+        time.sleep(1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    job, until = Job(seen, status), time.time() + args.grace
+    while "CHECK_FOLDER" in os.environ and job.is_incomplete and time.time() < until:
+        time.sleep(0.5)  # other machines end later
+        job = Job(seen, status)
+    return job
+
+
+class Job(Kinds):  # what the processes of a job saw
+    def __init__(self, folder, status):
+        paths = sorted(folder.glob("*[0-9]"), key=lambda path: path.stat().st_ctime)
+        self.seen = {path.name: Process(path) for path in paths}
+        self.ranks = {}
+        for each in self.seen.values():
+            for start in each["start"][:1]:
+                rank = start["rank"]
+                while start["world"] == 1 and rank in self.ranks:
+                    rank += 1  # processes that do not know of each other
+                self.ranks[rank] = each
+        self.ranks = dict(sorted(self.ranks.items()))
+        self.first = next(iter(self.ranks.values()), None)
+        self.steps = max([each.steps for each in self.ranks.values()], default=0)
+        self.status, self.has_ended = status, bool(self.all("end"))
+        self.hangs = status is None and not self.has_ended
+        self.stacks = {rank: each.place() for rank, each in self.ranks.items() if self.hangs}
+        starts, me = [each.start for each in self.ranks.values()], process_name(os.getpid())
+        self.prints = not starts or self.first["process"][0]["parent"] == me
+        self.is_incomplete = len(self.all("end")) < (starts[0]["world"] if starts else 1)
+        self.is_hogwild = len(starts) > 1 and all(x["shared"] and x["world"] == 1 for x in starts)
+        families = () if self.is_hogwild else self.find_families()
+        self.families = [each for each in families if len(each.ranks) > 1]
+        self.data_groups = [each.ranks for each in self.families if each.has_data]
+
+    def all(self, kind):
+        return [x for each in self.seen.values() for x in each[kind]]
+
+    def union(self):  # by step, the hashes of the samples of all ranks
+        steps = defaultdict(list)
+        for rank in self.data_groups[0] if self.data_groups else [*self.ranks][:1]:
+            for step, hashes in self.ranks[rank].samples().items():
+                steps[step + 1] += hashes
+        return steps
+
+    def find_families(self):  # ranks that average with each other, or split a model by hand
+        groups = defaultdict(list)
+        for rank, each in self.ranks.items():
+            groups[str([each.start[x] for x in ("names", "shapes", "ddp", "mesh")])].append(rank)
+        for ranks in groups.values():
+            start, alike = self.ranks[ranks[0]].start, defaultdict(list)
+            for rank in ranks:
+                alike[str(self.ranks[rank].start["weights"])].append(rank)
+            together = start["ddp"] or start["mesh"] or start["world"] == 1 or len(alike) == 1
+            batches = [self.ranks[x[0]].samples() for x in alike.values()]  # of unlike ranks
+            is_split = not together and batches[0] and all(x == batches[0] for x in batches)
+            in_groups = any(1 < size < start["world"] for size in start["groups"])
+            fsdp = start["is_fsdp"] and {len(x.split()) for x in start["shards"]} == {1}
+            if is_split:
+                yield Family(ranks, is_split=True, has_data=False)
+            for one in alike.values() if is_split or not together and in_groups else [ranks]:
+                yield Family(one, is_split=False, has_data=fsdp or not start["mesh"])
+
+
+class Process(defaultdict):  # what one process saw: its records, by kind
+    def __init__(self, path):
+        super().__init__(list)
+        self.path, self.name = path, path.name
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):
+                x = json.loads(line)
+                self[x["kind"]].append(x)
+        self.start = self["start"][0] if self["start"] else None
+        self.steps = max([x["step"] for x in self["step"]], default=0)
+        trained = {x["call"] for x in self["trained"]}
+        self.training_calls = [x for x in self["forward"] if x["call"] in trained]
+
+    def optimizers(self):  # what was recorded at the start of each, and at its steps
+        for start in self["start"]:
+            yield start, [x for x in self["step"] if x["number"] == start["number"]]
+
+    def states(self, number):  # of an optimizer and its weights, by step; 0: before all
+        start, steps = [*self.optimizers()][number]
+        return {x["step"]: x for x in [start, *steps]}
+
+    def samples(self):  # by step, the hashes of those that the model was trained on
+        found = defaultdict(list)
+        for x in self.training_calls:
+            found[x["step"]] += x["samples"] or []
+        return found
+
+    def passes(self, training):  # over data on which the model trained, or only looked
+        trained, found = {x["pass"] for x in self["loss"]}, []
+        tested = {x["pass"] for x in self["forward"] if not x["grad"]} - trained
+        for number in sorted((trained if training else tested) - {None}):
+            batches = [x for x in self["batch"] if x["pass"] == number]
+            index = [i for x in batches for i in x["index"]]
+            parts = [sum(column, []) for column in zip(*[x["parts"] for x in batches])]
+            one = batches[0] | {"index": index, "known": None not in index}
+            one["parts"] = [part for part in parts if len(part) == len(index)]
+            found.append(one | {"ended": any(x["pass"] == number for x in self["ended"])})
+        return found
+
+    def place(self):  # where a process hangs: the innermost line of the script itself
+        text = self.path.with_name(f"{self.name}.stack").read_text().split("Thread 0x")[-1]
+        for path, line, function in re.findall(r'File "(.*)", line (\d+) in (.*)', text):
+            if not re.search("site-packages|lib/python|check_plugin|<", path):
+                return f"{os.path.basename(path)} line {line} in {function}"
+
+
+if __name__ == "__main__":
+    main()
