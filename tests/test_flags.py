@@ -48,7 +48,7 @@ FLAGS = f"""
 --out --step | *report | test_report
 --out --processes --steps --link --latency --gpus_per_node | *predict | test_predict
 """
-LATER = ("reconstructions", "noise", "data_dir")  # flags of scripts whose new form comes
+LATER = ("data_dir",)  # of quantize/gpt.py, whose new form comes
 
 
 def flags_of(script):
