@@ -112,7 +112,7 @@ def test_readme_commands(tmp_path):
     """Each command with python or torchrun runs as it stands, but at a tiny size.
 
     A --pretrained network trains on photographs, and predicts. --epochs 0 gets its weights alone.
-    test_mnist.py runs mnist.py.
+    test_mnist.py runs mnist.py, test_check.py check.py.
     """
     for number in range(24):
         names = ("photos/val", "photos/train")[number % 2], ("cat", "dog")[number % 4 // 2]
@@ -128,7 +128,8 @@ def test_readme_commands(tmp_path):
     (tmp_path / "my.txt").write_text(README)
     Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
-    lines = re.findall(r"^((?:python|torchrun) (?!.*mnist)[^#\n]*)", "".join(blocks), re.M)
+    others = "(?!.*mnist|tools/check)"
+    lines = re.findall(rf"^((?:python|torchrun) {others}[^#\n]*)", "".join(blocks), re.M)
     assert len(lines) > 10
     printed = ""
     for line in lines:
