@@ -14,7 +14,7 @@ from test_stops import signalled
 IMAGES, PIPELINE, FSDP = "hybrid/images.py", "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
 MNIST = "--dataset mnist --batch_size 24 --learning_rate 3e-4"
 GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
-CREATE = "    model = create_model(args, train_data)"
+CREATED = "    optimizer = create_optimizer(model, args)\n"
 STEP = "        scaler.step(optimizer)\n"
 END = "    bar.close()\n"
 
@@ -129,7 +129,6 @@ def test_gpt_snapshots_move(logged, words, changed, tmp_path):
         assert curve(log)[0, 1] == pytest.approx(moved[-1][1], rel=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="quantize/gpt.py looks for settings in the file")
 def test_shards_are_quantized(logged, run, words, tmp_path):
     """In the file that PyTorch's command makes of them."""
     log = logged(FSDP, *words, "--max_steps", 2, "--snapshot", tmp_path / "shards", processes=2)
@@ -141,7 +140,7 @@ def test_shards_are_quantized(logged, run, words, tmp_path):
 
 def created(path):
     """The change that saves the weights of the start."""
-    return {CREATE: f"{CREATE}\n    rank == 0 and torch.save(model.state_dict(), {str(path)!r})"}
+    return {CREATED: f"{CREATED}    rank == 0 and torch.save(model.state_dict(), {str(path)!r})\n"}
 
 
 @pytest.mark.parametrize("script", (IMAGES, PIPELINE, FSDP))
@@ -195,16 +194,11 @@ def test_a_step_that_one_stage_skips_is_skipped_by_all(run, words, changed, tmp_
     assert all(torch.equal(x, snapshot["model"][name]) for name, x in first.items())
 
 
-def test_the_slowest_stage_is_named(run, words, changed, tmp_path):
-    """That of the pipeline that comes last; sending, waiting and R are those of the log.
-
-    The optimizer draws numbers, the same in all copies of a stage, and in both ends of a pipeline.
-    """
+def test_the_slowest_stage_is_named(run, words, tmp_path):
+    """That of the pipeline that comes last; sending, waiting and R are those of the log."""
     log, before = tmp_path / "log.jsonl", (ROOT / "tests/helpers/slow.py", "step", 1, 0.2)
-    noise = "        [p.grad.add_(1e-3 * torch.randn_like(p)) for p in stage.parameters()]\n"
-    copy = changed(PIPELINE, {STEP: noise + STEP})
     words = (*words, "--max_steps", 13, "--dropout", 0.1, "--log", log)
-    out = run(copy, *words, processes=4, before=before)
+    out = run(PIPELINE, *words, processes=4, before=before)
     totals = [row["comm_total"] for row in rows(log)]
     sending = min(np.mean(totals[:2]), np.mean(totals[2:]))
     waiting = f"waiting {np.mean(totals) - sending:.3f} s for rank 1 on "

@@ -683,6 +683,13 @@ struct EmuCCL final : c10d::Backend {
     return collective(OpType::GATHER, options.asyncOp, in, out.empty() ? Tensors() : out[0],
                       [&] { return gloo->gather(lists, list, options); });
   }
+  WorkPtr scatter(Tensors& out, vector<Tensors>& in, const c10d::ScatterOptions& options) override {
+    auto list = on_cpu(out);
+    vector<Tensors> lists;  // none but where rank is the root
+    if (!in.empty()) lists.push_back(on_cpu(in[0]));
+    return collective(OpType::SCATTER, options.asyncOp, in.empty() ? Tensors() : in[0], out,
+                      [&] { return gloo->scatter(list, lists, options); });
+  }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     return collective(OpType::BARRIER, options.asyncOp, {}, {},
                       [&] { return gloo->barrier(options); });
