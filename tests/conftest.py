@@ -32,6 +32,8 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datase
 ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
+RATE = "def learning_rate(args, done):\n"
+CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 RUN = "# == The run: "  # begins the title of the section after the task
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
@@ -226,14 +228,6 @@ def replaced(text, changes):
     return text
 
 
-def constant(script):
-    """A change: the learning rate is constant, so that --max_steps shapes no weights."""
-    rates = {"_factor": "1.0", "": "args.learning_rate"}  # hybrid's is a factor
-    heads = {f"def learning_rate{name}(args, done):\n": rate for name, rate in rates.items()}
-    text = (ROOT / script).read_text()
-    return {head: f"{head}    return {rate}\n" for head, rate in heads.items() if head in text}
-
-
 class Bomb:
     """Pickled, and then unpickled, it would leave a file behind."""
 
@@ -368,9 +362,7 @@ def curve(path, *more):
 
 
 def load(path):
-    """A snapshot. That of hybrid has its step in "progress"."""
-    snapshot = torch.load(path, weights_only=True)
-    return snapshot.get("progress", {}) | snapshot
+    return torch.load(path, weights_only=True)
 
 
 def assert_same_weights(path, other, rounding=0):

@@ -4,8 +4,6 @@
     python tests/gpu.py --only stops,gpt:8  # some of them; of gpt the check at batch 8
     python tests/gpu.py --rehearse          # each kind of command, tiny, on emulated GPUs (g++)
 
-A part takes at most ten minutes on a fast GPU, by estimate.
-
     check      tools/check.py watches images.py and gpt.py of three folders
     losses     the losses of each task are those of the CPU, in each precision, and compiled
     stops      a stop and a resume; phases and wall time; a killed process ends the others
@@ -64,9 +62,6 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "EMU_DEVICES": "0"}
 # Each process takes few blocks of the GPU that they share, the only one.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "EMU_DEVICES": "1"}
 TOO_FEW = re.compile(r"^    if .*:\n(?=.*GPU\(s\)(?:, not| are too few))", re.M)
-# bf16 TFLOP/s without sparsity, by the data sheets; the first words that the device's name contains
-PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989}
-PEAKS |= {"A100": 312, "B200": 2250, "L40S": 362, "L4": 121, "A10": 125, "RTX 4090": 165}
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node={count} --"
 LAUNCH = {"multigpu": "--num_gpus {count}", "multinode": TORCHRUN, "hybrid": TORCHRUN}
 PARALLEL = {  # script: more flags
@@ -236,12 +231,6 @@ def check_killed(*folders):
         tell(f"- it said: {told[-1].strip()[:200]}")
 
 
-def peak_of(name):
-    """The TFLOP/s of a device of this name by its data sheet. None: not known."""
-    found = [peak for card, peak in PEAKS.items() if re.search(rf"\b{card}\b", name)]
-    return found[0] if found and "Laptop" not in name else None
-
-
 def check_gpt(batch):
     """GPT-2 (124 M) in bf16, compiled, beside a loop of the same model without our timers."""
     size = f"{options.size['gpt2']} --batch_size {batch}"
@@ -254,11 +243,10 @@ def check_gpt(batch):
     # of a token: 6 a parameter, and the attention (Chowdhery et al. 2022, "PaLM", appendix B)
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     tflops = flops * speed / 1e12  # a second
-    mfu = f"{tflops / peak:.1%} of {peak}" if (peak := peak_of(options.name)) else "-"
-    told = (batch, f"{speed:,.0f}", f"{tflops:.3g}", mfu, f"{tflops / before['matmul']:.1%}")
+    told = (batch, f"{speed:,.0f}", f"{tflops:.3g}", f"{tflops / before['matmul']:.1%}")
     told = (*told, f"{of_loop:,.0f}", f"{speed / of_loop:.2f}")
-    head = "batch | tokens/s | TFLOP/s | MFU | of a matmul | plain loop | ours to it".split(" | ")
-    tell("", *["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * 7, told)])
+    head = "batch | tokens/s | TFLOP/s | of a matmul | plain loop | ours to it".split(" | ")
+    tell("", *["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * 6, told)])
 
 
 # == Parts: tables of checks ==
@@ -314,15 +302,6 @@ def checks_of(parts, name):
     return {each: check for each, check in checks if word in ("", *each.split())}
 
 
-def attempt(name, check, *arguments):
-    tell("", f"**{name}**: {check.__doc__.splitlines()[0]}", "")
-    try:
-        check(*arguments)
-    except (AssertionError, subprocess.TimeoutExpired) as error:
-        failures.append(name)
-        tell(f"- **{name} failed**: {error}")
-
-
 def set_up(folder):
     """Makes random tokens, 0 to 15. A rehearsal has tiny data, and forks on two emulated GPUs."""
     (folder / "tokens").mkdir()
@@ -348,8 +327,14 @@ def run_part(name, checks):
         tell("", "- left out: ranks, which is for one GPU and NCCL 2.30")
         return
     options.variables = options.own_variables | (SHARING if options.sharing else {})
-    for each, check in checks.items():
-        attempt(f"{name.partition(':')[0]} {each}", *check)
+    for each, (check, *arguments) in checks.items():
+        each = f"{name.partition(':')[0]} {each}".strip()
+        tell("", f"**{each}**: {check.__doc__.splitlines()[0]}", "")
+        try:
+            check(*arguments)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            failures.append(each)
+            tell(f"- **{each} failed**: {error}")
     tell(f"- part {name}: {time.monotonic() - begin:.0f} s")
 
 
@@ -366,7 +351,7 @@ def main(words=None):
         parser.error("torch sees no GPU here; --rehearse runs each command on emulated ones")
     options.out = os.path.abspath(options.out)
     count = 2 if options.rehearse else torch.accelerator.device_count()
-    options.name = torch.get_device_module(gpu).get_device_name() if gpu else "emulated GPU"
+    name = torch.get_device_module(gpu).get_device_name() if gpu else "emulated GPU"
     options.execute, options.own_variables = execute, {}
     options.sharing, options.timeout = False, 300  # seconds of a command
     nccl = gpu and gpu.type == "cuda" and torch.cuda.nccl.version()
@@ -380,10 +365,10 @@ def main(words=None):
         if unknown := [name for name in names if not checks_of(parts, name)]:
             parser.error(f"--only: {', '.join(unknown)} is no part; they are {', '.join(parts)}")
         versions = f"torch {torch.__version__}, NCCL {nccl}"
-        tell("", f"## {count} x {options.name}, {versions}, {date.today()}", "")
+        tell("", f"## {count} x {name}, {versions}, {date.today()}", "")
         set_up(folder)
-        for name in names:
-            run_part(name, checks_of(parts, name))
+        for part in names:
+            run_part(part, checks_of(parts, part))
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 
 

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import ROOT, constant, curve, free_port, rows
+from conftest import CONSTANT, ROOT, curve, free_port, rows
 from fork_server import run_all
 from test_training import TASKS as TRAINED
 
@@ -35,19 +35,13 @@ RUNS = {  # task, script, processes, more flags. All tasks in all folders: the s
 }
 # Prints how often the host has waited in the third and fourth step after a start or a validation:
 # before, DDP makes its buckets anew, and a pipeline connects its stages. A line is one write.
-BEGIN = "        waits = torch.emu.host_waits()\n"
-END = """        bar.update()
+BEGIN = "        rate = learning_rate("
+WAITS = {
+    BEGIN: f"        waits = torch.emu.host_waits()\n{BEGIN}",
+    "        bar.update()\n": """        bar.update()
         print(f"waits {torch.emu.host_waits() - waits}\\n", end="") if step % 4 in (3, 0) else None
-"""
-
-
-def with_waits(script):
-    """The changes that print the waits. A step begins with its learning rate."""
-    begins = ("        rate = learning_rate(", "        factor = float(")
-    [begin] = [each for each in begins if each in (ROOT / script).read_text()]
-    return {begin: BEGIN + begin, "        bar.update()\n": END}
-
-
+""",
+}
 AUTOCAST = "            with autocast:\n                loss,"
 IS_ON = "assert torch.is_autocast_enabled(device.type)"
 IS_CAST = {AUTOCAST: AUTOCAST.replace("loss,", f"{IS_ON}\n                loss,")}
@@ -72,14 +66,13 @@ def words(data):
 
 @pytest.fixture(scope="module")
 def on_cpu(run, words, tmp_path_factory):
-    """on_cpu(task) is its loss curve on the CPU, in one process; that of hybrid is its own."""
+    """on_cpu(task) is its loss curve on the CPU, in one process."""
 
     @functools.cache
-    def on_cpu(task, script="", processes=1, more=""):
-        first, *flags = words(task)
+    def on_cpu(task):
+        script, *flags = words(task)
         log = tmp_path_factory.mktemp("cpu") / "log.jsonl"
-        script = script or f"singlegpu/{first}"
-        run(script, *flags, *more.split(), "--log", log, processes=processes)
+        run(f"singlegpu/{script}", *flags, "--log", log)
         return curve(log)
 
     return on_cpu
@@ -95,14 +88,13 @@ def test_runs_train_alike(run, words, on_cpu, changed, tmp_path, name):
     task, script, processes, more = RUNS[name]
     log = tmp_path / "log.jsonl"
     flags = (*words(task)[1:], *more.split(), "--log", log)
-    changes = with_waits(script) | (IS_CAST if name == "fp16" else {})
+    changes = WAITS | (IS_CAST if name == "fp16" else {})
     out = run(changed(script, changes), *flags, processes=processes, EMU_DEVICES="4")
     assert {row["device"] for row in rows(log)} == {"Emulator"}
     assert max(row["peak_MB"] for row in rows(log)) < 100, "more than the device's memory"
     assert waits_of(out) == [0] * 4 * processes, out
     rounding = 1e-3 if "16" in name else 1e-5  # gloo adds up in another order
-    expected = on_cpu(task, *RUNS[name][1:] if "hybrid" in script else ())
-    np.testing.assert_allclose(curve(log), expected, rtol=rounding)
+    np.testing.assert_allclose(curve(log), on_cpu(task), rtol=rounding)
 
 
 def test_mnist_trains_alike(run, data, changed, tmp_path):
@@ -128,7 +120,7 @@ MOVES = {  # script, processes, devices (none: a machine without), more flags; t
     "mlp": (
         ("multigpu/images.py", 4, "4", ""),
         ("multinode/images.py", 2, None, ""),
-        ("singlegpu/images.py", 1, "1", ""),
+        ("hybrid/images.py", 2, "6", "--num_stages 3"),
     ),
     "gpt": (
         ("hybrid/gpt_fsdp.py", 4, "4", "--shard_size 2"),
@@ -146,11 +138,11 @@ def test_snapshots_move(run, words, changed, tmp_path, name):
     for number, (mover, processes, devices, more) in enumerate(MOVES[name], start=1):
         env = {"EMU_DEVICES": devices} if devices else {}
         more = (2 * number, "--snapshot", tmp_path / "moved.pt", *more.split())
-        run(changed(mover, constant(mover)), *flags, *more, processes=processes, **env)
+        run(changed(mover, CONSTANT), *flags, *more, processes=processes, **env)
         assert rows(log)[-1]["device"] == ("Emulator" if devices else "CPU")
     moved = curve(log)
     log.unlink()
-    run(changed(mover, constant(mover)), *flags, 6, processes=processes)
+    run(changed(mover, CONSTANT), *flags, 6, processes=processes)
     np.testing.assert_allclose(moved, curve(log), rtol=1e-5)
 
 

@@ -9,7 +9,6 @@ import torch
 from conftest import load, rows
 from PIL import Image
 from test_models import module, namespace
-from torchvision.transforms.v2 import functional as v2
 
 BIG, KILL = "singlegpu/make_bigmnist.py", "os.kill(os.getpid(), signal.SIGUSR2)"
 images = module("singlegpu/images.py")
@@ -44,31 +43,6 @@ def test_labels_copies_and_augmented_versions(attempt, changed, data, run, tmp_p
     assert test.shape == (401, 28, 28) and sorted(set(test_labels)) == list(range(10))
 
 
-def test_augmentation_is_torchvisions(monkeypatch):
-    """A turn with shear and scale; a flip; a shift; a bend: those of v2, up to rounding."""
-    make, generator = module(BIG), np.random.default_rng(0)
-    image, noise = generator.integers(0, 256, (28, 28), np.uint8), np.zeros((4, 2, 28, 28))
-    noise[3] = generator.uniform(-1, 1, (2, 28, 28))
-    # A row for each: angle, shear, scale, flip if negative, shifts. A column for each image.
-    strengths = [[1, 0, 0, 0], [-0.5, 0, 0, 0], [1, 0, 0, 0], [1, -1, 1, 1]] + 2 * [[0, 0, 1, 0]]
-    draws = iter((np.array(strengths), noise))
-    drawing = namespace(uniform=lambda low, high, shape: next(draws))
-    monkeypatch.setattr(make.np.random, "default_rng", lambda seed: drawing)
-    found = make.augment(np.repeat(image[None], 4, 0), 0, torch.device("cpu"))
-    tensor, bilinear = torch.from_numpy(image)[None], v2.InterpolationMode.BILINEAR
-    bend = v2.gaussian_blur(torch.from_numpy(noise[3]), [41, 41], [5.0, 5.0]) * 50 / 28
-    expected = [
-        v2.affine(tensor, 15.0, [0.0, 0.0], 1.1, [-5.0, 0.0], interpolation=bilinear),
-        v2.hflip(tensor),
-        v2.affine(tensor, 0.0, [-2.0, -2.0], 1.0, [0.0, 0.0], interpolation=bilinear),
-        v2.elastic(tensor, bend.permute(1, 2, 0)[None].float()),
-    ]
-    for number, (one, [other]) in enumerate(zip(found.astype(int), expected)):
-        assert abs(one - other.numpy()).max() <= 1, number
-        assert (one != image).mean() > 0.3, number
-
-
-# == images.py ==
 def write(folder, shape, counts, num_classes=4, seed=0):
     """Write random images and labels of both splits; labels have another byte order."""
     folder.mkdir()
@@ -164,19 +138,3 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path):
     data, _ = images.read_data(namespace(dataset=str(tmp_path), data_dir=""))
     pixels, _ = next(iter(images.create_loader(data, [[0, count - 1]], namespace(num_workers=0))))
     assert pixels.shape == (2, 3, 1024, 1024) and not pixels.any()
-
-
-def test_each_index_once_in_blocks():
-    """Each index once; blocks of 2 MiB in random order, shuffled within pools; epochs differ."""
-    count, size = 65_005, 13  # images of 3 x 224 x 224 in a block
-    pixels = np.broadcast_to(np.uint8(0), (count, 3, 224, 224))
-    data = images.StackDataset(pixels, np.zeros(count))
-    orders = [images.training_order(data, np.random.default_rng(seed)) for seed in (0, 1)]
-    assert (orders[0] != orders[1]).mean() > 0.9
-    for order in orders:
-        assert np.array_equal(np.sort(order), np.arange(count))
-        assert (abs(np.diff(order)) > size).mean() > 0.9, "shuffled within pools"
-        for start in range(0, count - 200 * size, 500):
-            blocks = np.unique(order[start : start + 200 * size] // size)
-            assert len(blocks) <= 3 * 200, "a block is read within a short time"
-            assert np.ptp(blocks) > 4000, "blocks come in random order"

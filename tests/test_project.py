@@ -35,20 +35,20 @@ def test_an_edit_is_carried_to_its_copies(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests/check_copies.py", tmp_path / "tests")
-    copies, head = [*tmp_path.glob("multi*/[!m]*.py")], "def kill_workers():\n"
+    copies, head = [*tmp_path.glob("multi*/[!m]*.py")], '    """Ends the workers.'
     count = sum(head in path.read_text() for path in copies)
     for tasks in (["gpt"], ["gpt", "images"]):
         me = "git -c user.name=me -c user.email=me -c commit.gpgsign=false"
         commit = f"git init -q && git add . && {me} commit -qm all"
         subprocess.run(commit, shell=True, cwd=tmp_path, check=True)
         for path in [tmp_path / f"multigpu/{task}.py" for task in tasks]:
-            path.write_text(path.read_text().replace(head, f"{head}    print('{path.stem}')\n"))
+            path.write_text(path.read_text().replace(head, f"{head} {path.stem}."))
         before = {path.read_text() for path in copies}
         command = [sys.executable, tmp_path / "tests/check_copies.py", "--fix"]
         done = subprocess.run(command, capture_output=True, text=True)
         if tasks == ["gpt"]:
             assert done.returncode == 0, done.stderr
-            carried = [f"{head}    print('gpt')\n" in path.read_text() for path in copies]
+            carried = [f"{head} gpt." in path.read_text() for path in copies]
             assert sum(carried) == count >= 4
     assert done.returncode == 1 and "kill_workers\ndiffers" in done.stderr, done.stderr
     assert before == {path.read_text() for path in copies}
@@ -112,7 +112,7 @@ def test_readme_commands(tmp_path):
     """Each command with python or torchrun runs as it stands, but at a tiny size.
 
     A --pretrained network trains on photographs, and predicts. --epochs 0 gets its weights alone.
-    test_mnist.py runs mnist.py.
+    test_mnist.py runs mnist.py, test_check.py check.py.
     """
     for number in range(24):
         names = ("photos/val", "photos/train")[number % 2], ("cat", "dog")[number % 4 // 2]
@@ -128,7 +128,8 @@ def test_readme_commands(tmp_path):
     (tmp_path / "my.txt").write_text(README)
     Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
-    lines = re.findall(r"^((?:python|torchrun) (?!.*mnist)[^#\n]*)", "".join(blocks), re.M)
+    others = "(?!.*mnist|tools/check)"
+    lines = re.findall(rf"^((?:python|torchrun) {others}[^#\n]*)", "".join(blocks), re.M)
     assert len(lines) > 10
     printed = ""
     for line in lines:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import assert_same_weights, constant, curve, load, rows, wait_for, wait_for_saves
+from conftest import CONSTANT, assert_same_weights, curve, load, rows, wait_for, wait_for_saves
 
 AGAIN = os.EX_TEMPFAIL  # 75: run me again
 STEPS = 60  # between validations, of the runs that get a signal at any moment
@@ -30,8 +30,7 @@ def test_resumed_weights_are_those_of_an_undisturbed_run(
     start, run, changed, base, tmp_path, chance, folder
 ):
     """Bit for bit, with dropout. Each process has a worker to load its data; none is left."""
-    script, processes = f"{folder}/images.py", 1 + (folder[0] == "m")
-    script = changed(script, constant(script))
+    script, processes = changed(f"{folder}/images.py", CONSTANT), 1 + (folder[0] == "m")
     cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.jsonl"))
     base = (*base, "--eval_every", STEPS)
     more = ("--epochs", 10_000, "--num_workers", 1, "--snapshot", cut, "--log", log)
@@ -74,7 +73,12 @@ def test_other_numbers_of_processes_carry_on(attempt, logged, base, changed, tmp
     copy = changed("multinode/images.py", signalled("step == 28 and rank == 2"))
     status, out, err = attempt(copy, *words, begun, processes=3)
     assert status == AGAIN and 28 <= load(begun)["step"] < 37, (out, err)
-    for folder, processes in ("singlegpu", 1), ("multigpu", 3), ("multinode", (2, 2)):
+    for folder, processes in (
+        ("singlegpu", 1),
+        ("multigpu", 3),
+        ("multinode", (2, 2)),
+        ("hybrid", 2),
+    ):
         snapshot = shutil.copy(begun, tmp_path / f"{folder}.pt")
         log = logged(f"{folder}/images.py", *words, snapshot, processes=processes)
         losses = curve(log)  # the first mean of training is of the steps since the start

@@ -76,17 +76,10 @@ def phases_of(out):
 LAYERS = "self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 10)"
 DDP = "model = DistributedDataParallel(model)\n"
 OTHERS = {  # what differs in the train.py of others
-    "nothing": {},
     "the device is emulated": {},
     "the first layer is unused": {
         LAYERS: f"self.unused = nn.Linear(1, 1)\n        {LAYERS}",
         DDP: DDP.replace("model)", "model, find_unused_parameters=True)"),
-    },
-    "the first parameter is frozen": {
-        LAYERS: f"self.scale = nn.Parameter(torch.ones(1), requires_grad=False)\n        {LAYERS}",
-    },
-    "the head is defined first": {
-        LAYERS: "self.last, self.first = nn.Linear(256, 10), nn.Linear(64, 256)",
     },
     "rank 0 alone validates": {
         PAUSE: f'{PAUSE}    if dist.get_rank() == 0:\n        mark("other")\n        pause(0.03)\n'

@@ -54,13 +54,6 @@ def test_quantize_jobs_complete(site, run):  # noqa: F811
         assert len(re.findall(r"^\|.* (?:fp32|int8\S*) \|", site.output(job), re.M)) == 2
 
 
-def test_default_counts(site):  # noqa: F811
-    """Without any option a job takes what its file says: four tasks on each of two nodes."""
-    job = site.submit("multinode_images", *SMALL, "--log", "a.jsonl")
-    assert site.wait(job) == "COMPLETED", site.output(job)
-    assert len((site.folder / "a.jsonl").read_text().splitlines()) == 2 * 8
-
-
 def long_job(site, data, folder, *more):  # noqa: F811
     """Submits a job that saves to job.pt, and returns its id when it has saved."""
     words = ["--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--batch_size", 24]
@@ -103,19 +96,6 @@ def test_jobs_that_are_not_queued_again(site, data):  # noqa: F811
     assert site.wait(killed) == "FAILED", site.output(killed)
     for each, state in ((job, "CANCELLED"), (killed, "FAILED")):
         assert (site.show(each)["JobState"], site.show(each)["Restarts"]) == (state, "0")
-
-
-def test_an_array(site):  # noqa: F811
-    """Each task has a snapshot of its own, and goes on by itself."""
-    words = ["--model", "mlp", "--max_steps", 1200, "--eval_every", 400]
-    more = ["--array=0-1", "--cpus-per-task=1"]
-    job = site.submit("singlegpu_images", *words, options=more)
-    wait_for(lambda: len([*site.folder.glob("singlegpu_images-*.pt")]) == 2, pause=0.2)
-    site.command("scancel", "--signal=USR2", f"{job}_1")
-    wait_for(lambda: site.show(f"{job}_1")["Restarts"] == "1", pause=0.2)
-    for task in (0, 1):
-        assert site.wait(f"{job}_{task}") == "COMPLETED"
-        assert site.show(f"{job}_{task}")["Restarts"] == str(task)
 
 
 STUDIES = {  # GPUs, and the logs of the runs on them
