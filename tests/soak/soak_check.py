@@ -1,7 +1,10 @@
 """tools/check.py on each fault alone: it is named, by the right sentence. `make soak` runs it."""
 
+import sys
+
 import faults
 import pytest
+import torch
 from test_check import LONG_SCRIPTS, problems, start
 
 
@@ -18,3 +21,36 @@ def test_scripts_are_right(script, tmp_path):
         start(script, LONG_SCRIPTS[script]), tmp_path, "--steps 20"
     )
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+
+
+def torchrun(processes, name, *flags):
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", processes]
+    return [*words, faults.FOLDER / name, *flags]
+
+
+@pytest.mark.parametrize("processes, name", [(2, "tensor_parallel.py"), (4, "sharded.py")])
+def test_copies_of_a_model_that_is_split(processes, name, tmp_path):
+    """Of a split model, what is whole in several ranks has the same bits there; parts differ."""
+    status, lines, before = faults.check(torchrun(processes, name), tmp_path, "--steps 8")
+    assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+    status, lines, _ = faults.check(torchrun(processes, name, "--fault"), tmp_path, "--steps 8")
+    assert status == 1 and any("tensors differ after step" in line for line in lines), lines
+
+
+def test_shards_are_compared_with_one_process(tmp_path):
+    against = f"--steps 8 --against '{sys.executable} {faults.FOLDER}/sharded.py'"
+    status, lines, before = faults.check(torchrun(2, "sharded.py"), tmp_path, against)
+    assert status == 0, (lines, before[-2000:])
+    assert any("the same weights in 8 steps" in line for line in lines), lines
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="no other kernels")
+def test_machines_that_round_differently(tmp_path):
+    """Kernels of another processor round differently: a warning."""
+    rank = '            os.environ["RANK"] = str(rank)\n'
+    other = rank + "            os.environ |= {'ATEN_CPU_CAPABILITY': 'default'} if rank else {}\n"
+    sgd = "torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)"
+    edits = [(rank, other), (sgd, "torch.optim.AdamW(ddp.parameters(), lr=0.01, fused=True)")]
+    fault = faults.FAULTS[0]._replace(edits=edits)
+    status, lines, before = faults.run([fault], tmp_path)
+    assert status == 0 and "rounding" in lines[0], (lines, before[-2000:])

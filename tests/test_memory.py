@@ -1,0 +1,56 @@
+"""What a process of hybrid/gpt_fsdp.py holds of a model that is too large for this machine."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import module
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+SIZES = "--d_model 4096 --n_heads 32 --num_layers 32 --seq_len 128 --batch_size 4"  # of README.md
+
+
+def nbytes(tensors):
+    """Returns the bytes of these shards that are in this process."""
+    return sum(tensor.to_local().nbytes for tensor in tensors)
+
+
+@pytest.fixture(params=[0, 3])
+def rank(request):
+    """A rank of a group of 4, in which collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=4)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def test_a_process_holds_its_share(monkeypatch, rank):
+    """A quarter of 6.4 billion weights, their gradients and both moments of AdamW, and a block.
+
+    Tensors have shapes and types, but no memory. A step is made as the script makes it.
+    """
+    script = module("hybrid/gpt_fsdp.py")
+    monkeypatch.setattr(sys, "argv", ["gpt_fsdp.py", *SIZES.split()])
+    args = script.parse_args()
+    mesh = dist.init_device_mesh("cpu", (1, 4), mesh_dim_names=("copies", "shards"))
+    with FakeTensorMode():
+        model = script.create_model(args, None).train()
+        count = sum(weight.numel() for weight in model.parameters())
+        script.shard(model, mesh, args)
+        optimizer = script.create_optimizer(model, args)
+        tokens = torch.zeros(1, args.seq_len + 1, dtype=torch.uint8)
+        loss, _ = script.batch_loss(model, (tokens,), args)
+        loss.backward()
+        gradients = nbytes(weight.grad for weight in model.parameters())
+        optimizer.step()
+        moments = [optimizer.state[weight] for weight in model.parameters()]
+        held = {"weights": nbytes(model.parameters()), "gradients": gradients}
+        held |= {name: nbytes(each[name] for each in moments) for name in ("exp_avg", "exp_avg_sq")}
+    block = 4 * sum(weight.numel() for weight in model.blocks[0].parameters())
+    print(f"rank {rank} of 4, {count:,} parameters:", {name: f"{x:,}" for name, x in held.items()})
+    print(f"whole, for a moment: a block of {block:,}")
+    assert 6.4e9 < count < 6.5e9
+    # Each weight is cut along its first dimension, which 4 divides: all shares are equal.
+    assert held == dict.fromkeys(held, 4 * count // 4)
+    assert max(4 * size for name, _, _, size in script.sent if name == "all-gather") == block
