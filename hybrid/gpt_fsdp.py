@@ -9,7 +9,7 @@ Before a block runs, an all-gather collects its weights. After its backward pass
 leaves each process its half of the gradients, which an all-reduce averages over the copies.
 
 --snapshot is a folder, in which each process writes its shards. Resume from your own alone: PyTorch
-executes what it finds there. This makes a file of them, which the other gpt.py take:
+executes what it finds there. This makes a file of them, for --init_from and quantize/gpt.py:
     python -m torch.distributed.checkpoint.format_utils dcp_to_torch gpt/step-000000100 gpt.pt
 Read multinode/gpt.py first. For your own data and model, replace the first of the three sections.
 The model must have `blocks`. Rank 0 makes its state_dict, and sends the others their shards.

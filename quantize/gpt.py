@@ -14,13 +14,13 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
 Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. *-weights has int8
 or int4 weights, and leaves the inputs as they are. In -g32, 32 weights share a scale. int8-torch.ao
-is dynamic, by PyTorch's older library, and the other rows are by torchao. In torchao's int4 rows
-and, on GPUs, in all of its rows the rest of the model is bf16: compare them with the row bf16.
-1.50x is 1.5 times as fast as fp32 in the same mode. On GPUs, fp32 multiplies in TF32. What this
-machine or torch.compile cannot run is left out.
-Columns: MB is the file; same % is the share of likeliest next tokens that are those of fp32. Speeds
-are tokens/s: of one text that goes on, of reading --batch_size prompts of half --seq_len, and of as
-many texts that go on.
+is dynamic, by PyTorch's older library, and the other rows are by torchao. The older one has a scale
+for all inputs of a batch: a logit depends on what else is in its batch. That of int8-dynamic, where
+each token has a scale, does not. In torchao's int4 rows and, on GPUs, in all of its rows the rest
+of the model is bf16: compare them with the row bf16. What this machine or torch.compile cannot run
+is left out. 1.50x is 1.5 times as fast as fp32 in the same mode. On GPUs, fp32 is TF32.
+Columns: MB is the file; same % is how often the likeliest token is that of fp32. Speeds, tokens/s:
+a text that goes on, reading --batch_size prompts of half --seq_len, as many texts that go on.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
 """
 
@@ -33,23 +33,21 @@ import sysconfig
 import time
 import warnings
 from functools import partial
-from glob import glob
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torchao.quantization as ao
+import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401, for torch.compile
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import Dataset
+from torch.utils.data import StackDataset
 from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-from torchao.quantization.pt2e.inductor_passes import x86
 from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
 COLUMNS = ["row", "mode", "MB", "val_ppl", "same %", "one text", "prompts", "texts"]
-COMPILED = ["forward"]  # methods of the model
 
 
 def parse_args():
@@ -69,49 +67,18 @@ def parse_args():
     return args
 
 
-class Tokens(Dataset):
-    """Token ids (N,), cut into sequences of --seq_len."""
-
-    def __init__(self, tokens, args):
-        self.tokens = tokens
-        self.args = args
-
-    def __len__(self):
-        return max(0, len(self.tokens) - 1) // self.args.seq_len
-
-    def __getitems__(self, indices):
-        """Returns a whole batch: token ids (B, T) and the ids that follow them (B, T)."""
-        starts = np.array(indices)[:, None] * self.args.seq_len
-        ids = self.tokens[starts + np.arange(self.args.seq_len + 1)]  # (B, T + 1)
-        ids = torch.from_numpy(ids.astype(np.int64, casting="same_kind"))  # refuses floats
-        if ids.max() >= self.args.vocab_size:
-            raise ValueError(f"id {ids.max()} is not below --vocab_size {self.args.vocab_size}")
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # else they are pinned in vain
-
-
 def read_data(args):
-    """Returns the data to train on and to validate on, two map-style datasets."""
-    max_val = 2**18  # tokens to validate on, at most: to validate often must not take long
-    if os.path.isdir(args.dataset):
-        train, val = (read_ids(os.path.join(args.dataset, split)) for split in ("train", "val"))
-        return Tokens(train, args), Tokens(val[:max_val], args)
-    stdlib = sorted(glob(f"{sysconfig.get_path('stdlib')}/*.py"))  # about 5 MB
-    paths = stdlib if args.dataset == "stdlib" else [args.dataset]
-    text = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
-    if not text.all():
-        sys.exit(f"{args.dataset} has bytes of 0, and so it is no text in UTF-8")
-    num_val = min(len(text) // 10, max_val)  # the last tenth
-    return Tokens(text[:-num_val], args), Tokens(text[-num_val:], args)
-
-
-def read_ids(path):
-    """Returns token ids (N,), mapped, not read: they may be larger than memory."""
-    if not os.path.exists(f"{path}.bin"):
-        return np.load(f"{path}.npy", mmap_mode="r")
-    ids = np.memmap(f"{path}.bin", np.uint16, "r")
-    if ids[1:2000:2].max() < ids[:2000:2].max() / 16:  # the upper halves of ids of 32 bits
-        sys.exit(f"{path}.bin has ids of more than 16 bits: save them as .npy")
-    return ids
+    """Returns sequences (N, T + 1) to train and to validate on. Each begins where one ends."""
+    if os.path.isdir(args.dataset):  # token ids, of examples/tokens.py: they may exceed the memory
+        parts = [np.load(f"{args.dataset}/{name}.npy", mmap_mode="r") for name in ("train", "val")]
+    else:
+        stdlib = Path(sysconfig.get_path("stdlib")).glob("*.py")  # about 5 MB
+        paths = sorted(stdlib) if args.dataset == "stdlib" else [args.dataset]
+        tokens = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
+        num_val = min(len(tokens) // 10, 2**18)  # the last tenth, but no more than is quickly read
+        parts = tokens[:-num_val], tokens[-num_val:]
+    windows = [sliding_window_view(part, args.seq_len + 1)[:: args.seq_len] for part in parts]
+    return [StackDataset(each) for each in windows]
 
 
 class CachedBlock(nn.Module):
@@ -151,10 +118,9 @@ class CachedGPT(nn.Module):
 
     def new_cache(self, num_texts, length):
         """Returns room for keys and values (L, 2, B, H, T, D / H)."""
-        n_heads = self.blocks[0].n_heads
-        weight = self.positions.weight
-        head_size = weight.shape[1] // n_heads
-        return weight.new_empty(len(self.blocks), 2, num_texts, n_heads, length, head_size)
+        n_heads, d_model = self.blocks[0].n_heads, self.norm.weight.numel()
+        shape = (len(self.blocks), 2, num_texts, n_heads, length, d_model // n_heads)
+        return self.positions.weight.new_empty(shape)
 
     def forward(self, tokens, cache, start, num_logits):
         """Returns the logits (B, num_logits, V) of the tokens that follow the last ones."""
@@ -164,30 +130,23 @@ class CachedGPT(nn.Module):
         return self.head(self.norm(x[:, -num_logits:]))
 
 
-def create_empty(args):
-    """Returns the model of these settings, untrained."""
-    return CachedGPT(args)
-
-
 def load_trained(args):
     """Returns the trained model and data to test it on. Adds the training's settings to args."""
     snapshot = torch.load(args.snapshot, map_location="cpu", weights_only=True, mmap=True)
     vars(args).update(snapshot["settings"] | vars(args))  # flags of this script stay
     weights = snapshot["model"]
-    model = create_empty(args)
+    model = CachedGPT(args)
     model.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
-    train_data, data = read_data(args)
-    known = snapshot.get("progress", {}).get("fingerprint")  # what --out has saved has none
-    if known and known[0] != len(train_data):
+    train_data, val_data = read_data(args)
+    if len(train_data) != snapshot["settings"]["num_samples"]:
         sys.exit(f"{args.dataset} is not what it was in training: the model may know its end")
-    return model.eval(), data
+    return model.eval(), val_data
 
 
 @torch.no_grad()
 def generate(model, prompts, num_new):
     """Returns the likeliest tokens (B, num_new) after prompts (B, P). All must fit in --seq_len."""
-    length = prompts.shape[1]
-    seq_len = len(model.positions.weight)
+    length, seq_len = prompts.shape[1], len(model.positions.weight)
     if length + num_new > seq_len + 1:  # the last one is not read
         raise ValueError(f"{length} and {num_new} tokens do not fit in --seq_len {seq_len}")
     cache = model.new_cache(len(prompts), length + num_new)
@@ -197,30 +156,29 @@ def generate(model, prompts, num_new):
     return torch.cat(tokens, 1)
 
 
-def test(model, data, indices, batches, args):
-    """Returns the perplexity, and the likeliest next tokens (N,)."""
-    losses = []
-    likeliest = []
-    for tokens, targets in batches:
+def test(model, batches):
+    """Returns the perplexity, and the likeliest next tokens (N,), of batches (B, T + 1)."""
+    losses, likeliest = [], []
+    for batch in batches:
+        tokens, targets = batch[:, :-1], batch[:, 1:]
         logits = model(tokens, model.new_cache(*tokens.shape), 0, tokens.shape[1]).flatten(0, 1)
         losses.append(F.cross_entropy(logits.float(), targets.flatten(), reduction="none"))
         likeliest.append(logits.argmax(1))
     return torch.cat(losses).mean().exp().item(), torch.cat(likeliest).cpu().numpy()
 
 
-def measure(row, model, data, batches, args):
+def measure(row, model, texts, args):
     """Returns tokens/s of one text at a time, of reading prompts, and of many texts at once."""
-    tokens, _ = batches[0]
     half = args.seq_len // 2
 
     def speed(num_texts, length, num_new):
-        prompts = tokens[:1, :length].repeat(num_texts, 1)  # (B, P)
+        prompts = texts[:1, :length].repeat(num_texts, 1)  # (B, P)
         start = time.perf_counter()
         generate(model, prompts, num_new).cpu()  # waits for the device
         return num_texts * (length + num_new - 1) / (time.perf_counter() - start)
 
     one_text = np.nan
-    if (row, tokens.device.type) != ("int8-dynamic", "cuda"):  # cuBLAS needs 17 tokens
+    if (row, texts.device.type) != ("int8-dynamic", "cuda"):  # cuBLAS needs 17 tokens
         one_text = speed(1, 1, half)
     return one_text, speed(args.batch_size, half, 1), speed(args.batch_size, 1, half)
 
@@ -229,7 +187,7 @@ def quantize(model, row):
     """Returns a copy of the model for a row of the table. An error says why there is none."""
     device = next(model.parameters()).device
     on_cpu = device.type == "cpu"
-    model = copy.deepcopy(model).to(device)  # .to() joins an LSTM's weights again, for cuDNN
+    model = copy.deepcopy(model)
     if row == "fp32":
         return model
     if row == "bf16":
@@ -243,12 +201,10 @@ def quantize(model, row):
         from torch.ao import quantization  # deprecated: a later PyTorch may lack it
 
         warnings.filterwarnings("ignore", ".*deprecated")
-        per_channel = quantization.per_channel_dynamic_qconfig
-        layers = {nn.Linear: per_channel, nn.LSTM: quantization.default_dynamic_qconfig}
+        layers = {nn.Linear: quantization.per_channel_dynamic_qconfig}
         return quantization.quantize_dynamic(model, layers)
     if device.type not in ("cpu", "cuda", "xpu"):
         raise NotImplementedError(f"torchao has no kernels for {device.type}")
-
     multiple = 1 if on_cpu else 16  # of a layer's sizes, which kernels need
     if row == "int8-dynamic":
         # A CPU without VNNI adds two products in 16 bits, which 8-bit factors overflow.
@@ -283,7 +239,7 @@ def load_quantized(file, device="cpu"):
     """Returns a model that --out saved on such a device, and the settings of its training."""
     saved = torch.load(file, map_location=device, weights_only=True)
     args = argparse.Namespace(**saved["settings"])
-    model = create_empty(args).eval()
+    model = CachedGPT(args).eval()
     if args.row == "int8-torch.ao":
         model = quantize(model, args.row)
     model.load_state_dict(saved["model"], assign=True)
@@ -297,21 +253,16 @@ def main(args):
     torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new shape
     torch.compiler.config.recompile_limit = 1000  # all rows and layers count together
     torch.compiler.config.accumulated_recompile_limit = 1000
-    if device.type == "cpu":
-        # Without these two, torch.compile leaves int8 products to a slow loop.
-        torch._inductor.config.freezing = True
-        x86._register_quantization_weight_pack_pass()
+    # On CPUs, int8 products are fast where torch.compile may take weights for constants.
+    options = {"freezing": True} if device.type == "cpu" else None
     trained, data = load_trained(args)
     trained.to(device)
-    num_samples = args.num_samples or len(data)
-    indices = np.linspace(0, len(data) - 1, num_samples).astype(int)  # short and long ones
-    parts = np.array_split(indices, max(1, num_samples // args.batch_size))
-    batches = [data.__getitems__(part) for part in parts]
-    batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batches)
+    indices = np.linspace(0, len(data) - 1, args.num_samples or len(data)).astype(int)
+    parts = np.array_split(indices, max(1, len(indices) // args.batch_size))
+    batches = [torch.from_numpy(data[part][0]).long().to(device) for part in parts]
 
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print("|", " | ".join(COLUMNS), "|")
-    print("|", " | ".join(["---"] * len(COLUMNS)), "|")
+    print(f"| {' | '.join(COLUMNS)} |\n{'| --- ' * len(COLUMNS)}|")
     for mode in ["eager"] if args.eager else ["eager", "compiled"]:
         for row in dict.fromkeys(["fp32", args.row]) if args.row else ROWS:
             try:
@@ -321,10 +272,9 @@ def main(args):
                 if mode == "compiled":
                     # Without fullgraph, a model that does not compile runs eagerly, and so do all
                     # after it, fp32 too: PyTorch then skips the function that they share.
-                    for name in COMPILED:
-                        setattr(model, name, torch.compile(getattr(model, name), fullgraph=True))
-                score, answers = test(model, data, indices, batches, args)
-                run = partial(measure, row, model, data, batches, args)
+                    model.forward = torch.compile(model.forward, fullgraph=True, options=options)
+                score, answers = test(model, batches)
+                run = partial(measure, row, model, batches[0], args)
                 run()  # warms up
                 if args.out and (row, mode) == (args.row, "eager"):
                     load_quantized(io.BytesIO(file.getvalue()), device)  # must be loadable
@@ -340,8 +290,7 @@ def main(args):
             cells.append(f"{score:.5g} {score - fp32_score:+.2g}")
             cells.append(f"{100 * np.mean(answers == fp32_answers):.1f}")
             runs = dict.fromkeys([fp32_run, run])  # the row fp32 has one: its ratio is 1.00x
-            # In turn, so that a slow moment of the machine meets both.
-            rounds = [[each() for each in runs] for _ in range(args.rounds)]
+            rounds = [[each() for each in runs] for _ in range(args.rounds)]  # in turn
             for fp32_speed, speed in np.median(rounds, 0)[[0, -1]].T:
                 cells.append("-" if np.isnan(speed) else f"{speed:.4g} {speed / fp32_speed:.2f}x")
             print("|", " | ".join(cells), "|", flush=True)
