@@ -307,7 +307,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             yield "warning", f"not shuffled: {str(first[:4])[1:-1]}, ... If not wanted, shuffle."
         elif second and all(a == b for a, b in zip(first, second)):
             yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
-        yield seen(second, "samples of a second epoch. If none: more --steps?")
+        yield seen(second, "samples of a second epoch, in another order")
 
     def inputs(self):
         """A batch has a row for each sample, and is not all zeros."""
