@@ -199,7 +199,7 @@ def test_what_is_drawn_at_random(run, mine, tmp_path, workers):
     assert len({lines[0] for lines in orders}) == len(orders)
     drawn = [path.read_text().split() for path in drawn.glob("[0-9]*")]
     drawn = [number for numbers in drawn for number in numbers]
-    assert len(drawn) >= 4 * 240 and len({*drawn}) >= len(drawn) - 2, "but for a rounding"
+    assert len(drawn) >= 4 * 240 and len({*drawn}) > 0.99 * len(drawn), "few are alike by chance"
 
 
 NESTED = """class Nested(torch.utils.data.Dataset):
@@ -217,15 +217,13 @@ UNNESTED = """features, (targets, odd) = batch["features"], batch["list"]
 WHOLE = """features, targets = data[:]
     data = TensorDataset(features, targets)
     return [TensorDataset(*data[part.indices]) for part in parts]"""
-BUFFER = "model.register_buffer('rows', torch.arange(4.0).expand(3, 4))\n    return model"
 NETWORK = "return nn.Sequential(nn.Linear(len(features), 16), nn.ReLU(), nn.Linear(16, 1))"
-HABITS = {  # a batch stays what the data makes of it; a buffer's rows may share their memory
+HABITS = {  # a batch stays what the data makes of it
     "nested": {DATA: NESTED, BATCH: UNNESTED, "data[0]": "data[0]['features'], 0"},
     "a whole batch by one index": {
         DATA: WHOLE,
         "batch_sampler=batches": "batch_size=None, sampler=batches",
     },
-    "a buffer": {NETWORK: NETWORK.replace("return", "model =") + f"\n    {BUFFER}"},
 }
 
 

@@ -48,6 +48,8 @@ def run(command, cwd, env, files):
     import torch.multiprocessing  # here, as the tests need not wait for it
 
     os.setsid()  # run_all() ends the group of this process
+    methods = multiprocessing.get_all_start_methods()  # the first one is that of this Python
+    multiprocessing.set_start_method(methods[0], force=True)  # in place of the fork server
     start = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(start, start_method="fork")
     for number, path in enumerate((os.devnull, *files)):
