@@ -408,8 +408,7 @@ def main(args):  # runs in each process
         if not is_look:
             continue
 
-        # A look, about once a second, at the same step in all processes: is the loss finite? Has
-        # somebody asked to stop? Python waits for the GPU only here.
+        # A look, about once a second, at one step in all processes. Python waits for the GPU here.
         look = add_up(sums)
         sums.clear()
         totals.update(look)
@@ -441,9 +440,8 @@ def main(args):  # runs in each process
             totals.clear()
         if is_stopped:
             break
-        # At most twice as many steps as before this look: the first batches may have been ready.
         pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
-        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
         look_step, look_time = step, time.perf_counter()
 
     bar.close()
@@ -543,8 +541,7 @@ def log_row(row, splits, model, device, settings):
     row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
-    row |= {"host": os.uname().nodename, "device": get_name()}
-    row["threads"] = torch.get_num_threads()
+    row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
     row["parameters"] = sum(weight.numel() for weight in model.parameters())
     rows = [None] * row["processes"]
     dist.all_gather_object(rows, row)
@@ -602,7 +599,12 @@ def timed_hook(comm_hook, bucket):
         sent.append(("all-reduce", start, now(), size))
         return future.value()
 
-    return comm_hook(bucket).then(note_end)
+    if not ON_GPU:
+        return comm_hook(bucket).then(note_end)
+    side = torch.Stream(bucket.buffer().device, priority=-1)  # backward might wait in the current
+    side.wait_stream(torch.accelerator.current_stream(bucket.buffer().device))
+    with side:
+        return comm_hook(bucket).then(note_end)
 
 
 def count_marks(is_warmup=False):

@@ -338,8 +338,7 @@ def main(args):  # runs in each process
         if not is_look:
             continue
 
-        # A look, about once a second, at the same step in all processes: is the loss finite? Has
-        # somebody asked to stop? Python waits for the GPU only here.
+        # A look, about once a second, at one step in all processes. Python waits for the GPU here.
         look = add_up(sums)
         sums.clear()
         totals.update(look)
@@ -371,9 +370,8 @@ def main(args):  # runs in each process
             totals.clear()
         if is_stopped:
             break
-        # At most twice as many steps as before this look: the first batches may have been ready.
         pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
-        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
         look_step, look_time = step, time.perf_counter()
 
     bar.close()
@@ -471,8 +469,7 @@ def log_row(row, splits, model, device, settings):
     row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
-    row |= {"host": os.uname().nodename, "device": get_name()}
-    row["threads"] = torch.get_num_threads()
+    row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
     row["parameters"] = sum(weight.numel() for weight in model.parameters())
     rows = [None] * row["processes"]
     dist.all_gather_object(rows, row)
@@ -497,10 +494,9 @@ times, all_times = Counter(), Counter()  # seconds by phase since the last row, 
 
 def now():
     """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
-    moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
-    if ON_GPU:
-        moment.record()
-    return moment
+    if not ON_GPU:
+        return time.perf_counter()
+    return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True))
 
 
 def mark(phase):
@@ -518,7 +514,12 @@ def timed_hook(comm_hook, bucket):
         sent.append(("all-reduce", start, now(), size))
         return future.value()
 
-    return comm_hook(None, bucket).then(note_end)
+    if not ON_GPU:
+        return comm_hook(None, bucket).then(note_end)
+    side = torch.Stream(priority=-1)  # in the current one, the backward pass might wait for it
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        return comm_hook(None, bucket).then(note_end)
 
 
 def count_marks(is_warmup=False):
@@ -555,9 +556,8 @@ def take_marks(times, batch_size):
     row["seconds"] = sum(times[phase] for phase in PHASES)
     training = sum(times[phase] for phase in STEP_PHASES)
     row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    if ON_GPU:
-        row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
     return row
 
 

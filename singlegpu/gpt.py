@@ -281,8 +281,7 @@ def main(args):
         if not is_look:
             continue
 
-        # A look, about once a second: is the loss finite? Has somebody asked to stop? Python waits
-        # for the GPU only here.
+        # A look, about once a second. Python waits for the GPU here.
         look = {name: float(value) for name, value in sums.items()}
         sums.clear()
         totals.update(look)
@@ -377,8 +376,7 @@ def log_row(row, splits, model, device, settings):
     row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": 1, "nodes": 1, "rank": 0}
-    row |= {"host": os.uname().nodename, "device": get_name()}
-    row["threads"] = torch.get_num_threads()
+    row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
     row["parameters"] = sum(weight.numel() for weight in model.parameters())
     tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
     if settings["log"]:
@@ -432,9 +430,8 @@ def take_marks(times, batch_size):
     row["seconds"] = sum(times[phase] for phase in PHASES)
     training = sum(times[phase] for phase in STEP_PHASES)
     row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
-    row["peak_MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    if ON_GPU:
-        row["peak_MB"] = torch.accelerator.max_memory_allocated() / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
     return row
 
 

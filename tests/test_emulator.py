@@ -253,11 +253,7 @@ TIMES = {  # script, processes, changes; flags; the ms of a layer's forward, of 
 }
 
 
-WAITING = "the backward pass waits for all-reduces that a hook has started"
-MARKS = {name: pytest.mark.xfail(strict=True, reason=WAITING) for name in [*TIMES][:3]}
-
-
-@pytest.mark.parametrize("name", [pytest.param(each, marks=MARKS.get(each, ())) for each in TIMES])
+@pytest.mark.parametrize("name", TIMES)
 def test_times_are_those_that_must_be(logged, words, changed, name):
     """In each process. What a layer really computes takes no time. The look is taken off."""
     (script, processes, changes, flags, (forward, backward, comm)), times = TIMES[name]
