@@ -25,7 +25,7 @@ TOLD = {  # part, or a check of it: patterns of lines of gpu.md, without "- "
         *[alike(f"gpt.py .* {each}", 1) for each in ("--precision fp16", "--compile")],
     ],
     "stops:cnn": [
-        rf"stopped at step 6 and resumed: {NUMBER}, undisturbed {NUMBER}",
+        rf"stopped at step \d+ and resumed: {NUMBER}, undisturbed {NUMBER}",
         rf"phases of the later rows: {NUMBER} s of {NUMBER} s of wall time",
     ],
     "processes": [
