@@ -159,27 +159,6 @@ def block_with(word):
     return found
 
 
-SHARDED = """
-import torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-model = nn.Module()
-model.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-model.head = nn.Linear(8, 2)
-BLOCK
-print("shards", *(p.to_local().numel() for p in model.parameters()))
-dist.destroy_process_group()
-"""
-
-
-def test_readme_shards(run, tmp_path):
-    """The lines around fully_shard leave each of two processes half of all weights."""
-    (script := tmp_path / "multinode/train.py").parent.mkdir()
-    script.write_text(SHARDED.replace("BLOCK", block_with("fully_shard")))
-    assert run(script, processes=2).count(f"shards {'32 4 ' * 3}8 1\n") == 2
-
-
 def test_readme_table(logged, changed, tmp_path):
     """The functions of "Your own data and model" train alike in each folder: a later def counts."""
     example, curves = block_with("table.csv"), []
