@@ -537,17 +537,17 @@ def factors(length, device):
 
 
 @functools.lru_cache
-def signs(length, device):
+def directions(length, device):  # random numbers of mean 0 and variance 1. Signs might add to 0
     kind = torch.float32 if device.type == "mps" else torch.float64
-    rows = [factors(length, torch.device("cpu")) >> shift & 2 for shift in (9, 29)]
-    return change(torch.stack(rows) - 1, device, kind)
+    rows = [factors(length, torch.device("cpu")) >> shift & 0xFFFF for shift in (9, 29)]
+    return (change(torch.stack(rows), device, kind) / 0xFFFF - 0.5) * 12**0.5
 
 
 def sketch(tensor):  # random projections: about as large as the tensor
     if os.environ["CHECK_WHOLE"] and hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # all ranks of its mesh come here
     flat = local(tensor).flatten()
-    rows = signs(len(flat), flat.device)
+    rows = directions(len(flat), flat.device)
     return rows @ change(flat.abs() if flat.is_complex() else flat, rows.dtype)
 
 
