@@ -225,7 +225,7 @@ def test_a_half_written_snapshot_is_not_resumed(attempt, words, changed, tmp_pat
 
 MISFITS = (  # what is said, script, flags
     ("--num_stages must divide 1 processes, and", PIPELINE, "--num_stages 2"),
-    ("--num_stages must be 1 to 3, the layers", IMAGES, "--model mlp --num_stages 4"),
+    ("--num_stages must be at most 3, the layers", IMAGES, "--model mlp --num_stages 4"),
     ("--shard_size 2 must divide 1", FSDP, "--shard_size 2"),
     ("cannot write none/folder", FSDP, "--snapshot none/folder"),
 )

@@ -84,7 +84,9 @@ def tiny(tmp_path, data):
     weights = gpt.GPT(namespace(**sizes)).state_dict()
     # Large ones in the blocks: else the likeliest next token is the token itself in all rows.
     weights |= {name: 8 * weights[name] for name in weights if name.startswith("blocks")}
-    torch.save({"model": weights, "settings": {"dataset": "gone.txt"} | sizes}, tmp_path / "s.pt")
+    num_samples = len(gpt.read_data(namespace(dataset=data / "words.txt", **sizes))[0])
+    settings = {"dataset": "gone.txt", "num_samples": num_samples} | sizes
+    torch.save({"model": weights, "settings": settings}, tmp_path / "s.pt")
     return "--snapshot", tmp_path / "s.pt", "--dataset", data / "words.txt"
 
 
