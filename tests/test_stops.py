@@ -19,7 +19,6 @@ STOPS = {  # signals, who gets them, and the status. Only after SIGKILL is the r
         (signal.SIGKILL, "rank", 1),
         (signal.SIGKILL, "parent", -9),
         (signal.SIGUSR2, "group", AGAIN),
-        (signal.SIGTERM, "parent", AGAIN),
     ],
     "multinode": [(signal.SIGUSR2, "rank", 1), (signal.SIGTERM, "parent", 1)],  # torchrun's status
 }
