@@ -6,7 +6,9 @@ r"""Train a GPT whose weights are divided over processes: FSDP, also known as Ze
 The model need not fit on one GPU. With 4 processes and --shard_size 2, ranks 0 and 1 share a copy,
 and 2 and 3 another: each holds half of each weight, of its gradient and of its optimizer state.
 Before a block runs, an all-gather collects its weights. After its backward pass, a reduce-scatter
-leaves each process its half of the gradients, which an all-reduce averages over the copies.
+leaves each process its half of the gradients, which an all-reduce averages over the copies. In
+newer versions of PyTorch, fully_shard's shard_placement_fn can leave single weights whole, where
+there is one copy (pytorch#183366).
 
 --snapshot is a folder, in which each process writes its shards. Resume from your own alone: PyTorch
 executes what it finds there. This makes a file of them, for --init_from and quantize/gpt.py:
