@@ -287,7 +287,7 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{newest[0]} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
             sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         states = dict(zip(("model", "optimizer"), dcp_states.get_state_dict(model, optimizer)))
         dcp.load(states, checkpoint_id=newest[0])  # in place
@@ -304,7 +304,7 @@ def main(args):  # runs in each process
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
 
-    torch.manual_seed(hash((args.seed, first_step, rank)))  # workers of each draw other crops
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)

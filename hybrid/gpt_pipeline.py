@@ -402,7 +402,7 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
             sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -425,7 +425,7 @@ def main(args):  # runs in each process
     # This pipeline, the copies of this stage, and the two stages of this embedding, if it has one.
     pipeline, copies, ends = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in groups)
 
-    torch.manual_seed(hash((args.seed, first_step, rank)))  # workers of each draw other crops
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # other crops in each process
     indices = training_batches(train_data, first_step, copies, args)
     batches = iter(create_loader(train_data, indices, args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar

@@ -234,7 +234,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
             sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -251,7 +251,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     ddp_model.broadcast_buffers = False  # not in each step: evaluate() does it
     ddp_model.register_comm_hook(COMM_HOOKS[args.comm_hook], timed_hook)
 
-    torch.manual_seed(hash((args.seed, first_step, rank)))  # workers of each draw other crops
+    torch.manual_seed(hash((args.seed, first_step, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)

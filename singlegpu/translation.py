@@ -319,7 +319,7 @@ def main(args):
         settings["run"] = old["run"]
         if changed:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # else its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
             sys.exit("to start anew: --init_from it, with another --snapshot")
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it

@@ -42,7 +42,7 @@ PATHS = [path for folder in (*FOLDERS, "tools") for path in sorted(Path(folder).
 TITLE = re.compile(r"^(# == .* =+)\n", re.M)
 YOURS, RUN, TIMING = TITLE.findall(Path("multigpu/images.py").read_text())
 # The names whose text may differ: everywhere, and from multigpu in a folder or in a script.
-FREE = "head main parse_args parse_run_args MAY_CHANGE".split()
+FREE = "head main parse_args parse_run_args".split()
 OWN = {
     "singlegpu": """training_batches evaluate log_row STEP_PHASES last_step mark count_marks
         take_marks print_marks""",
@@ -53,7 +53,6 @@ OWN = {
     "hybrid/mnist": "print_marks",
     "tools/predict": "runs_of",  # it sums up a step, report.py an epoch
 }
-OLD = ("quantize/gpt",)  # not compared: new ones come
 
 
 def pieces(source):
@@ -79,7 +78,7 @@ def group_of(path, name):
     """Returns what the copies that have the same text of this name share; None: it may differ."""
     folder, task = path.parent.name, path.stem.split("_")[0]  # that of gpt_fsdp is gpt
     own = f"{OWN.get(folder, '')} {OWN.get(f'{folder}/{path.stem}', '')}".split()
-    if f"{folder}/{path.stem}" in OLD or name in FREE:
+    if name in FREE:
         return None
     if name in (RUN, TIMING):
         return "several" if name == TIMING and folder != "singlegpu" else folder
