@@ -62,10 +62,9 @@ def main(args):
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     sizes = range(num_replicas, len(train_data) + 1, max(1, num_replicas))
     if world_size % 2 or args.epochs < 1 or args.batch_size not in sizes:
-        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
         words = f"--batch_size a multiple of {num_replicas} replicas, up to {len(train_data)}"
         words = f"each replica needs two processes; training needs --epochs >= 1, and {words}"
-        sys.exit(words if rank == 0 else 1)
+        sys.exit(words)
     groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)

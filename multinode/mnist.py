@@ -58,9 +58,8 @@ def main(args):
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     size = len(train_data)
     if args.epochs < 1 or args.batch_size not in range(world_size, size + 1, world_size):
-        time.sleep(min(rank, 1))  # rank 0 says it first: the launcher then ends the others
         words = f"a multiple of {world_size} processes, up to {size}"
-        sys.exit(f"needs --epochs >= 1, and --batch_size {words}" if rank == 0 else 1)
+        sys.exit(f"needs --epochs >= 1, and --batch_size {words}")
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, drop_last=True)
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch

@@ -211,7 +211,7 @@ def main(args):
     node, nodes = number("GROUP_RANK", "NODEID"), number("GROUP_WORLD_SIZE", "STEP_NUM_NODES")
     local_rank = number("LOCAL_RANK", "LOCALID")
     if world_size == 1 or nodes == 1 and args.pairs:
-        sys.exit("it needs two processes or more, and --pairs two nodes" if rank == 0 else 1)
+        sys.exit("it needs two processes or more, and --pairs two nodes")
     if nodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # this machine only
     device = torch.device(local_rank % torch.accelerator.device_count() if ON_GPU else "cpu")
