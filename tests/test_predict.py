@@ -64,7 +64,7 @@ def test_prediction_by_hand(log, link):
     comm = max(0.4 * SHARE + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup (x)"]) == about(4 * 0.9 / (0.9 + comm))
     assert (
-        "It pays up to 2 processes: 4 are 1.32 times as fast as 2, and 1.50 times would pay."
+        "It pays up to 2 processes: 4 are 1.32 times as fast as 2 (rule: 1.50 or more pays)."
         in text
     )
     assert "efficiency is 80% or more up to 8." in text

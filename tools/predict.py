@@ -109,7 +109,7 @@ def pays_up_to(runs):
         if fast / slow < needed:
             limit = f"1 {one}" if few == 1 else f"{few} {several}"
             gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
-            return few, f"It pays up to {limit}: {gain}, and {needed:.2f} times would pay."
+            return few, f"It pays up to {limit}: {gain} (rule: {needed:.2f} or more pays)."
     most = speedups.index.max()
     return most, f"It pays up to {most} {several}, and there are no numbers on more."
 
@@ -331,9 +331,9 @@ def draw(strong, measured, title, path):
         axes.plot(x, y, "s", color="#D55E00", fillstyle="none", markersize=10, label="measured")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="processes (log scale)", ylabel="speedup over one process")
-    sentence = pays_up_to(strong)[1].split(":")[0]
-    save(axes.figure, f"{sentence}\n{title}", path, "outside right center")
+    axes.set(xlabel="processes (both axes: log scale)", ylabel="speedup (times)")
+    sentence = pays_up_to(strong)[1].replace(": ", ":\n", 1)
+    save(axes.figure, f"{sentence}\n{title}", path, ncols=3)
 
 
 def parse_args():

@@ -177,7 +177,7 @@ def pays_up_to(runs):
         if fast / slow < needed:
             limit = f"1 {one}" if few == 1 else f"{few} {several}"
             gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
-            return few, f"It pays up to {limit}: {gain}, and {needed:.2f} times would pay."
+            return few, f"It pays up to {limit}: {gain} (rule: {needed:.2f} or more pays)."
     most = speedups.index.max()
     return most, f"It pays up to {most} {several}, and there are no numbers on more."
 
@@ -215,10 +215,7 @@ def comparison(group):
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
     lines += [*tables(SPEED, group), pays_up_to(group)[1], ""]
     if (group["efficiency (%)"] > 110).any():
-        lines += [
-            "Not to be trusted: N processes are more than N times as fast. Was one slowed?",
-            "",
-        ]
+        lines += ["Not to be trusted: N processes are over N times as fast. Was one slowed?", ""]
     hosts = group["hosts"]
     if len(set.union(*hosts)) > hosts.map(len).max() or group["device"].nunique() > 1:
         places = zip(group["processes"], group["device"], hosts)
@@ -246,11 +243,11 @@ def draw_scaling(group, path):
         axes.bar_label(bars, map(cell, group[column]), label_type="center")
         [marks] = axes.plot(places, ideal, "k_", markersize=30, markeredgewidth=2)
         axes.set_title(column.replace("epoch", "time of an epoch").replace("(x)", "(times)"))
-    marks.set_label("ideal: N are N times as fast")
+    marks.set_label("ideal")
     tops = 0
     for phase in group[PHASES].loc[:, group[PHASES].any()]:
         spans = 1000 * group[phase] / group["steps_per_epoch"]
-        label = phase.replace("comm", "comm (not hidden)")
+        label = phase.replace("comm", "comm, while nothing computes")
         step.bar(places, spans, 0.7, tops, color=COLOURS[phase], label=label)
         tops += spans
     step.set_title("time of a step by phase (ms)")
@@ -264,6 +261,7 @@ def draw_step(rows, path):
     """Draws the last step in a log: the phases of each rank and, below them, its collectives.
 
     In DDP, an all-reduce waits until it has begun in all processes: that part of it is hatched.
+    The sentence has what the late process adds to the step: waiting that computing does not hide.
     """
     last = rows.loc[rows.index.max()]  # the last that was written
     events = rows[(rows["of"] == last["of"]) & (rows["step"] == last["step"])].explode("last_step")
@@ -286,17 +284,19 @@ def draw_step(rows, path):
         axes.barh(part["rank"], part["ms"], 0.5, part["start"], **bars)
     bars = {"color": "black", "label": ", ".join(sent["name"].unique())}
     axes.barh(sent["rank"] + 0.4, sent["ms"] - waits, 0.2, sent["start"] + waits, **bars)
-    bars = {"hatch": "////", "fill": False, "label": "waiting in it" if waits.any() else None}
+    bars = {"hatch": "////", "fill": False, "label": "all-reduce, waiting" if waits.any() else None}
     axes.barh(sent["rank"] + 0.4, waits, 0.2, sent["start"], **bars)
     axes.invert_yaxis()
     axes.set_yticks(hosts.index, [f"rank {rank} on {host}" for rank, host in hosts.items()])
     axes.set_xlabel("time (ms)")
-    waits = waits.groupby(sent["rank"]).sum()
+    exposed = phases[phases["name"] == "comm"].groupby("rank")["ms"].sum()
     sentence = "One step"
     if "bubble" in sums:  # stages wait for each other, whoever is late
-        sentence = f"{sums['bubble'] / sums.sum():.0%} of this step is bubble: stages wait"
+        sentence = f"{sums['bubble'] / sums.sum():.0%} of this step is bubble: a stage waits"
+        sentence += "\nA box is the forward or backward pass of one micro-batch"
     elif waits.any():
-        sentence = f"Rank {waits.idxmax()} waits {waits.max():.3g} ms for rank {waits.idxmin()}"
+        ms = exposed.max() - exposed.min()
+        sentence = f"Rank {exposed.idxmin()} comes last: rank {exposed.idxmax()} waits {ms:.3g} ms"
     save(axes.figure, sentence, path, ncols=4, fontsize=10)
 
 
