@@ -43,14 +43,6 @@ def read_data(args):
     return [TensorDataset(part.unfold(0, length, 1)) for part in (series[:start], series[start:])]
 
 
-def training_order(data, rng):
-    return rng.permutation(len(data))
-
-
-def create_loader(data, batches, args):  # a whole batch by one index
-    return DataLoader(data, batch_size=None, sampler=batches, num_workers=args.num_workers)
-
-
 class Forecast(nn.Module):
     """A network on what a series differs from its last value. All series share it."""
 
@@ -69,14 +61,6 @@ def create_model(args, data):
     return Forecast(args)
 
 
-def create_optimizer(model, args):
-    return torch.optim.AdamW(model.parameters(), args.learning_rate)
-
-
-def learning_rate(args, done):
-    return args.learning_rate
-
-
 def batch_loss(model, batch, args):
     """The rows' mae and naive are in standard deviations. naive: the last value, repeated."""
     (windows,) = batch
@@ -87,7 +71,3 @@ def batch_loss(model, batch, args):
     naive = (past[..., -1:] - future).abs().mean((1, 2)).sum()
     sums = {"loss": loss * len(windows), "mae": errors, "naive": naive, "count": len(windows)}
     return loss, sums
-
-
-def finish(model, data, args, device):
-    """Called by rank 0 at the end. There is nothing to do."""

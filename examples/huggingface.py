@@ -36,14 +36,6 @@ def read_data(args):
     return [part.with_format("torch", columns) for part in parts]
 
 
-def training_order(data, rng):
-    return rng.permutation(len(data))
-
-
-def create_loader(data, batches, args):
-    return DataLoader(data, batch_sampler=batches, num_workers=args.num_workers)
-
-
 def create_model(args, data):
     num_labels = len(data.unique("labels"))
     options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}  # a new last layer
@@ -53,21 +45,9 @@ def create_model(args, data):
     return model
 
 
-def create_optimizer(model, args):
-    return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)
-
-
-def learning_rate(args, done):
-    return args.learning_rate * (1 - done)
-
-
 def batch_loss(model, batch, args):
     labels = batch["labels"]
     output = model(batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels)
     correct = (output.logits.argmax(1) == labels).sum()
     sums = {"loss": output.loss * len(labels), "acc": correct, "count": len(labels)}
     return output.loss, sums
-
-
-def finish(model, data, args, device):
-    """Called by rank 0 at the end. There is nothing to do."""

@@ -28,14 +28,6 @@ def read_data(args):
     return TensorDataset(samples[:num_train]), TensorDataset(samples[num_train:])
 
 
-def training_order(data, rng):
-    return rng.permutation(len(data))
-
-
-def create_loader(data, batches, args):  # a whole batch by one index
-    return DataLoader(data, batch_size=None, sampler=batches, num_workers=args.num_workers)
-
-
 class LoRA(nn.Module):
     """Adds the product of two small matrices to a frozen layer. At first, the product is 0."""
 
@@ -58,21 +50,8 @@ def create_model(args, data):
     return network
 
 
-def create_optimizer(model, args):
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, args.learning_rate)
-
-
-def learning_rate(args, done):
-    return args.learning_rate
-
-
 def batch_loss(model, batch, args):
     (tokens,) = batch  # (B, T + 1), without padding: each process has the same number of tokens
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # (B, T, V)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     return loss, {"loss": loss * len(tokens), "count": len(tokens)}
-
-
-def finish(model, data, args, device):
-    """Called by rank 0 at the end. There is nothing to do."""

@@ -59,14 +59,6 @@ def read_data(args):
     return squares(480, args.image_size), squares(96, args.image_size)
 
 
-def training_order(data, rng):
-    return rng.permutation(len(data))
-
-
-def create_loader(data, batches, args):
-    return DataLoader(data, batch_sampler=batches, num_workers=args.num_workers)
-
-
 def block(num_inputs, num_outputs):
     """GroupNorm, as BatchNorm has other statistics in each process."""
     convolution = nn.Conv2d(num_inputs, num_outputs, 3, padding=1)
@@ -96,14 +88,6 @@ def create_model(args, data):
     return UNet(args.num_classes)
 
 
-def create_optimizer(model, args):
-    return torch.optim.AdamW(model.parameters(), args.learning_rate)
-
-
-def learning_rate(args, done):
-    return args.learning_rate
-
-
 def batch_loss(model, batch, args):
     """Divides the sum over labelled pixels by the number of all pixels.
 
@@ -115,7 +99,3 @@ def batch_loss(model, batch, args):
     loss = nn.functional.cross_entropy(logits, masks, ignore_index=NO_LABEL, reduction="sum")
     correct = (logits.argmax(1) == masks).sum()  # never where there is no label
     return loss / masks.numel(), {"loss": loss, "acc": correct, "count": (masks != NO_LABEL).sum()}
-
-
-def finish(model, data, args, device):
-    """Called by rank 0 at the end. There is nothing to do."""

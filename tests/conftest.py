@@ -250,19 +250,6 @@ def changed(tmp_path):
     return changed
 
 
-@pytest.fixture
-def paste(tmp_path):
-    """paste(band, folder, task="images") is the path of this script with the band in its place."""
-    from prediction import with_band  # here, as it imports pandas
-
-    def paste(band, folder="singlegpu", task="images"):
-        (script := tmp_path / folder / "mine.py").parent.mkdir(exist_ok=True)
-        script.write_text(with_band(band, f"{folder}/{task}.py"))
-        return script
-
-    return paste
-
-
 @pytest.fixture(scope="session")
 def emulator():
     """Builds the emulated accelerator, once for each torch; half a minute."""
@@ -340,10 +327,13 @@ def table(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session")
-def table_band(table):
-    """The text of examples/table.py, with this file as its default."""
-    return (ROOT / "examples/table.py").read_text().replace("table.csv", str(table))
+def uneven_table(path):
+    """Writes a CSV file of ages, prices, Unix times within minutes, and a target."""
+    ages, prices, times, noise = np.random.default_rng(0).standard_normal((4, 600))
+    target = 150 + 40 * ages - 20 * prices + 50 * times + 8 * noise
+    columns = [50 + 10 * ages, 9e5 + 1e5 * prices, np.round(1_764_300_000 + 30 * times), target]
+    np.savetxt(path, np.stack(columns, axis=1), "%.12g", ",", header="age,price,time,target")
+    return path
 
 
 def rows(path):

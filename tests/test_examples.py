@@ -1,12 +1,14 @@
-"""Sections that users paste, on the runs of three folders: they train; mistakes are told."""
+"""Functions that users paste, on the runs of three folders: they train; mistakes are told."""
 
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, RUN, curve, load, replaced, rows
+from conftest import ROOT, RUN, curve, load, replaced, rows, uneven_table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -70,6 +72,28 @@ def letters(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def paste(tmp_path):
+    """paste(example, folder) is a copy of images.py after the steps of examples/README.md."""
+
+    def paste(example, folder):
+        text = (ROOT / f"{folder}/images.py").read_text()
+        names = re.findall(r"^def (\w+)", example, re.M)
+        for name in {*names, "read_images", "read_photo"}:
+            text = re.sub(rf"^def {name}\(.*?(?=^\S)", "", text, flags=re.M | re.S)
+        (script := tmp_path / f"{folder}/mine.py").parent.mkdir(exist_ok=True)
+        script.write_text(replaced(text, {RUN: f"{example}\n\n{RUN}"}))
+        return script
+
+    return paste
+
+
+def misnamed(script):
+    """What ruff says of names that are defined twice, or not at all."""
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F811,F821", script]
+    return subprocess.run(ruff, capture_output=True, text=True).stdout
+
+
 EXAMPLES = {  # name: its flags; a word in braces is what the fixture of this name returns
     "table": "--table {table}",
     "huggingface": "--network {network} --texts {texts} --seq_len 8 --learning_rate 1e-2",
@@ -82,6 +106,14 @@ EXAMPLES = {  # name: its flags; a word in braces is what the fixture of this na
 def test_each_example_is_tried():
     others = {"muon", "tokens", "show_log", "predict_photo"}  # the last one by test_project.py
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys() | others
+
+
+def test_two_functions_of_one_name_are_found(changed):
+    """By ruff, where somebody pastes an example and deletes nothing."""
+    example = (ROOT / "examples/table.py").read_text()
+    found = misnamed(changed("multigpu/images.py", {RUN: f"{example}\n\n{RUN}"}))
+    names = {*re.findall(r"^def (\w+)", example, re.M)}
+    assert {*re.findall(r"^F811 .* `(\w+)`", found, re.M)} == names and len(names) == 4
 
 
 def test_muon(logged, changed, data, tmp_path):
@@ -118,18 +150,18 @@ def test_rows_of_a_log_in_tensorboard(run, tmp_path):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_train_with_one_loss_curve(logged, request, paste, tmp_path, name):
-    """They train on one process and on several, two workers each, in any script's section."""
-    band = (ROOT / f"examples/{name}.py").read_text()
+    """They train on one process and on several, two workers each."""
+    example = (ROOT / f"examples/{name}.py").read_text()
     flags = EXAMPLES[name]
     for fixture in re.findall(r"\{(\w+)\}", flags):
         flags = flags.replace(f"{{{fixture}}}", str(request.getfixturevalue(fixture)))
     words = (*flags.split(), "--num_workers", 2, "--batch_size", 12, "--max_steps", 24)
     several = [*EXAMPLES].index(name) % 2  # each has its turn in multigpu or multinode
-    places = ("singlegpu", 1, "images"), (("multigpu", 2, "text"), ("multinode", 3, "gpt"))[several]
     curves = []
-    for folder, processes, task in places:
+    for folder, processes in (("singlegpu", 1), LAUNCHES[several]):
+        assert "All checks passed" in misnamed(script := paste(example, folder))
         more = ("--eval_every", 8, "--snapshot", path := tmp_path / f"{folder}.pt")
-        log = logged(paste(band, folder, task), *words, *more, processes=processes)
+        log = logged(script, *words, *more, processes=processes)
         curves.append(curve(log))
         assert curves[-1][-1, 1] < curves[-1][0, 1], "it learns"
         assert load(path)["step"] == rows(log)[-1]["step"] == 24
@@ -137,18 +169,33 @@ def test_examples_train_with_one_loss_curve(logged, request, paste, tmp_path, na
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
 
 
-# What follows changes the section of table.py: text that stands there once, and another.
+def test_a_table_of_unlike_columns(logged, paste, tmp_path):
+    """Unix times, which float32 rounds to 128 s, and others: they explain most of the variance."""
+    script = paste((ROOT / "examples/table.py").read_text(), "singlegpu")
+    words = ("--table", uneven_table(tmp_path / "table.csv"), "--epochs", 10)
+    row = rows(logged(script, *words))[-1]
+    assert row["val_loss"] < 0.3 and row["val_mae"] < 0.5, row
+
+
+# What follows changes a copy that has table.py: text that stands there once, and another.
 BATCH = "features, targets = batch\n"
-DATA = "return [Subset(data, part.indices) for part in parts]"
+DATA = "return [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]"
 
 
 @pytest.fixture
-def mine(table_band, paste):
-    """mine({text: another, ...}) is the path of a script with the table's section, changed so."""
-    return lambda changes, folder="multigpu": paste(replaced(table_band, changes), folder)
+def mine(table, paste):
+    """mine({text: another, ...}) is the path of a script with table.py, changed so."""
+    example = (ROOT / "examples/table.py").read_text().replace("table.csv", str(table))
+
+    def mine(changes, folder="multigpu"):
+        script = paste(example, folder)
+        script.write_text(replaced(script.read_text(), changes))
+        return script
+
+    return mine
 
 
-UNREADABLE = """
+UNREADABLE = """data, val = [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]
     class Data(torch.utils.data.Dataset):
         def __len__(self):
             return len(data)
@@ -156,7 +203,7 @@ UNREADABLE = """
             if index == 77:
                 raise OSError("sample 77 cannot be read")
             return data[index]
-    return Data(), data"""
+    return Data(), val"""
 
 
 @pytest.mark.parametrize(("folder", "processes"), LAUNCHES)
@@ -168,7 +215,7 @@ def test_an_error_of_a_section_ends_all(attempt, mine, tmp_path, folder, process
     assert not (tmp_path / "s.pt").exists()
 
 
-DRAWING = """
+DRAWING = """data, val = [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]
     class Augmented(torch.utils.data.Dataset):
         def __len__(self):
             return len(data)
@@ -177,7 +224,9 @@ DRAWING = """
             with open(f"FOLDER/{os.getpid()}", "a") as file:
                 print(number, file=file)
             return data[index][0] + number, data[index][1]
-    return Augmented(), data"""
+    return Augmented(), val"""
+PERMUTED = """if not isinstance(data, StackDataset):
+        return rng.permutation(len(data))"""
 ORDER = """with open(f"FOLDER/order{torch.initial_seed()}", "a") as file:
         print(torch.randperm(9).tolist(), rng.permutation(9), file=file)
     return rng.permutation(len(data))"""
@@ -190,7 +239,7 @@ def test_what_is_drawn_at_random(run, mine, tmp_path, workers):
     Augmentation differs between processes, workers, steps and epochs.
     """
     (drawn := tmp_path / "drawn").mkdir()
-    changes = {DATA: DRAWING, "return rng.permutation(len(data))": ORDER}
+    changes = {DATA: DRAWING, PERMUTED: ORDER}
     script = mine({text: new.replace("FOLDER", str(drawn)) for text, new in changes.items()})
     words = ("--batch_size", 240, "--max_steps", 4, "--num_workers", workers)  # two an epoch
     run(script, *words, processes=3)
@@ -210,20 +259,15 @@ NESTED = """class Nested(torch.utils.data.Dataset):
         def __getitem__(self, index):  # it computes with its index
             features, targets = self.part[index + 1 - 1]
             return {"features": features, "list": [targets, index % 2]}
-    return [Nested(Subset(data, part.indices)) for part in parts]"""
+    return [Nested(TensorDataset(part[:, :-1], part[:, -1:])) for part in parts]"""
 UNNESTED = """features, (targets, odd) = batch["features"], batch["list"]
     assert odd.shape == (len(features),)
 """
-WHOLE = """features, targets = data[:]
-    data = TensorDataset(features, targets)
-    return [TensorDataset(*data[part.indices]) for part in parts]"""
+LIST = "return [[(row[:-1], row[-1:]) for row in part] for part in parts]"
 NETWORK = "return nn.Sequential(nn.Linear(len(features), 16), nn.ReLU(), nn.Linear(16, 1))"
 HABITS = {  # a batch stays what the data makes of it
-    "nested": {DATA: NESTED, BATCH: UNNESTED, "data[0]": "data[0]['features'], 0"},
-    "a whole batch by one index": {
-        DATA: WHOLE,
-        "batch_sampler=batches": "batch_size=None, sampler=batches",
-    },
+    "nested": {DATA: NESTED, BATCH: UNNESTED, "_ = data[0]": "_ = data[0]['features'], 0"},
+    "samples one by one": {DATA: LIST},
 }
 
 
@@ -238,12 +282,12 @@ def test_batch_norm_and_several_optimizers_resume(run, mine, tmp_path):
     """Those of muon.py: the weights of an undisturbed run. A frozen layer stays as it is."""
     several = (ROOT / "examples/muon.py").read_text()
     several = re.search(r"^class Several.*?(?=\n\n\n)", several, re.M | re.S)[0]
-    optimizer = "return torch.optim.SGD(model.parameters(), args.learning_rate, momentum=0.9)"
+    optimizer = "return torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)"
     optimizers = """adam = torch.optim.Adam(model[1].parameters(), 0.1)
     return Several(adam, torch.optim.SGD(model[3].parameters(), 0.1))"""
     network = NETWORK.replace("nn.Linear(len", "nn.BatchNorm1d(len(features)), nn.Linear(len", 1)
     changes = {NETWORK: network, optimizer: optimizers}
-    rate = "return args.learning_rate * (1 + math.cos(math.pi * done)) / 2"
+    rate = "return args.learning_rate * (20 * done if done < 0.05 else 1.05 - done)"
     script = mine(changes | {rate: f"return 0.05\n\n\n{several}"})
     found = []
     for steps, name in ((10, "cut"), (40, "cut"), (40, "whole")):
