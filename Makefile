@@ -45,9 +45,11 @@ lint: .venv/installed
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet '.[dev]'
+	rm -rf build *.egg-info  # what pip leaves
 	touch $@
 
 .venv-$(TORCH)/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$(TORCH)
 	.venv-$(TORCH)/bin/pip install --quiet torch==$(TORCH) '.[dev]'
+	rm -rf build *.egg-info
 	touch $@
