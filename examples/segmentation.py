@@ -4,7 +4,6 @@ PHOTOS/train and PHOTOS/val hold images/NAME.jpg, or .png, and masks/NAME.png, i
 is the number of its class. If you augment, do it in the Photos of train alone.
 """
 
-from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
 NO_LABEL = 255
