@@ -44,7 +44,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
+if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -402,7 +402,7 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
             sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -430,7 +430,7 @@ def main(args):  # runs in each process
     batches = iter(create_loader(train_data, indices, args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
-    sums, totals = Counter(), Counter()  # since the last look; of all processes since the row
+    sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     schedule = create_schedule(stage, pipeline, sums, scaler, device, args)
     row, is_stopped = None, False
     look_step, look_time, next_look = first_step, time.perf_counter(), 0
@@ -471,7 +471,7 @@ def main(args):  # runs in each process
         if not is_look:
             continue
 
-        # A look, about once a second, at one step in all processes. Python waits for the GPU here.
+        # A look, about once a second, in all processes at the same step. Python waits for the GPU.
         look = add_up(sums)
         sums.clear()
         totals.update(look)
@@ -498,14 +498,14 @@ def main(args):  # runs in each process
                 os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
             mark("save")
             splits = {"train": totals}
-            if not is_stopped:  # else there may be no time for it
+            if not is_stopped:  # a stopped run may have no time for it
                 splits["val"] = evaluate(schedule, stage, sums, val_data, copies, device, args)
                 mark("eval")
             row = log_row(row, splits, model, device, settings)
             totals.clear()
         if is_stopped:
             break
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, from two sums
         next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
         look_step, look_time = step, time.perf_counter()
 

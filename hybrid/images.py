@@ -33,7 +33,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
+if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -90,7 +90,7 @@ def read_images(args, is_train):
     elif args.dataset == "cifar10":
         cifar = datasets.CIFAR10(args.data_dir, is_train, download=True)
         images, labels = cifar.data.transpose(0, 3, 1, 2), np.array(cifar.targets)
-    elif os.path.exists(f"{args.dataset}/{split}_images.npy"):  # mapped: it may exceed the memory
+    elif os.path.exists(f"{args.dataset}/{split}_images.npy"):  # memory-mapped: may exceed RAM
         images = np.asarray(np.load(f"{args.dataset}/{split}_images.npy", mmap_mode="r"))
         images = images if images.ndim == 4 else images[:, None]  # bigMNIST has no channels
         labels = np.load(f"{args.dataset}/{split}_labels.npy").astype(np.int64)
@@ -101,7 +101,7 @@ def read_images(args, is_train):
         folder = f"{args.dataset}/{'train' if is_train else 'val'}"
         transform = v2.Compose([*crop, v2.PILToTensor()])
         return datasets.ImageFolder(folder, transform, loader=read_photo)
-    data = StackDataset(images, labels)  # arrays of NumPy, which is faster at this than PyTorch
+    data = StackDataset(images, labels)  # NumPy's arrays are indexed faster than tensors
     data.classes = range(int(labels.max()) + 1)
     return data
 
@@ -112,9 +112,9 @@ def read_photo(path):
 
 
 def training_order(data, rng):
-    """Returns the indices (N,) of an epoch: blocks of 2 MiB in random order, mixed 128 at a time.
+    """Returns the indices (N,) of an epoch in random order. Up to 256 MiB are shuffled as a whole.
 
-    So a file larger than memory is read in long pieces. Up to 256 MiB are shuffled as a whole.
+    A larger file is read in pieces of 2 MiB in random order, of which 128 at a time are shuffled.
     """
     if not isinstance(data, StackDataset):
         return rng.permutation(len(data))
@@ -161,7 +161,7 @@ def create_model(args, data):
     else:
         network = models.get_model(args.model, weights="DEFAULT" if args.pretrained else None)
         linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
-        last = network.get_submodule(linear[-1])  # it tells the 1,000 classes of ImageNet apart
+        last = network.get_submodule(linear[-1])  # the layer for ImageNet's 1,000 classes
         network.set_submodule(linear[-1], nn.Linear(last.in_features, num_classes))
         enlarge = nn.Upsample((max(32, height), max(32, width)))  # vgg11 takes no smaller ones
         normalize = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
@@ -340,7 +340,7 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
             sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -369,7 +369,7 @@ def main(args):  # runs in each process
     batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
-    sums, totals = Counter(), Counter()  # since the last look; of all processes since the row
+    sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
     look_step, look_time, next_look = first_step, time.perf_counter(), 0
     prepare_marks(devices)
@@ -393,7 +393,7 @@ def main(args):  # runs in each process
             add_batch(batch_sums, sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # timed_hook() marks the last backward
+            mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
         is_warmup = step <= first_step + 3  # they are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
@@ -408,7 +408,7 @@ def main(args):  # runs in each process
         if not is_look:
             continue
 
-        # A look, about once a second, at one step in all processes. Python waits for the GPU here.
+        # A look, about once a second, in all processes at the same step. Python waits for the GPU.
         look = add_up(sums)
         sums.clear()
         totals.update(look)
@@ -433,14 +433,14 @@ def main(args):  # runs in each process
                 os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
             mark("save")
             splits = {"train": totals}
-            if not is_stopped:  # else there may be no time for it
+            if not is_stopped:  # a stopped run may have no time for it
                 splits["val"] = evaluate(network, groups, val_data, device, autocast, args)
                 mark("eval")
             row = log_row(row, splits, model, device, settings)
             totals.clear()
         if is_stopped:
             break
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, from two sums
         next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
         look_step, look_time = step, time.perf_counter()
 

@@ -70,12 +70,12 @@ def main(args):
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
     share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
-    # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
+    # It reads a batch by one index. Your own Dataset needs DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)[3 * stage : 3 * stage + 3].to(device)  # its layers
     model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
-    for weights in model.parameters():  # the last of these marks ends the phase
+    for weights in model.parameters():  # the mark of the last gradient ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -111,7 +111,7 @@ def main(args):
             optimizer.step()
             optimizer.zero_grad()
             mark("optimizer")
-        with torch.no_grad():  # all images, once each. A DistributedSampler drops or repeats some.
+        with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
             if stage == 0:
                 dist.send(model(val_images), rank + 1)
             else:
@@ -133,7 +133,7 @@ def main(args):
     dist.destroy_process_group()
 
 
-# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ==
+# == Where the time goes. To remove it, delete this section, and each line with "mark". ==========
 marks = []  # (phase, the moment at which it ended)
 
 

@@ -39,15 +39,15 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
-    sampler = DistributedSampler(train_data, drop_last=True)
+    sampler = DistributedSampler(train_data, drop_last=True)  # not for val_data: it drops some
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
-    # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
+    # It reads a batch by one index. Your own Dataset needs DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    for weights in model.parameters():  # the last of these marks ends the phase
+    for weights in model.parameters():  # the mark of the last gradient ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -67,7 +67,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
             optimizer.zero_grad()
             loss_sum += loss.detach()  # loss.item() would make Python wait for the GPU
             mark("optimizer")
-        with torch.no_grad():  # all images, once each. A DistributedSampler drops or repeats some.
+        with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
         results = torch.stack([loss_sum / len(loader) / world_size, val_acc])
         dist.all_reduce(results)  # now all have the sums over all processes
@@ -82,7 +82,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     dist.destroy_process_group()
 
 
-# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ==
+# == Where the time goes. To remove it, delete this section, and each line with "mark". ==========
 marks = []  # (phase, the moment at which it ended)
 
 

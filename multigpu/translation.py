@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
+if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -325,7 +325,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
             sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -339,14 +339,14 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
     network = torch.compile(model) if args.compile else model  # both have the same weights
     ddp_model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # not in each step: evaluate() does it
+    ddp_model.broadcast_buffers = False  # evaluate() sends them, instead of each step
     ddp_model.register_comm_hook(COMM_HOOKS[args.comm_hook], timed_hook)
 
     torch.manual_seed(hash((args.seed, first_step, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
-    sums, totals = Counter(), Counter()  # since the last look; of all processes since the row
+    sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
     look_step, look_time, next_look = first_step, time.perf_counter(), 0
     mark("start")
@@ -368,7 +368,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
             add_batch(batch_sums, sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # timed_hook() marks the last backward
+            mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
         is_warmup = step <= first_step + 3  # they are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
@@ -383,7 +383,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         if not is_look:
             continue
 
-        # A look, about once a second, at one step in all processes. Python waits for the GPU here.
+        # A look, about once a second, in all processes at the same step. Python waits for the GPU.
         look = add_up(sums)
         sums.clear()
         totals.update(look)
@@ -408,14 +408,14 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
                 os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
             mark("save")
             splits = {"train": totals}
-            if not is_stopped:  # else there may be no time for it
+            if not is_stopped:  # a stopped run may have no time for it
                 splits["val"] = evaluate(network, val_data, device, autocast, args)
                 mark("eval")
             row = log_row(row, splits, model, device, settings)
             totals.clear()
         if is_stopped:
             break
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second: both are sums
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, from two sums
         next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
         look_step, look_time = step, time.perf_counter()
 
@@ -641,7 +641,7 @@ if __name__ == "__main__":
     args.num_gpus = args.num_gpus or num_gpus or 2
     if args.num_gpus > num_gpus > 0:
         sys.exit(f"this machine has {num_gpus} GPU(s), not {args.num_gpus}")
-    # Downloads what is missing, once. It gets a copy of args, to which it may add.
+    # Downloads what is missing, once. read_data() may add to args: it gets a copy.
     size = len(read_data(argparse.Namespace(**vars(args)))[0])
     share = args.num_gpus * args.grad_accum_steps
     if args.batch_size not in range(share, size + 1, share):

@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
+if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -228,7 +228,7 @@ def main(args):
         settings["run"] = old["run"]
         if changed:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
             sys.exit("to start anew: --init_from it, with another --snapshot")
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -302,7 +302,7 @@ def main(args):
                 os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
             mark("save")
             splits = {"train": totals}
-            if not is_stopped:  # else there may be no time for it
+            if not is_stopped:  # a stopped run may have no time for it
                 splits["val"] = evaluate(network, val_data, device, autocast, args)
                 mark("eval")
             row = log_row(row, splits, model, device, settings)

@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks for them. Torch's threads inherit this.
+if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -82,7 +82,7 @@ def read_images(args, is_train):
     elif args.dataset == "cifar10":
         cifar = datasets.CIFAR10(args.data_dir, is_train, download=True)
         images, labels = cifar.data.transpose(0, 3, 1, 2), np.array(cifar.targets)
-    elif os.path.exists(f"{args.dataset}/{split}_images.npy"):  # mapped: it may exceed the memory
+    elif os.path.exists(f"{args.dataset}/{split}_images.npy"):  # memory-mapped: may exceed RAM
         images = np.asarray(np.load(f"{args.dataset}/{split}_images.npy", mmap_mode="r"))
         images = images if images.ndim == 4 else images[:, None]  # bigMNIST has no channels
         labels = np.load(f"{args.dataset}/{split}_labels.npy").astype(np.int64)
@@ -93,7 +93,7 @@ def read_images(args, is_train):
         folder = f"{args.dataset}/{'train' if is_train else 'val'}"
         transform = v2.Compose([*crop, v2.PILToTensor()])
         return datasets.ImageFolder(folder, transform, loader=read_photo)
-    data = StackDataset(images, labels)  # arrays of NumPy, which is faster at this than PyTorch
+    data = StackDataset(images, labels)  # NumPy's arrays are indexed faster than tensors
     data.classes = range(int(labels.max()) + 1)
     return data
 
@@ -104,9 +104,9 @@ def read_photo(path):
 
 
 def training_order(data, rng):
-    """Returns the indices (N,) of an epoch: blocks of 2 MiB in random order, mixed 128 at a time.
+    """Returns the indices (N,) of an epoch in random order. Up to 256 MiB are shuffled as a whole.
 
-    So a file larger than memory is read in long pieces. Up to 256 MiB are shuffled as a whole.
+    A larger file is read in pieces of 2 MiB in random order, of which 128 at a time are shuffled.
     """
     if not isinstance(data, StackDataset):
         return rng.permutation(len(data))
@@ -153,7 +153,7 @@ def create_model(args, data):
     else:
         network = models.get_model(args.model, weights="DEFAULT" if args.pretrained else None)
         linear = [name for name, part in network.named_modules() if isinstance(part, nn.Linear)]
-        last = network.get_submodule(linear[-1])  # it tells the 1,000 classes of ImageNet apart
+        last = network.get_submodule(linear[-1])  # the layer for ImageNet's 1,000 classes
         network.set_submodule(linear[-1], nn.Linear(last.in_features, num_classes))
         enlarge = nn.Upsample((max(32, height), max(32, width)))  # vgg11 takes no smaller ones
         normalize = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
@@ -245,7 +245,7 @@ def main(args):
         settings["run"] = old["run"]
         if changed:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # then its step is elsewhere in the data
+        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
             sys.exit("to start anew: --init_from it, with another --snapshot")
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -319,7 +319,7 @@ def main(args):
                 os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
             mark("save")
             splits = {"train": totals}
-            if not is_stopped:  # else there may be no time for it
+            if not is_stopped:  # a stopped run may have no time for it
                 splits["val"] = evaluate(network, val_data, device, autocast, args)
                 mark("eval")
             row = log_row(row, splits, model, device, settings)

@@ -34,9 +34,9 @@ def main(args):
     if args.epochs < 1 or not 1 <= args.batch_size <= len(train_data):
         raise SystemExit(f"needs --epochs >= 1, and --batch_size from 1 to {len(train_data)}")
     val_images, val_labels = [x.to(device) for x in val_data.tensors]
-    sampler = RandomSampler(train_data, generator=torch.Generator())  # multigpu's order
+    sampler = RandomSampler(train_data, generator=torch.Generator())  # the same order as multigpu's
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)  # the indices of each batch
-    # A TensorDataset takes a list of indices. For others: DataLoader(data, batch_sampler=batches)
+    # It reads a batch by one index. Your own Dataset needs DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
@@ -67,7 +67,7 @@ def main(args):
     print_marks(f"| singlegpu | 1 | {args.batch_size} | {val_acc:.4f} |")
 
 
-# == Where the time goes. To remove it: delete up to the main guard, and each line with "mark". ==
+# == Where the time goes. To remove it, delete this section, and each line with "mark". ==========
 marks = []  # (phase, the moment at which it ended)
 
 
