@@ -44,7 +44,7 @@ lint: .venv/installed
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet '.[dev]'
+	.venv/bin/pip install '.[dev]'
 	rm -rf build *.egg-info  # what pip leaves
 	touch $@
 
