@@ -10,7 +10,7 @@ Compare it with the others by `diff`. images.py adds snapshots, mixed precision,
 import argparse
 import os
 import sys
-import time
+import time  # for mark()
 
 import torch
 import torch.distributed as dist
