@@ -114,6 +114,7 @@ def main():
     add["predict"]("--nodes", type=int, nargs="+", default=[2, 4, 8])
     add["predict"]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
     add["predict"]("--models", nargs="+", help='as "images, mlp"; all by default')
+    add["predict"]("--grad_accum_steps", type=int, nargs="+", default=[1], help="micro-batches")
     four = ["text, small", "text, large", "images, cnn", "gpt, 10 M"]
     two = ["--comm_hook bf16", "twice the batch"]
     add["changes"]("--nodes", type=int, nargs="+", default=[4])

@@ -77,12 +77,13 @@ class Network:
         self.run(nodes, self.folder / f"multinode/{model.split(',')[0]}.py", *words)
         return foretell.runs_of(foretell.read_logs([log]))
 
-    def step(self, model, mbit):
+    def step(self, model, mbit, passes=1):
         """Slows the links. Returns what predict.py needs of one process, and of two nodes' link."""
         link.shape(self.spaces, mbit)
-        if model not in self.known:
+        if (model, passes) not in self.known:
             batch, forward, backward, *_ = MODELS[model]
-            self.known[model] = self.train(model, 1, batch, forward + backward)
+            words = (passes * batch, passes * (forward + backward), "--grad_accum_steps", passes)
+            self.known[model, passes] = self.train(model, 1, *words)
         if mbit not in self.known:
             words = ["--min_bytes", 1 << 20, "--max_bytes", self.options.max_bytes]
             words += ["--seconds", self.options.seconds / 2]
@@ -91,8 +92,8 @@ class Network:
             # Sending does not slow down who sleeps.
             known = json.loads(path.read_text()) | {"compute_rate": 1.0, "each": 1}
             self.known[mbit] = [known]
-        [run] = self.known[model].to_dict("records")
-        return foretell.step_of(run, self.known[model], self.known[mbit])
+        known = self.known[model, passes]
+        return foretell.step_of(known.to_dict("records")[0], known, self.known[mbit])
 
 
 @contextlib.contextmanager
@@ -126,15 +127,17 @@ def predict(options):
 
     The nodes are network namespaces with links of these speeds. Their models sleep as long as those
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. The
-    prediction knows a run of one process, and what tools/allreduce.py measures on two nodes.
+    prediction knows a run of one process, and what tools/allreduce.py measures on two nodes. With
+    --grad_accum_steps, the batch grows by that factor, and is sent once.
     """
-    with table_of(options) as (network, cases, add):
-        for model, mbit, nodes in cases:
-            row = foretell.predict(network.step(model, mbit), "strong", [nodes]).iloc[-1]
-            batch = nodes * row["local batch (samples)"]
-            run = network.train(model, nodes, batch, row["step (ms)"] / 1000)
-            [speedup] = run["samples/s"] / network.known[model]["samples/s"]
-            add(model, mbit, nodes, row["speedup (x)"], speedup)
+    with table_of(options, "micro-batches") as (network, cases, add):
+        for (model, mbit, nodes), passes in itertools.product(cases, options.grad_accum_steps):
+            step = network.step(model, mbit, passes)
+            row = foretell.predict(step, "strong", [nodes]).iloc[-1]
+            words = (nodes * row["local batch (samples)"], row["step (ms)"] / 1000)
+            run = network.train(model, nodes, *words, "--grad_accum_steps", passes)
+            [speedup] = run["samples/s"] / network.known[model, passes]["samples/s"]
+            add(model, mbit, nodes, passes, row["speedup (x)"], speedup)
 
 
 def changes(options):
