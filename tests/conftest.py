@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -16,7 +17,9 @@ import tempfile
 import time
 import uuid
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +37,6 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine mee
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 RATE = "def learning_rate(args, done):\n"
 CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
-WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 RUN = "# == The run: "  # begins the title of the section after the task
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
@@ -42,9 +44,8 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = """test_slurm test_emulator test_gpu test_launchers test_hybrid test_training test_stops
-    test_images test_mnist test_project test_quantize test_flags test_benchmark
-    test_examples""".split()
+LONGEST = """test_slurm test_stops test_training test_emulator test_gpu test_project test_check
+    test_flags test_examples test_mnist test_quantize test_hybrid test_launchers""".split()
 
 
 def module(script):
@@ -53,6 +54,19 @@ def module(script):
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+def call(script, *arguments):
+    """Runs main() of a script, a module, in this process, since imports take seconds."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
+        try:
+            script.main()
+        except SystemExit as ended:
+            status = int(ended.code or 0) if not isinstance(ended.code, str) else 1
+            print(ended.code if isinstance(ended.code, str) else "", end="", file=err)
+    return SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def pytest_collection_modifyitems(items):
@@ -115,8 +129,7 @@ def words_of(script, arguments, processes):
     """
     folder = Path(script).parent.name
     count = ["--num_gpus", processes] if folder == "multigpu" else []
-    workers = ["--num_workers", WORKERS] if WORKERS and TRAINING.search(str(script)) else []
-    words = list(map(str, [ROOT / script, *count, *workers, *arguments]))
+    words = list(map(str, [ROOT / script, *count, *arguments]))
     if folder not in ("multinode", "hybrid", "tools"):
         return words, 0, 1
     return words, *(processes if isinstance(processes, tuple) else (1, processes))
@@ -228,16 +241,6 @@ def replaced(text, changes):
     return text
 
 
-class Bomb:
-    """Pickled, and then unpickled, it would leave a file behind."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
 @pytest.fixture
 def changed(tmp_path):
     """changed(script, {text: other, ...}) is the path of such a copy."""
@@ -306,7 +309,9 @@ def data(tmp_path_factory):
     generator = random.Random(0)
     lengths = [generator.randint(2, 7) for _ in range(40)]
     words = ["".join(generator.choices("abcdefghij", k=length)) for length in lengths]
-    (folder / "words.txt").write_text(" ".join(generator.choices(words, k=10_000))[:40_000])
+    text = " ".join(generator.choices(words, k=10_000))
+    (folder / "words.txt").write_text(text[:40_000])
+    (folder / "text.txt").write_text(text[:31_050])  # to validate on, an odd number of sequences
     return folder
 
 
@@ -361,18 +366,6 @@ def assert_same_weights(path, other, rounding=0):
     assert a.keys() == b.keys()
     for name in a:
         assert (a[name] - b[name]).abs().max() <= rounding, name
-
-
-def saved_at(path):
-    """When the snapshot was written, in ns."""
-    return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def wait_for_saves(job, path, count):
-    """Wait until the job has saved so many times, or has ended."""
-    for _ in range(count):
-        before = saved_at(path)
-        wait_for(lambda before=before: saved_at(path) != before or job.process.poll() is not None)
 
 
 def wait_for(condition, seconds=TIMEOUT, pause=0.01):

@@ -20,14 +20,12 @@ def alike(command, count):
 
 
 TOLD = {  # part, or a check of it: patterns of lines of gpu.md, without "- "
+    "check:multigpu/images.py": [ran("tools/check.py --steps 8 -- .*", 1, r"ok: 1\d kinds")],
     "losses:gpt": [
         ran("EMU_DEVICES='0' .*gpt.py .*", 1, rf"validation loss {NUMBER} on CPU, .*"),
         *[alike(f"gpt.py .* {each}", 1) for each in ("--precision fp16", "--compile")],
     ],
-    "stops:cnn": [
-        rf"stopped at step \d+ and resumed: {NUMBER}, undisturbed {NUMBER}",
-        rf"phases of the later rows: {NUMBER} s of {NUMBER} s of wall time",
-    ],
+    "stops:cnn": [ran("tools/check.py --steps 8 --resume -- .*", 1, r"ok: \d+ kinds")],
     "processes": [
         alike("multigpu/images.py", 2),
         alike("multinode/gpt.py", 2),

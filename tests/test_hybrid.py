@@ -1,6 +1,5 @@
-"""Stages of a model, on devices or in pipelines, and shards, times data parallelism."""
+"""Stages of a model, on devices or in pipelines, and shards. One loss curve: test_training.py."""
 
-import os
 import re
 from pathlib import Path
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 from conftest import CONSTANT, ROOT, assert_same_weights, curve, load, rows
 from fork_server import run_all
-from test_stops import signalled
+from test_training import FSDP, PIPELINE
 
-IMAGES, PIPELINE, FSDP = "hybrid/images.py", "hybrid/gpt_pipeline.py", "hybrid/gpt_fsdp.py"
+IMAGES = "hybrid/images.py"
 MNIST = "--dataset mnist --batch_size 24 --learning_rate 3e-4"
 GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
 CREATED = "    optimizer = create_optimizer(model, args)\n"
 STEP = "        scaler.step(optimizer)\n"
-END = "    bar.close()\n"
 
 
 @pytest.fixture
@@ -24,142 +22,63 @@ def images(data):
     return [*MNIST.split(), "--data_dir", data]
 
 
-@pytest.fixture(scope="module")
-def words(data, tmp_path_factory):
-    """A text with 97 sequences to validate on: of two pipelines, one has a batch more."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((data / "words.txt").read_text()[:31_050])
-    return [*GPT.split(), "--dataset", path]
+@pytest.fixture
+def words(data):
+    return [*GPT.split(), "--dataset", data / "text.txt"]
 
 
-STAGED = [  # model, a script without stages, the processes of both, more flags of the other
-    ("cnn", "singlegpu/images.py", (1, 3), ("--grad_accum_steps", 2)),
-    ("resnet18", "multinode/images.py", (2, 2), ()),
-]
-
-
-@pytest.mark.parametrize(("model", "script", "processes", "more"), STAGED)
-def test_images_one_loss_curve(logged, images, tmp_path, model, script, processes, more):
-    """Split by layers, with the losses of whole ones. BatchNorm's statistics are rank 0's."""
-    base = [*images, "--model", model, "--max_steps", 4, "--eval_every", 2, "--snapshot"]
-    one = logged(script, *base, tmp_path / "one.pt", processes=processes[0])
-    more = (*base, tmp_path / "parts.pt", "--num_stages", 4, *more)
-    log = logged(IMAGES, *more, processes=processes[1])
+def test_batch_norm_in_stages(logged, images, tmp_path):
+    """The losses and the weights are those of whole models; the statistics are rank 0's."""
+    base = [*images, "--model", "resnet18", "--max_steps", 4, "--eval_every", 2, "--snapshot"]
+    one = logged("multinode/images.py", *base, tmp_path / "one.pt", processes=2)
+    log = logged(IMAGES, *base, tmp_path / "parts.pt", "--num_stages", 4, processes=2)
     np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-4)
-    for row in rows(log):
-        assert sum(row["stages"]) == row["parameters"] and len(row["stages"]) == 4
-    if model == "resnet18":
-        assert_same_weights(tmp_path / "one.pt", tmp_path / "parts.pt", rounding=1e-4)
+    assert_same_weights(tmp_path / "one.pt", tmp_path / "parts.pt", rounding=1e-4)
+    assert {len(row["stages"]) for row in rows(log)} == {4}
 
 
-# The bytes of all tensors of a process: weights and two moments of 4 bytes; gradients are gone.
-HELD = f"""{END}    import gc
-    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
-    storages = {{x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}}
-    print("held", sum(storages.values()) / sum(p.numel() for p in model.parameters()))
-"""
-LAUNCHES = {  # processes, more arguments, and the bytes that FSDP holds for each parameter
-    PIPELINE: (
-        ((2, 2), "--num_stages 2 --schedule gpipe --num_microbatches 3", None),
-        (4, "--num_stages 4 --num_microbatches 6", None),
-    ),
-    FSDP: (
-        (4, "--checkpoint_activations --grad_accum_steps 3", 12 / 4),
-        ((2, 2), "--shard_size 2 --num_workers 1", 12 / 2),
-    ),
-}
-
-
-@pytest.mark.parametrize("script", LAUNCHES)
-def test_gpt_one_loss_curve(attempt, logged, words, changed, tmp_path, script):
-    """The losses of one process, and its gradients: AdamW hides that they are N times too large.
-
-    With FSDP, a process holds its share of weights and moments, and no more.
-    """
-    base = [*words, "--max_steps", 8, "--eval_every", 4]
-    one = logged("singlegpu/gpt.py", *base)
-    copy = changed(script, {END: HELD} if script == FSDP else {})
-    for number, (processes, more, size) in enumerate(LAUNCHES[script]):
-        log = tmp_path / f"{number}.jsonl"
-        more = [*more.split(), "--log", log]
-        status, out, err = attempt(copy, *base, *more, processes=processes)
-        assert status == 0, err
-        np.testing.assert_allclose(curve(log), curve(one), rtol=1e-6)
-        norms = [curve(path, "grad_norm")[:, 2] for path in (log, one)]
-        np.testing.assert_allclose(*norms, rtol=1e-4)
-        for row in rows(log):
-            assert row["parameters"] == rows(one)[0]["parameters"]
-            assert all(row[name] > 0 for name in ("forward", "backward", "optimizer"))
-            assert row["comm_total"] > 0 and row.get("bubble", 1) > 0
-            assert ("bubble" in row) == (script == PIPELINE)
-        held = [float(bytes) for bytes in re.findall(r"^held ([\d.]+)", out, re.M)]
-        assert held == pytest.approx([size] * np.prod(processes) if size else [], rel=0.1)
-
-
-def as_file(snapshot):
-    """Returns it or, of a folder, a file that PyTorch's own command makes of it."""
-    if snapshot.is_file():
-        return snapshot
-    [newest] = snapshot.glob("step-*")
-    words = f"-m torch.distributed.checkpoint.format_utils dcp_to_torch {newest} {snapshot}.file"
-    [(status, _, err)] = run_all([words.split()], [{}], snapshot.parent)
+def as_file(folder):
+    """Returns the file that PyTorch's own command makes of a folder of shards."""
+    [newest] = folder.glob("step-*")
+    words = f"-m torch.distributed.checkpoint.format_utils dcp_to_torch {newest} {folder}.file"
+    [(status, _, err)] = run_all([words.split()], [{}], folder.parent)
     assert status == 0, err
-    return Path(f"{snapshot}.file")
+    return Path(f"{folder}.file")
 
 
 MOVES = [("multinode/gpt.py", 3), (PIPELINE, 4), ("singlegpu/gpt.py", 1)]
 
 
 def test_gpt_snapshots_move(logged, words, changed, tmp_path):
-    """Each of three scripts goes on where another has stopped; shards, on other numbers of them.
+    """Each of three scripts goes on where another has stopped, with the losses of one that did all.
 
-    The losses are those of one that did it all. All start from the file of shards.
+    That shards move, also to other numbers of processes, is proven by test_emulator.py.
     """
-    base, moved = [*words, "--eval_every", 3], []
-    for moves, path in (MOVES, "moved.pt"), ([(FSDP, 3), (FSDP, 4), (FSDP, 2)], "moved"):
-        for number, (script, processes) in enumerate(moves, start=1):
-            more = ("--snapshot", tmp_path / path, "--max_steps", 3 * number)
-            copy = changed(script, CONSTANT)
-            moved.append(curve(logged(copy, *base, *more, processes=processes))[-1])
-    stayed = curve(logged(changed("singlegpu/gpt.py", CONSTANT), *base, "--max_steps", 9))
-    np.testing.assert_allclose(moved, [*stayed, *stayed], rtol=1e-5)
-    start = (*words, "--learning_rate", 0, "--max_steps", 1, "--init_from")
-    for script, processes in ("singlegpu/gpt.py", 1), (FSDP, 2), (PIPELINE, 2):
-        log = logged(script, *start, as_file(tmp_path / "moved"), processes=processes)
-        assert curve(log)[0, 1] == pytest.approx(moved[-1][1], rel=1e-5)
+    base, moved = [*words, "--eval_every", 3, "--snapshot", tmp_path / "s.pt", "--max_steps"], []
+    for number, (script, processes) in enumerate(MOVES, start=1):
+        copy = changed(script, CONSTANT)
+        moved.append(curve(logged(copy, *base, 3 * number, processes=processes))[-1])
+    (tmp_path / "s.pt").unlink()
+    stayed = curve(logged(changed("singlegpu/gpt.py", CONSTANT), *base, 9))
+    np.testing.assert_allclose(moved, stayed, rtol=1e-5)
 
 
-def test_shards_are_quantized(logged, run, words, tmp_path):
-    """In the file that PyTorch's command makes of them."""
+def test_the_file_of_shards(logged, run, words, tmp_path):
+    """PyTorch's command makes it, all scripts start from it, and it is quantized."""
     log = logged(FSDP, *words, "--max_steps", 2, "--snapshot", tmp_path / "shards", processes=2)
-    more = "--row int8-torch.ao --eager --rounds 1".split()
-    out = run("quantize/gpt.py", "--snapshot", as_file(tmp_path / "shards"), *more)
+    loss, path = curve(log)[-1, 1], as_file(tmp_path / "shards")
+    start = (*words, "--learning_rate", 0, "--max_steps", 1, "--init_from", path)
+    for script, processes in ("singlegpu/gpt.py", 1), (FSDP, 2), (PIPELINE, 2):
+        log = logged(script, *start, processes=processes)
+        assert curve(log)[0, 1] == pytest.approx(loss, rel=1e-5)
+    out = run("quantize/gpt.py", "--snapshot", path, *"--row fp32 --eager --rounds 1".split())
     perplexity = re.search(r"fp32 \| eager \| [\d.]+ \| ([\d.]+)", out)[1]
-    assert float(perplexity) == pytest.approx(np.exp(curve(log)[-1, 1]), rel=1e-3)
+    assert float(perplexity) == pytest.approx(np.exp(loss), rel=1e-3)
 
 
 def created(path):
     """The change that saves the weights of the start."""
     return {CREATED: f"{CREATED}    rank == 0 and torch.save(model.state_dict(), {str(path)!r})\n"}
-
-
-@pytest.mark.parametrize("script", (IMAGES, PIPELINE, FSDP))
-def test_resumed_weights_are_those_of_an_undisturbed_run(
-    attempt, run, words, images, changed, tmp_path, chance, script
-):
-    """All processes are told to stop: the weights of an undisturbed run, and the scale of fp16."""
-    whole, cut, log = (tmp_path / name for name in ("whole.pt", "cut.pt", "cut.jsonl"))
-    task = [*images, "--model", "mlp"] if script == IMAGES else [*words]
-    task += ["--precision", "bf16" if script == FSDP else "fp16"]
-    base = [*task, "--dropout", 0.1, "--max_steps", 12, "--eval_every", 2]
-    copy = changed(script, signalled(f"step == {chance.randint(2, 9)}"))  # each, as a launcher does
-    status, out, err = attempt(copy, *base, "--snapshot", cut, processes=2)
-    assert status == os.EX_TEMPFAIL, err
-    run(script, *base, "--snapshot", cut, "--log", log, processes=2)
-    assert rows(log)[-1]["step"] == 12 and rows(log)[0]["step"] > 2, "it went on"
-    run(script, *base, "--snapshot", whole, processes=2)
-    assert_same_weights(as_file(cut), as_file(whole))
-    assert script == FSDP or load(cut)["scaler"] == load(whole)["scaler"]
 
 
 NORM = "stage.get_parameter('norm.bias')"

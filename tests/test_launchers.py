@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, Bomb, forks_of, rows
+from conftest import ROOT, SCRIPTS, forks_of, rows
 from fork_server import run_all
 
 WALL = {  # prints what the clock shows from the first mark to the last one
@@ -63,6 +63,16 @@ def test_copies_that_differ(attempt, changed, base, tmp_path, folder, change):
         assert not (tmp_path / "s.pt").exists()
     else:
         assert status == 0 and {0 < row["drift"] < 1e-4 for row in rows(tmp_path / "log")} == {True}
+
+
+class Bomb:
+    """Pickled, and then unpickled, it would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
 
 
 def test_files_cannot_run_code(base, tmp_path):

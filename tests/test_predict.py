@@ -7,12 +7,12 @@ import shlex
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, call, module
 from PIL import Image
-from test_report import column, rows_of, run_report, tables, write  # tools on sys.path
-import predict
+from test_report import column, report, rows_of, tables, write
 
-run_predict = functools.partial(run_report, script=predict)
+predict = module("tools/predict.py")
+run_predict = functools.partial(call, predict)
 predicted = functools.partial(tables, script=predict)
 
 
@@ -63,10 +63,7 @@ def test_prediction_by_hand(log, link):
     first, rest = SIZES * 1.5 / 40e6 + 0.03
     comm = max(0.4 * SHARE + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup (x)"]) == about(4 * 0.9 / (0.9 + comm))
-    assert (
-        "It pays up to 2 processes: 4 are 1.32 times as fast as 2 (rule: 1.50 or more pays)."
-        in text
-    )
+    assert "It pays up to 2 processes: 4 are 1.32 times as fast as 2 (rule: 1.50 or" in text
     assert "efficiency is 80% or more up to 8." in text
 
 
@@ -133,7 +130,6 @@ def test_prediction_of_nccl_and_of_several_links(log, link):
     text, strong, *_ = predicted(log(), *links)
     assert [row["link"] for row in strong[:3]] == ["measured", "measured", "from 4"]
     assert float(strong[1]["step (ms)"]) > 1000 > float(strong[0]["step (ms)"])
-    assert "pays up to 2 processes: " in text and "Not to be trusted" not in text
 
 
 def test_a_link_by_hand(log, link):
@@ -143,14 +139,11 @@ def test_a_link_by_hand(log, link):
     by_file = predicted(gpus, written, "--processes", 4, 8)[1:]
     by_hand = predicted(gpus, "--link", "100Gbit", "--latency", "5us", "--processes", 4, 8)[1:]
     assert column(by_hand[0], "link") == "by hand by hand"
-    for table in (*by_file, *by_hand):
-        for row in table:
-            row.pop("link", None)
+    for row in sum((*by_file, *by_hand), []):
+        row.pop("link", None)
     assert by_file == by_hand
     words = ("--link", "1GB", "--gpus_per_node", 4, "--processes", 8)
     assert "sbatch --nodes=2 --gpus-per-node=4 " in run_predict(gpus, *words).stdout
-    inside = link("i", 4, device="H100")
-    assert "with all GPUs of each node" in run_predict(gpus, inside, "--link", "1GB").stderr
 
 
 def test_any_number_of_processes_and_nodes(log, link):
@@ -162,20 +155,16 @@ def test_any_number_of_processes_and_nodes(log, link):
     assert column(strong, "local batch (samples)") == "21 13 11 5"
     assert [row["link"] for row in strong] == ["from 6", "from 6", "measured", "from 6"]
     assert column(ask, "nodes") == "1 1 2 2 4"
-    assert "64 is no multiple of 3, 5, 6, 12" in text
     # The warmup of 5 s counts, too; validations of 1 s, one for 10 steps, are shared.
     hours = [(n * float(strong[2]["step (ms)"]) / 1000 + 5 + n / 10 / 6) / 3600 for n in (30, 1e5)]
     assert float(ask[3]["device-hours"]) == pytest.approx(6 * hours[0], rel=0.01)
     assert "30 steps (3 epoch(s), --epochs of the log)" in text
     text, *_, ask = predicted(gpus, whole, "--processes", 6, "--steps", 100_000)
-    assert "100,000 steps (--steps)" in text
     assert float(ask[1]["hours"]) == pytest.approx(hours[1], rel=0.01)
     counts = "--nodes=2 --gpus-per-node=3 --ntasks-per-node=3"
-    limits = re.findall(
-        rf"sbatch {counts} --time=(\d+):(\d+):00 slurm/multi.* --max_steps 100000", text, re.M
-    )
-    minutes = [60 * int(limit[0]) + int(limit[1]) for limit in limits]
-    assert minutes == [pytest.approx(1.2 * 60 * hours[1] + 5, rel=0.01)], "a fifth, and 5 minutes"
+    [limit] = re.findall(rf"sbatch {counts} --time=(\d+:\d+):00 .* --max_steps 100000", text)
+    minutes = 60 * int(limit.split(":")[0]) + int(limit.split(":")[1])
+    assert minutes == pytest.approx(1.2 * 60 * hours[1] + 5, rel=0.01), "a fifth, and 5 minutes"
     _, strong, *_ = predicted(gpus, link("b", 6, 1e-5, 1e8, nodes=2, device="H100"))
     assert column(strong, "processes") == "2 3 6 12 24 48"
 
@@ -194,28 +183,25 @@ def test_what_helps(log, link, tmp_path):
     assert predicted(log(data=9), fast)[3][0]["change"] == "no time in data"
 
 
-def test_doubts_come_first(log, link):
+def test_doubts(log, link):
     """Each for its reason. With two nodes, as with GPUs of one, there is none."""
-    cpu, gpu = link("c", bandwidth=1e12), link("g", device="H100")
-    short = log([0.15], steps=3, data=0.001)
-    lines = run_predict(short, cpu, "--processes", 2, 3).stdout.splitlines()
-    assert (
-        lines[0]
-        == "note: on CPUs this holds as far as each process has cores and memory of its own"
-    )
-    assert [line.removeprefix("Not to be trusted: ") for line in lines[4:7]] == [
-        "only 3 step(s) after the warmup were timed.",
-        "steps are shorter than 10 ms from 2 process(es) on.",
-        "64 is no multiple of 3: that is rounded.",
+    short, gpu = log([0.15], steps=3, data=0.001), link("g", device="H100")
+    text = run_predict(short, link("c", bandwidth=1e12), "--processes", 2, 3).stdout
+    text += run_predict(log(script="hybrid/gpt_fsdp.py"), gpu, "--processes", 4).stdout
+    text += run_predict(log(device="H100"), gpu, "--processes", 8).stdout
+    assert re.findall(r"^Not to be trusted: (.*)\.$", text, re.M) == [
+        "only 3 step(s) after the warmup were timed",
+        "steps are shorter than 10 ms from 2 process(es) on",
+        "64 is no multiple of 3: that is rounded",
+        "the run was on CPU, and a link on H100",
+        "FSDP sends weights, too, and this is a prediction of DDP",
+        "a node is taken to hold 8 processes, but was measured with 2",
     ]
-    assert "the run was on CPU, and a link on H100" in run_predict(log(), gpu).stdout
-    fsdp = run_predict(log(script="hybrid/gpt_fsdp.py"), cpu).stdout
-    assert "FSDP sends weights, too, and this is a prediction of DDP" in fsdp
-    many = "a node is taken to hold 1024 processes, but was measured with 2"
-    assert many in run_predict(log(device="H100"), gpu).stdout
-    assert "Not to be trusted" not in run_predict(log(device="H100"), gpu, "--processes", 2).stdout
-    two = run_predict(log(), link("two", nodes=2)).stdout
-    assert "Not to be trusted" not in two and "note: " not in two
+    note = "note: on CPUs this holds as far as each process has cores and memory of its own\n"
+    assert text.startswith(note) and text.count("note: ") == 2
+    text = run_predict(log(device="H100"), gpu, "--processes", 2).stdout
+    text += run_predict(log(), link("two", nodes=2)).stdout
+    assert "Not to be trusted" not in text and "note: " not in text
 
 
 JOBS = {  # what the log of one process says, and how the job asks for two on each of two nodes
@@ -239,9 +225,7 @@ def test_jobs(log, link, device, script):
     counts = f"--nodes=2 --gpus-per-node={gpus} --ntasks-per-node=2"
     [line] = [line for line in out.splitlines() if line.startswith(f"sbatch {counts}")]
     asked, told = line.split(job)
-    assert asked.endswith(" --time=0:06:00 ") and "--batch_size 64" in told, (
-        "66 is no multiple of 4"
-    )
+    assert asked.endswith(" --time=0:06:00 ") and "--batch_size 64" in told, "no multiple of 4"
     words = shlex.split(told)
     if "images" in script:
         assert words[words.index("--model") + 1] == "my net" and "--pretrained" in words
@@ -253,16 +237,12 @@ def test_jobs(log, link, device, script):
         assert "--epochs 3" in told and "--model" not in told, "gpt_fsdp.py has no such flag"
 
 
-def test_pictures_are_made_of_their_files(run, tmp_path):
-    """The four of pictures/, drawn again, also in a notebook, whose backend cannot be loaded here.
-
-    Another version of matplotlib may place a letter apart.
-    """
+def test_pictures_are_made_of_their_files(tmp_path):
+    """The four of pictures/, drawn again. Another matplotlib may place a letter apart."""
     told = (ROOT / "pictures/README.md").read_text()
-    backend = {"MPLBACKEND": "module://matplotlib_inline.none"}
-    for line in re.findall(r"^python (tools/(?:report|predict)\.py pictures/.*)", told, re.M):
+    for name, line in re.findall(r"^python tools/(report|predict)\.py (pictures/.*)", told, re.M):
         words = line.replace("pictures/", f"{ROOT}/pictures/").split()[:-1]
-        run(*words, tmp_path, **backend)
+        assert call({"report": report, "predict": predict}[name], *words, tmp_path).returncode == 0
     for name in "late_step", "scaling", "pipeline_step", "predicted":
         path = ROOT / f"pictures/{name}.png"
         old, new = (np.array(Image.open(p).convert("L"), int) for p in (path, tmp_path / path.name))

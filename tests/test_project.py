@@ -31,36 +31,32 @@ LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sac
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_an_edit_is_carried_to_its_copies(tmp_path):
-    """By --fix, in all folders; not if two copies are new since the last commit."""
+    """By --fix, in all folders; not if two copies are new. What differs or is too long is told."""
     for name in ("multigpu", "multinode", "slurm"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests/check_copies.py", tmp_path / "tests")
+    me = "git -c user.name=me -c user.email=me -c commit.gpgsign=false"
+    commit = f"git init -q && git add . && {me} commit -qm all"
+    subprocess.run(commit, shell=True, cwd=tmp_path, check=True)
     copies, head = [*tmp_path.glob("multi*/[!m]*.py")], '    """Ends the workers.'
     count = sum(head in path.read_text() for path in copies)
-    for tasks in (["gpt"], ["gpt", "images"]):
-        me = "git -c user.name=me -c user.email=me -c commit.gpgsign=false"
-        commit = f"git init -q && git add . && {me} commit -qm all"
-        subprocess.run(commit, shell=True, cwd=tmp_path, check=True)
-        for path in [tmp_path / f"multigpu/{task}.py" for task in tasks]:
-            path.write_text(path.read_text().replace(head, f"{head} {path.stem}."))
-        before = {path.read_text() for path in copies}
+
+    def fix(*new):
+        for path, old, text in new:
+            (tmp_path / path).write_text((tmp_path / path).read_text().replace(old, text))
         command = [sys.executable, tmp_path / "tests/check_copies.py", "--fix"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if tasks == ["gpt"]:
-            assert done.returncode == 0, done.stderr
-            carried = [f"{head} gpt." in path.read_text() for path in copies]
-            assert sum(carried) == count >= 4
-    assert done.returncode == 1 and "kill_workers\ndiffers" in done.stderr, done.stderr
-    assert before == {path.read_text() for path in copies}
-    with open(tmp_path / "slurm/multinode_gpt.slurm", "a") as file:
-        file.write("sleep 1\n")
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert re.search("multinode_gpt.slurm.* differ in more than a name", done.stderr), done.stderr
-    with open(tmp_path / "multigpu/mnist.py", "a") as file:
-        file.write("\n" * 100)
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert re.search(r"multigpu/mnist.py has \d+ lines, and a budget of", done.stderr), done.stderr
+        return subprocess.run(command, capture_output=True, text=True).stderr
+
+    assert fix(("multigpu/gpt.py", head, f"{head} One.")) == ""
+    assert sum(f"{head} One." in path.read_text() for path in copies) == count >= 4
+    told = fix(("multigpu/gpt.py", "One.", "Two."), ("multinode/text.py", "One.", "Three."))
+    assert "kill_workers\ndiffers" in told, told
+    assert sum(f"{head} One." in path.read_text() for path in copies) == count - 2
+    told = fix(("slurm/multinode_gpt.slurm", "\nstatus=", "\nsleep 1\nstatus="))
+    assert re.search("multinode_gpt.slurm.* differ in more than a name", told), told
+    told = fix(("multigpu/mnist.py", "import torch\n", "import torch\n" * 100))
+    assert re.search(r"multigpu/mnist.py has \d+ lines, and a budget of", told), told
 
 
 def test_scripts_stand_alone():
@@ -124,7 +120,7 @@ def test_readme_commands(tmp_path):
     pretrained = resnet18().state_dict()
     pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
     torch.save(pretrained, tmp_path / "hub/checkpoints" / weights)
-    for name in (*FOLDERS, "examples", "tools", "report.py", "predict.py"):
+    for name in (*FOLDERS, "examples", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my.txt").write_text(README)
     Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")

@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 import torch
-from conftest import ROOT, Bomb, curve
+from conftest import ROOT, curve
+from test_launchers import Bomb
 from test_models import gpt, module, namespace
 from torch import nn
 from torchao.utils import should_reduce_range

@@ -42,11 +42,8 @@ class Site:
     def __init__(self, folder, environment):
         self.folder, self.environment = folder, environment
         ignored = shutil.ignore_patterns("__pycache__")
-        for path in [ROOT / name for name in (*FOLDERS, "slurm", "tools")]:
-            if path.exists():
-                shutil.copytree(path, folder / path.name, ignore=ignored)
-        for path in ROOT.glob("report.py"):
-            shutil.copy(path, folder)
+        for name in (*FOLDERS, "slurm", "tools"):
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
 
     def command(self, *words):
         where = {"cwd": self.folder, "env": self.environment}
@@ -99,10 +96,9 @@ def test_jobs_of_a_sweep_train_and_are_reported(site, data):
 
 
 def test_jobs_train_stop_and_fail(site, run, data):
-    """A task by two launches on two nodes: one loss curve. --export=NONE takes nothing of a shell.
+    """A job on two nodes that is stopped goes on in a new one: the weights of an undisturbed run.
 
-    A job on two nodes that is stopped goes on in a new one: the weights of an undisturbed run. Two
-    that fail are not queued again.
+    One that fails is not queued again. --export=NONE takes nothing of a shell.
     """
     job_file = site.folder / "slurm/hybrid_mnist.slurm"
     path = f"PATH={site.environment['PATH']}"  # from the job file alone, as --export=NONE says
@@ -113,12 +109,8 @@ def test_jobs_train_stop_and_fail(site, run, data):
     log = ("--log", site.folder / "log.jsonl")
     stopped = site.submit("multinode_images", *words, *log, options=ONE_PROCESS)
     wrong = site.submit("multigpu_gpt", "--batch_size", "many", options=["--gpus-per-node=2"])
-    few = "--d_model 16 --num_layers 1 --max_steps 4".split()
-    twice = site.submit("singlegpu_gpt", *few, options=["--nodes=2", "--cpus-per-task=1"])
-    small, losses = ("--data_dir", data, "--batch_size", "48", "--epochs", "1"), []
-    tasks = {}
-    for folder, more in ("multinode", []), ("hybrid", ["--export=NONE"]):
-        tasks[folder] = site.submit(f"{folder}_mnist", *small, options=[*ONE_PROCESS, *more])
+    small = ("--data_dir", data, "--batch_size", "48", "--epochs", "1")
+    alone = site.submit("hybrid_mnist", *small, options=[*ONE_PROCESS, "--export=NONE"])
 
     snapshot = site.folder / f"multinode_images-{stopped}.pt"
     wait_for(lambda: snapshot.exists() or site.show(stopped)["JobState"] in ENDED, pause=0.1)
@@ -130,16 +122,10 @@ def test_jobs_train_stop_and_fail(site, run, data):
     more = ("--num_workers", 0, "--snapshot", site.folder / "whole.pt")
     run("multinode/images.py", *words, *more, processes=(2, 1))
     assert_same_weights(site.folder / "whole.pt", snapshot)
-
-    for folder, job in tasks.items():
-        assert site.wait(job) == "COMPLETED", site.output(job)
-        assert f"| {folder} | 2 |" in site.output(job), site.output(job)
-        losses.append(float(re.search(r"train_loss ([\d.]+)", site.output(job))[1]))
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
-    for job in (wrong, twice):
-        assert site.wait(job) == "FAILED" and site.show(job)["Restarts"] == "0", site.output(job)
+    assert site.wait(alone) == "COMPLETED", site.output(alone)
+    assert "| hybrid | 2 |" in site.output(alone), site.output(alone)
+    assert site.wait(wrong) == "FAILED" and site.show(wrong)["Restarts"] == "0", site.output(wrong)
     assert "argument --batch_size: invalid int value: 'many'" in site.output(wrong)
-    assert "use multinode/gpt.py" in site.output(twice)
 
 
 def test_sweep_refuses(site):

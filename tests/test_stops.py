@@ -9,41 +9,76 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CONSTANT, assert_same_weights, curve, load, rows, wait_for, wait_for_saves
+from conftest import CONSTANT, assert_same_weights, curve, load, rows, wait_for
 
 AGAIN = os.EX_TEMPFAIL  # 75: run me again
 STEPS = 60  # between validations, of the runs that get a signal at any moment
-STOPS = {  # signals, who gets them, and the status. Only after SIGKILL is the run not asked to save
-    "singlegpu": [(signal.SIGKILL, "parent", -9), (signal.SIGINT, "group", AGAIN)],
-    "multigpu": [
-        (signal.SIGKILL, "rank", 1),
-        (signal.SIGKILL, "parent", -9),
-        (signal.SIGUSR2, "group", AGAIN),
+STOPS = {  # when, a signal, who gets it, and the status. Only SIGKILL and Ctrl-\ ask for no save
+    "singlegpu": [
+        ("torch is imported", signal.SIGUSR2, "parent", AGAIN),
+        ("training", signal.SIGQUIT, "group", -signal.SIGQUIT),
+        ("training", signal.SIGINT, "group", AGAIN),
     ],
-    "multinode": [(signal.SIGUSR2, "rank", 1), (signal.SIGTERM, "parent", 1)],  # torchrun's status
+    "multigpu": [
+        ("torch is imported", signal.SIGUSR2, "parent", AGAIN),
+        ("training", signal.SIGKILL, "rank", 1),
+        ("training", signal.SIGKILL, "parent", -signal.SIGKILL),
+        ("training", signal.SIGUSR2, "group", AGAIN),
+    ],
+    "multinode": [  # torchrun's status
+        ("training", signal.SIGUSR2, "rank", 1),
+        ("training", signal.SIGTERM, "parent", 1),
+    ],
 }
+
+
+def saved_at(path):
+    """When the snapshot was written, in ns."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def wait_for_saves(job, path, count):
+    """Wait until the job has saved so many times, or has ended."""
+    for _ in range(count):
+        before = saved_at(path)
+        wait_for(lambda before=before: saved_at(path) != before or job.process.poll() is not None)
+
+
+def block_signals(job, count):
+    """Whether so many processes of the job, which will train, have the signals wait for them."""
+    pids = job.workers() or [job.process.pid]
+    texts = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
+    blocked = [int(re.search(r"SigBlk:\s*(\w+)", text)[1], 16) for text in texts]
+    return len(pids) == count and all(bits >> (signal.SIGUSR2 - 1) & 1 for bits in blocked)
 
 
 @pytest.mark.parametrize("folder", STOPS)
 def test_resumed_weights_are_those_of_an_undisturbed_run(
     start, run, changed, base, tmp_path, chance, folder
 ):
-    """Bit for bit, with dropout. Each process has a worker to load its data; none is left."""
+    """Bit for bit, with dropout. Each process has a worker to load its data; none is left.
+
+    Signals that come while torch is imported wait for the first step, which is saved.
+    """
     script, processes = changed(f"{folder}/images.py", CONSTANT), 1 + (folder[0] == "m")
     cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.jsonl"))
     base = (*base, "--eval_every", STEPS)
     more = ("--epochs", 10_000, "--num_workers", 1, "--snapshot", cut, "--log", log)
-    for signum, who, expected in STOPS[folder]:
+    for moment, signum, who, expected in STOPS[folder]:
         job = start(script, *base, *more, processes=processes)
-        wait_for_saves(job, cut, 2)
-        time.sleep(chance.uniform(0, 0.3))
-        assert len(job.processes()) >= 2 * processes, "workers, too"
+        if moment == "training":
+            wait_for_saves(job, cut, 2)
+            time.sleep(chance.uniform(0, 0.3))
+            assert len(job.processes()) >= 2 * processes, "workers, too"
+        else:
+            wait_for(lambda job=job: block_signals(job, processes))
         if who == "group":
             os.killpg(job.process.pid, signum)
         else:
             os.kill(job.workers()[-1] if who == "rank" else job.process.pid, signum)
         status, out, err = job.wait()
         assert status == expected, (out, err)
+        assert moment == "training" or load(cut)["step"] == 1
         wait_for(lambda job=job: not job.processes())
     step, last = load(cut)["step"], rows(log)[-1]
     assert last["step"] == step and "val_loss" not in last, "a stop takes no time to validate"
@@ -87,39 +122,14 @@ def test_other_numbers_of_processes_carry_on(attempt, logged, base, changed, tmp
 
 
 @pytest.mark.parametrize("folder", ("singlegpu", "multigpu"))
-def test_stops_that_save_nothing(attempt, start, base, changed, tmp_path, folder):
-    """Status 143 without --snapshot, and 0 at the last step. Ctrl-\\ ends the run at once."""
+def test_stops_that_save_nothing(attempt, base, changed, tmp_path, folder):
+    """Status 143 without --snapshot, and 0 at the last step."""
     words = (*base, "--max_steps", 4, "--eval_every", 2, "--log", tmp_path / "log")
     for step, expected in (2, 128 + signal.SIGTERM), (4, 0):
         copy = changed(f"{folder}/images.py", signalled(f"step == {step}"))
         status, _, err = attempt(copy, *words, processes=2)
         assert status == expected, err
     assert ["val_loss" in row for row in rows(tmp_path / "log") if row["step"] == 4][0]
-    words = (*base, "--epochs", 10_000, "--num_workers", 1, "--snapshot", tmp_path / "s.pt")
-    job = start(f"{folder}/images.py", *words, processes=2)
-    wait_for_saves(job, tmp_path / "s.pt", 1)
-    os.killpg(job.process.pid, signal.SIGQUIT)
-    assert job.wait()[0] == -signal.SIGQUIT
-    wait_for(lambda: not job.processes())
-
-
-@pytest.mark.parametrize("folder", ("singlegpu", "multigpu"))
-def test_a_stop_during_the_start(start, base, tmp_path, folder):
-    """While torch is imported: signals wait for the first step, which is saved."""
-    words = (*base, "--snapshot", tmp_path / "s.pt")
-    job = start(f"{folder}/images.py", *words, processes=2)
-
-    def waits(pid):
-        blocked = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
-        return int(blocked, 16) >> (signal.SIGUSR2 - 1) & 1
-
-    if folder == "multigpu":
-        wait_for(lambda: len(job.workers()) == 2)
-    wait_for(lambda: all(map(waits, job.workers() or [job.process.pid])))
-    job.process.send_signal(signal.SIGUSR2)
-    status, out, err = job.wait()
-    assert (status, load(tmp_path / "s.pt")["step"]) == (AGAIN, 1), (out, err)
-    wait_for(lambda: not job.processes())
 
 
 def test_killed_in_a_validation(attempt, run, base, changed, tmp_path):

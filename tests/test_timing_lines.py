@@ -87,13 +87,6 @@ OTHERS = {  # what differs in the train.py of others
         DDP: DDP.replace("model)", "model, find_unused_parameters=True)"),
     },
     "rank 0 alone validates": {"if step % 100 == 0": "if step % 100 == dist.get_rank() * 50"},
-    "two models": {
-        LAYERS: "self.first = nn.Linear(64, 256)",
-        "return self.last(hidden)": "return hidden",
-        DDP: f"{DDP}head = DistributedDataParallel(nn.Linear(256, 10).to(device))\n",
-        "weights in model.parameters()": "weights in [*model.parameters(), *head.parameters()]",
-        "model(inputs)": "head(model(inputs))",
-    },
     "the first epoch warms up": {"    pause(0.05)": "    if epoch == 0:\n        marks.clear()"},
 }
 

@@ -1,68 +1,176 @@
-"""What every training script promises: it learns, with one loss curve, and tells its time."""
+"""What every training script promises, as tools/check.py sees it; and what its log tells."""
 
 import os
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import curve, rows
+from conftest import assert_same_weights, call, curve, forks_of, load, module, rows
+from fork_server import Fork
 
-TRAINING = ("data", "forward", "backward", "comm", "optimizer")
-MNIST = "--dataset mnist --data_dir {data} --batch_size 24 --learning_rate 3e-4"
-MNIST += " --max_steps 40 --eval_every 20"
-TABLES = "--dataset tables --data_dir {data} --batch_size 24 --max_steps 40 --eval_every 20"
-PAIRS = f"{TABLES} --source number --target name --seq_len 8 --max_steps 8 --eval_every 4"
-GPT = "--d_model 32 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --learning_rate 3e-4"
-TASKS = {  # a short run of each model
+FEW = "--max_steps 21 --eval_every 10 --learning_rate 3e-4"  # two epochs, of about ten steps
+MNIST = "--dataset mnist --data_dir {data} --batch_size 120"
+TABLES = "--dataset tables --data_dir {data} --batch_size 60"
+PAIRS = f"{TABLES} --source number --target name --seq_len 5"
+GPT = "--dataset {data}/text.txt --d_model 32 --n_heads 2 --num_layers 4 --seq_len 32"
+TASKS = {  # of each model, its script, and flags that make it small
     "mlp": ("images.py", f"{MNIST} --model mlp"),
-    "cnn": ("images.py", f"{MNIST} --model cnn --max_steps 20 --eval_every 10"),
-    "autoencoder": ("images.py", f"{MNIST} --model autoencoder --max_steps 20 --eval_every 10"),
-    "nbow": ("text.py", f"{TABLES} --seq_len 32 --model nbow"),
-    "text": ("text.py", f"{TABLES} --seq_len 32 --model transformer"),
+    "cnn": ("images.py", f"{MNIST} --model cnn"),
+    "autoencoder": ("images.py", f"{MNIST} --model autoencoder"),
+    # Of one length: check.py takes a text that is padded otherwise for another one.
+    "nbow": ("text.py", f"{TABLES} --seq_len 6 --model nbow"),
+    "text": ("text.py", f"{TABLES} --seq_len 6 --model transformer"),
     "lstm": ("translation.py", f"{PAIRS} --model lstm"),
     "translation": ("translation.py", f"{PAIRS} --model transformer"),
-    "gpt": ("gpt.py", f"{GPT} --dataset {{data}}/words.txt --max_steps 24 --eval_every 12"),
+    "gpt": ("gpt.py", f"{GPT} --batch_size 96"),
 }
-# Launches that give one loss curve: processes, micro-batches. None has micro-batches of 3 images:
-# their kernel rounds otherwise, and 40 steps of Adam make 4e-5 of it for the mlp.
-LAUNCHES = {"singlegpu": (1, 1), "multigpu": (2, 3), "multinode": ((3, 1), 1)}
-ALL = ("mlp", "gpt")  # are proven in all three folders, the others in two
+FSDP, PIPELINE = "hybrid/gpt_fsdp.py", "hybrid/gpt_pipeline.py"
+RUNS = [  # processes, script, task, more flags. Its losses are to be those of singlegpu
+    (2, "multigpu/images.py", "mlp", "--grad_accum_steps 3"),
+    (2, "multigpu/text.py", "nbow", "--grad_accum_steps 2"),
+    (3, "multigpu/translation.py", "translation", ""),
+    (3, "multigpu/gpt.py", "gpt", ""),
+    (3, "multinode/images.py", "mlp", ""),
+    (2, "multinode/images.py", "cnn", "--num_workers 1"),
+    (3, "multinode/images.py", "autoencoder", ""),
+    (3, "multinode/text.py", "text", ""),
+    (2, "multinode/translation.py", "lstm", ""),
+    (4, "multinode/gpt.py", "gpt", "--grad_accum_steps 3"),
+    (3, "hybrid/images.py", "cnn", "--num_stages 4 --grad_accum_steps 2"),
+    (4, FSDP, "gpt", "--checkpoint_activations --grad_accum_steps 3"),
+    (4, FSDP, "gpt", "--shard_size 2 --num_workers 1"),
+    # Of two pipelines, the first has a batch more to validate on.
+    (4, PIPELINE, "gpt", "--num_stages 2 --schedule gpipe --num_microbatches 3"),
+    (4, PIPELINE, "gpt", "--num_stages 4 --num_microbatches 6"),
+]
+SEEN = "ending processes weights updates gradients accumulation finite shares order inputs samples"
+SEEN += " validation"  # kinds of check.py that must be right, and not only unseen
+# What check.py cannot judge yet: gradients at odd places of DDP's buckets, several DDP models in a
+# process, two-dimensional meshes, weights of other stages. Logs and snapshots prove these scripts.
+UNKNOWN = {
+    "multinode/images.py": "ending",
+    "hybrid/images.py": "accumulation",
+    FSDP: "against resume weights shares layers snapshot",
+    PIPELINE: f"{SEEN} against resume snapshot modes layers",
+}
+PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 
 
-def arguments_of(task, data):
-    return TASKS[task][1].format(data=data).split()
+class Forks:
+    """What tools/check.py starts, in place of subprocess.Popen: N script.py ..., in N forks."""
+
+    def __init__(self, words, env, **_):
+        count, script, *arguments = words
+        commands, envs = forks_of(script, arguments, int(count), **env)
+        self.forks = [Fork(*each) for each in zip(commands, [os.getcwd()] * len(envs), envs)]
+        self.pid = self.forks[0].pid
+
+    def poll(self):
+        statuses = [fork.poll() for fork in self.forks]
+        return None if None in statuses else max(statuses, key=abs)
+
+    def send_signal(self, signum):
+        for fork in self.forks:
+            os.kill(fork.pid, signum)
+
+    def wait(self):
+        print(*["".join(fork.end()[1:]) for fork in self.forks])
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_one_loss_curve(run, data, tmp_path, task):
-    """The losses fall, and are the same on 1, 2 (and 3) processes; the logs fit together."""
-    curves = []
-    for folder in LAUNCHES if task in ALL else ("singlegpu", "multigpu"):
-        processes, parts = LAUNCHES[folder]
-        script, log = f"{folder}/{TASKS[task][0]}", tmp_path / f"{folder}.jsonl"
-        more = ("--grad_accum_steps", parts, "--log", log)
-        out = run(script, *arguments_of(task, data), *more, processes=processes)
-        assert [line for line in out.splitlines() if line[:1] == "|"][-1].split()[1] == script
-        assert all(len(line) <= 100 for line in out.splitlines() if line[:1] != "|"), out
-        logged, count = rows(log), int(np.prod(processes))
-        end = logged[-1]["max_steps"]
-        places = sorted((row["step"], row["rank"]) for row in logged)
-        assert places == [(step, rank) for step in (end // 2, end) for rank in range(count)]
-        for row in logged:
-            assert (row["script"], row["processes"], row["batch_size"]) == (script, count, 24)
-            assert (row["host"], row["nodes"]) == (os.uname().nodename, 1) and row["peak_MB"] > 50
-            assert all(row[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
-            is_first = row["step"] < end
-            assert (row["warmup"] > 0) == is_first and row["steps"] == end // 2 - 3 * is_first
-            assert (row.get("comm", 0) > 0) == (row.get("comm_total", 0) > 0) == (count > 1)
-            training = sum(row.get(name, 0) for name in TRAINING)
-            assert row["samples/s"] == pytest.approx(24 * row["steps"] / training)
-        more = [name for name in ("val_acc", "grad_norm") if name in logged[0]]
-        curves.append(curve(log, *more))
-    assert curves[0][1, 0] < curves[0][0, 0]
-    for each in curves[1:]:
-        np.testing.assert_allclose(each[:, :2], curves[0][:, :2], rtol=1e-5)
-        np.testing.assert_allclose(each[:, 2:], curves[0][:, 2:], atol=0.01)  # of 1: a sample or so
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """check(script, words) runs tools/check.py. Returns kinds that are ok, and what was printed.
+
+    It finds nothing wrong but in UNKNOWN. What the jobs write to {tmp} stays, in tmp_path.
+    """
+    tool = module("tools/check.py")
+    tool.subprocess = SimpleNamespace(Popen=Forks)
+    monkeypatch.setenv("CHECK_FOLDER", str(tmp_path))
+
+    def check(script, *words):
+        done = call(tool, "--steps", 22, "--grace", 0, *words)
+        jobs, _, table = done.stdout.rpartition("process(es) that train: ")
+        found = re.findall(r"^(ERROR|warning|ok|not seen) +(\w+) +(.*(?:\n {22}.*)*)", table, re.M)
+        wrong = {each for each in found if each[0] in ("ERROR", "warning")}
+        unknown = UNKNOWN.get(script, "").split()
+        assert not [each for each in wrong if each[1] not in unknown], wrong
+        return {kind for level, kind, _ in found if level == "ok"}, jobs
+
+    return check
+
+
+def flags_of(task, data):
+    return f"{TASKS[task][1].format(data=data)} {FEW}"
+
+
+def assert_rows(log, script, processes):
+    """Of each process, with all times."""
+    logged = rows(log)
+    places = sorted((row["step"], row["rank"]) for row in logged)
+    assert places == [(step, rank) for step in (10, 20, 21) for rank in range(processes)]
+    for row in logged:
+        assert (row["script"], row["processes"], row["nodes"]) == (script, processes, 1)
+        assert row["host"] == os.uname().nodename and row["peak_MB"] > 50
+        assert all(row[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
+        assert (row["warmup"] > 0) == (row["step"] == 10)
+        assert row["steps"] == {10: 7, 20: 10, 21: 1}[row["step"]]
+        assert (row.get("comm_total", 0) > 0) == (processes > 1)
+        assert ("bubble" in row) == ("pipeline" in script) and row.get("bubble", 1) > 0
+        training = sum(row.get(name, 0) for name in PHASES)
+        assert row["samples/s"] == pytest.approx(row["batch_size"] * row["steps"] / training)
+        assert sum(row.get("stages", [row["parameters"]])) == row["parameters"]
+
+
+@pytest.mark.parametrize(("processes", "script", "task", "more"), RUNS)
+def test_one_loss_curve(check, data, tmp_path, processes, script, task, more):
+    """Samples and weights are those of one process, losses and gradients, too; the losses fall."""
+    one, words = f"singlegpu/{TASKS[task][0]}", f"{flags_of(task, data)} --log {{tmp}}/log"
+    command = f"{processes} {script} {words} {more}".split()
+    seen, printed = check(script, "--against", f"1 {one} {words}", "--", *command)
+    assert {*SEEN.split(), "against"} - {*UNKNOWN.get(script, "").split()} <= seen
+    lines = printed.splitlines()
+    told = [line.split()[1] for line in lines if line[:2] == "| " and ".py" in line]
+    assert {script, one} == {*told} and all(len(x) <= 100 for x in lines if x[:1] != "|"), printed
+    logs = [tmp_path / life / "tmp/log" for life in ("whole", "against")]
+    assert_rows(logs[0], script, processes)
+    assert_rows(logs[1], one, 1)
+    assert rows(logs[0])[0]["parameters"] == rows(logs[1])[0]["parameters"]
+    found, expected = (curve(log, "grad_norm") for log in logs)
+    assert expected[-1, 1] < expected[0, 1], "it learns"
+    np.testing.assert_allclose(found[:, :2], expected[:, :2], rtol=1e-5)
+    # AdamW hides that gradients are N times too large, and their norm does not.
+    np.testing.assert_allclose(found[:, 2], expected[:, 2], rtol=1e-3)
+    if "val_acc" in rows(logs[0])[0]:
+        np.testing.assert_allclose(*[curve(log, "val_acc") for log in logs], atol=0.01)
+
+
+RESUMED = [  # processes, script, task, more flags
+    (1, "singlegpu/images.py", "mlp", "--num_workers 1"),
+    (2, "multigpu/images.py", "mlp", "--num_workers 1"),
+    # Of three, gloo adds up in another order in the first step, before DDP makes its buckets anew.
+    (2, "multinode/images.py", "mlp", "--grad_accum_steps 2 --precision fp16"),
+    (2, "hybrid/images.py", "mlp", "--num_stages 2 --precision fp16"),
+    (2, PIPELINE, "gpt", "--num_stages 2 --precision fp16"),
+    (2, FSDP, "gpt", "--precision bf16"),
+]
+
+
+@pytest.mark.parametrize(("processes", "script", "task", "more"), RESUMED)
+def test_a_resumed_run_has_the_weights_of_an_undisturbed_one(
+    check, data, tmp_path, processes, script, task, more
+):
+    """All processes are told to stop at half. Dropout goes on, and so does the scale of fp16."""
+    words = f"{flags_of(task, data)} --dropout 0.1 --snapshot {{tmp}}/s --log {{tmp}}/log {more}"
+    seen, _ = check(script, "--resume", "--", *f"{processes} {script} {words}".split())
+    kinds = {"resume", "snapshot", "modes"} | ({"layers"} if processes > 1 else set())
+    assert kinds - {*UNKNOWN.get(script, "").split()} <= seen
+    stops = [row["step"] for row in rows(tmp_path / "stopped/tmp/log") if "val_loss" not in row]
+    assert 10 < max(stops) < 20, "a stop takes no time to validate"
+    if script != FSDP:
+        cut, whole = (tmp_path / life / "tmp/s" for life in ("stopped", "whole"))
+        assert_same_weights(cut, whole)
+        assert load(cut).get("scaler") == load(whole).get("scaler")
 
 
 def test_draws_and_bar(attempt, data, changed, tmp_path):
@@ -72,11 +180,11 @@ def test_draws_and_bar(attempt, data, changed, tmp_path):
     """
     loss, log = "    outputs = model(images)", tmp_path / "log.jsonl"
     spy = "    model.training and print(f'drawn {torch.rand(())}\\n', end='')\n"  # in one write
-    words = (*arguments_of("mlp", data), "--grad_accum_steps", 2, "--log", log)
+    words = (*flags_of("mlp", data).split(), "--grad_accum_steps", 2, "--log", log)
     script = changed("multigpu/images.py", {loss: spy + loss})
     status, out, err = attempt(script, *words, processes=2)
     drawn = re.findall(r"drawn (\S+)", out)
-    assert status == 0 and (len(drawn), len({*drawn})) == (160, 160), out
-    shown = re.findall(r"(\d+)/40 .*?loss=([\d.]+)", err)
-    assert shown[-1][0] == "40" and len(shown) < 4, err
+    assert status == 0 and (len(drawn), len({*drawn})) == (84, 84), out
+    shown = re.findall(r"(\d+)/21 .*?loss=([\d.]+)", err)
+    assert shown[-1][0] == "21" and len(shown) < 6, err
     assert float(shown[-1][1]) == pytest.approx(rows(log)[-1]["train_loss"], rel=0.2)

@@ -14,9 +14,7 @@
 // kernel takes the time that it takes here. With it, time is simulated, and each run has the same.
 // emu_ccl. Collectives as NCCL has them, by gloo, on a stream for each communicator. A future makes
 // the current stream wait, as that of the backend nccl2 does.
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/NativeFunctions.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>

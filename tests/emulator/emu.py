@@ -12,7 +12,6 @@ torch.emu.sleep(seconds), a kernel.
 import fcntl
 import functools
 import hashlib
-import importlib.machinery
 import importlib.util
 import os
 import shutil
@@ -58,20 +57,17 @@ def build():
 
 
 def load():
-    loader = importlib.machinery.ExtensionFileLoader("emu_C", str(build()))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("emu_C", loader))
-    loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location("emu_C", build())
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
 
 
 _C = load()
 host_waits, sleep = _C.host_waits, _C.sleep
-
-
-# == What torch expects of torch.<device type> ==
 device_count, _is_in_bad_fork = _C.device_count, _C.is_bad_fork
 
 
+# == What torch expects of torch.<device type> ==
 def is_available():
     return device_count() > 0
 
@@ -89,10 +85,6 @@ def get_device_name(device=None):
 
 def get_amp_supported_dtype():
     return [torch.float16, torch.bfloat16]
-
-
-def index_of(device):
-    return torch.accelerator._utils._get_device_index(device, optional=True)
 
 
 def get_rng_state(device=None):
@@ -115,7 +107,8 @@ def stream(stream):
 
 
 def device(device):
-    return torch.accelerator.device_index(index_of(device))
+    index = torch.accelerator._utils._get_device_index(device, optional=True)
+    return torch.accelerator.device_index(index)
 
 
 # == What torch has for CUDA alone ==

@@ -2,27 +2,25 @@
 
 Processes that a command starts by torch.multiprocessing are forks, too. A command whose environment
 has NETWORK runs in the network namespace of this name (ip netns). One that has EMU_DEVICES runs on
-the emulated accelerator, as with PYTHONPATH=tests/emulator.
+the emulated accelerator, as with PYTHONPATH=tests/emulator; one that has CHECK_SEEN is watched by
+tools/check.py.
 """
 
 import contextlib
 import ctypes
 import functools
+import importlib
 import multiprocessing.connection
-import multiprocessing.process
 import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-STARTING = threading.Lock()
 PRELOADED = """datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm
     transformers.models.distilbert.modeling_distilbert transformers.models.llama.modeling_llama"""
 CONTEXT.set_forkserver_preload(PRELOADED.split())
@@ -58,11 +56,13 @@ def run(command, cwd, env, files):
     os.environ.update(env)
     if "NETWORK" in env:
         enter(env["NETWORK"])
+    # As torch does at its import, where it finds one of these.
     if "EMU_DEVICES" in env:
         sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
-        import emu
-
-        emu.register()  # as torch does at its import
+        importlib.import_module("emu").register()
+    if "CHECK_SEEN" in env:
+        sys.path.insert(0, env["PYTHONPATH"].split(os.pathsep)[0])
+        importlib.import_module("check_plugin").install()
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__")
@@ -73,50 +73,36 @@ def run(command, cwd, env, files):
 
 
 class Fork:
-    """A command in a fork, with what tests use of subprocess.Popen."""
+    """A command in a fork."""
 
     def __init__(self, command, cwd, env):
-        self.args = command
         self.folder = tempfile.mkdtemp()
         self.files = [Path(self.folder, name) for name in ("out", "err")]
         for file in self.files:
             file.touch()  # a process that is ended at once has not made them
         words = (list(map(str, command)), cwd, env, self.files)
         self.child = CONTEXT.Process(target=run, args=words)
-        with STARTING:
-            self.child.start()
-            # Else another thread that starts one reads the status, and this one finds 255.
-            multiprocessing.process._children.discard(self.child)
+        self.child.start()
         self.pid = self.child.pid
 
     def poll(self):
         return self.child.exitcode
 
-    def send_signal(self, signum):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signum)
-
-    def communicate(self, timeout=None):
-        self.child.join(timeout)
-        if self.child.exitcode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout)
-        self.returncode = self.child.exitcode
-        return [file.read_text() for file in self.files]
-
     def end(self):
+        """Ends it with all that it has left behind. Returns (exit status, stdout, stderr)."""
         self.child.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # and what it has left behind
+            os.killpg(self.pid, signal.SIGKILL)
         self.child.join()
-        found = self.communicate()
+        texts = [file.read_text() for file in self.files]
         shutil.rmtree(self.folder, ignore_errors=True)
-        return found
+        return self.child.exitcode, *texts
 
 
 def run_all(commands, envs, cwd, timeout=600, ends_others=True):
     """Run the commands at the same time. Returns [(exit status, stdout, stderr), ...].
 
-    Where one fails, the others get SIGTERM, as from torchrun, and 20 s later SIGKILL. The status of
+    Where one fails, the others get SIGTERM, as from torchrun, and 8 s later SIGKILL. The status of
     one that SIGTERM has ended is 0.
     """
     forks = [Fork(command, cwd, env) for command, env in zip(commands, envs, strict=True)]
@@ -128,15 +114,15 @@ def run_all(commands, envs, cwd, timeout=600, ends_others=True):
                 child = left.pop(sentinel)
                 child.join()
                 if child.exitcode and not failed:
-                    end = min(end, time.monotonic() + 20)
+                    end = min(end, time.monotonic() + 8)
                     for other in left.values() if ends_others else ():
                         other.terminate()
                 failed += [child] if child.exitcode else []
     finally:
-        outputs = [fork.end() for fork in forks]
+        ended = [fork.end() for fork in forks]
     answers = []
-    for fork, output in zip(forks, outputs):
-        is_ended = fork.child in failed[1:] and fork.returncode == -signal.SIGTERM
-        answers.append((0 if is_ended else fork.returncode, *output))
+    for fork, (status, *texts) in zip(forks, ended):
+        is_ended = fork.child in failed[1:] and status == -signal.SIGTERM
+        answers.append((0 if is_ended else status, *texts))
     assert failed or not left, f"no end after {timeout} s: {commands}, {answers}"
     return answers

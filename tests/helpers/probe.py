@@ -5,17 +5,15 @@
 Each process writes FOLDER/<rank>.json, a list with an object for each step: `dtypes` and `calls`
 of linear layers and convolutions; `shape` of their first input; `order` of their calls, an F each,
 and of the gradients of their outputs, a B each; `attention`, the shape of the queries of each
-attention; `dropped`, the share of zeros that dropout made; `validated`, the samples of a validation
-since the step before; `norm` of the gradients that the optimizer gets, `rate`, the learning rate;
-`matmul`, PyTorch's precision of float32 products; `workers`, the processes that load data; `sent`,
-(operation, dtype, bytes) of each collective between steps.
+attention; `dropped`, the share of zeros that dropout made; `norm` of the gradients that the
+optimizer gets, `rate`, the learning rate; `matmul`, PyTorch's precision of float32 products;
+`workers`, the processes that load data; `sent`, (operation, dtype, bytes) of each collective.
 """
 
 import json
 import multiprocessing
 import runpy
 import sys
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -26,12 +24,10 @@ from torch.optim import optimizer
 folder, script = sys.argv[1:3]
 steps = []
 seen = {}
-validated = Counter()  # of each layer
 
 
 def forget():
     seen.update(dtypes=set(), calls=0, shape=None, dropped=[], sent=[], order="", attention=[])
-    validated.clear()
 
 
 def note_gradient(gradient):
@@ -40,7 +36,6 @@ def note_gradient(gradient):
 
 def note_layer(module, inputs, output):
     if not module.training:
-        validated[module] += len(inputs[0])
         return
     if isinstance(module, nn.Dropout) and module.p > 0:
         zeros = (output == 0)[inputs[0] != 0]
@@ -60,7 +55,6 @@ def note_step(optimizer, args, kwargs):
     news["matmul"] = torch.get_float32_matmul_precision()
     norm = nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
     news["norm"] = getattr(norm, "full_tensor", lambda: norm)().item()
-    news["validated"] = max(validated.values(), default=0)
     steps.append(seen | news | {"dtypes": sorted(seen["dtypes"])})
     forget()
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -8,7 +8,8 @@ import subprocess
 import time
 
 import pytest
-from conftest import assert_same_weights, rows, wait_for, wait_for_saves
+from conftest import assert_same_weights, rows, wait_for
+from test_stops import wait_for_saves
 
 KILLS = int(os.environ.get("SOAK_KILLS", 5))  # of each shape
 IMAGES = "--dataset mnist --batch_size 24 --epochs 4 --dropout 0.5"
@@ -62,10 +63,7 @@ def test_killed_jobs_end_with_undisturbed_weights(start, run, data, tmp_path, ch
             if job.process.poll() is None:
                 os.kill(chance.choice([*job.workers(), job.process.pid]), signum)
         print(moment, signum.name, job.wait()[0])
-        with contextlib.suppress(AssertionError):  # those whose torchrun was killed train on
-            wait_for(lambda job=job: not job.processes(), 120)
-        left = [*job.processes().values()]
-        assert not left, left
+        wait_for(lambda job=job: not job.processes(), 120)  # torchrun's train on for a while
     assert len(heard) > 0 or processes == 1
     assert all(place.startswith(("127.", "[::1]")) for place in heard), heard
     run(script, *words, processes=processes)

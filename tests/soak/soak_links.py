@@ -1,7 +1,5 @@
 """All-reduces on a link of known speed: two network namespaces, whose links tc slows."""
 
-import json
-
 import link
 import pytest
 from conftest import rows
@@ -47,22 +45,6 @@ def test_predicted_beside_measured(run):
         rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line[:1] == "|"][2:]
         [row] = rows
         assert row[:3] == ["images, mlp", "100", "4"]
-        if (error := abs(float(row[5].rstrip("%")))) < 25:
+        if (error := abs(float(row[-1].rstrip("%")))) < 25:
             break
     assert error < 25, row
-
-
-def test_what_would_help_is_tried(run, tmp_path):
-    """On such a link each of these is nearly twice as fast. On three nodes, 64 becomes 63."""
-    words = "--nodes 3 --mbit 100 --seconds 0.5 --max_bytes 4194304 --models".split()
-    names = ["--comm_hook bf16", "twice the batch", "a link twice as fast"]
-    logs = ["--logs", tmp_path / "logs"]
-    out = run("tests/benchmark.py", "changes", *words, "images, mlp", "--changes", *names, *logs)
-    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line[:1] == "|"][2:]
-    assert [row[:4] for row in rows] == [["images, mlp", "100", "3", name] for name in names]
-    assert all(1.8 < float(row[4]) < 2.2 and float(row[5]) > 1.25 for row in rows), rows
-    logs = [json.loads(path.read_text().splitlines()[-1]) for path in tmp_path.glob("logs/*.jsonl")]
-    found = sorted((row["processes"], row["batch_size"], row["comm_hook"]) for row in logs)
-    plain = (3, 63, "none")
-    assert found == [(1, 64, "none"), (3, 63, "bf16"), plain, plain, (3, 126, "none")]
-    assert {row["script"] for row in logs} == {"multinode/images.py"}

@@ -5,9 +5,8 @@ import re
 import signal
 import subprocess
 
-import numpy as np
 import pytest
-from conftest import ROOT, assert_same_weights, rows, wait_for, write_mnist, write_tables
+from conftest import ROOT, assert_same_weights, rows, wait_for, write_mnist
 from test_slurm import ENDED, SMALL, cluster, site  # noqa: F401
 
 COMMON = SMALL[2:]
@@ -33,13 +32,22 @@ def options(folder):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_job_completes(site, name):  # noqa: F811
+    """On several nodes tools/check.py watches it before, by the line that a user uncomments."""
     folder, script = name.split("_", 1)
+    path = site.folder / f"slurm/{name}.slurm"
+    text, checks = re.subn(
+        "^# (CHECK_FOLDER=.*check.py)", r"\1 --steps 5", path.read_text(), flags=re.M
+    )
+    path.write_text(text)
     if "bigmnist" in name:
         write_mnist(site.folder / "data")
     job = site.submit(name, *WORDS.get(script, GPT), options=options(folder))
     state, out = site.wait(job), site.output(job)
     assert state == "COMPLETED", out
-    if (ROOT / f"slurm/{name}.slurm").read_text().count('--snapshot "$'):
+    assert checks == (folder in ("multinode", "hybrid"))
+    assert checks == len(re.findall("^ok +processes +2 in one group", out, re.M)), out
+    assert "\nERROR" not in out and "\nwarning" not in out, out
+    if text.count('--snapshot "$'):
         assert re.search(rf"^\| *{folder}/{script}\.py ", out, re.M), "the row for results.md"
         paths = [site.folder / f"{name}-{job}{end}" for end in (".pt", "")]  # a file or a folder
         assert any(path.exists() for path in paths)
@@ -98,53 +106,15 @@ def test_jobs_that_are_not_queued_again(site, data):  # noqa: F811
         assert (site.show(each)["JobState"], site.show(each)["Restarts"]) == (state, "0")
 
 
-STUDIES = {  # GPUs, and the logs of the runs on them
-    "agnews": ("1", ["small_singlegpu_1_8", "large_singlegpu_1_8"]),
-    "imdb": ("1", ["singlegpu_1_8"]),
-    "gpt": ("1", ["singlegpu_1_8"]),
-    "mnist": ("2/2", ["mnist_hybrid_2of2_8", "bigmnist_hybrid_2of2_8"]),
-    "six": (
-        "1",
-        [f"{name}_singlegpu_1_8" for name in "vgg11 cnn mlp autoencoder nbow seq2seq".split()],
-    ),
-}
-
-
-def write_data(folder):
-    """Makes the folder a --data_dir with a small data set for each name that a study takes."""
-    write_mnist(folder)
-    write_tables(folder / "ag_news")
-    for path in (folder / "ag_news").iterdir():  # its numbers and their names are two languages
-        path.write_text(path.read_text().replace("number,name", "de,en", 1))
-    for name in ("imdb", "multi30k"):
-        (folder / name).symlink_to("ag_news")
-    (folder / "bigmnist").mkdir()
-    for split, size in ("train", 64), ("test", 16):
-        np.save(folder / f"bigmnist/{split}_images.npy", np.zeros((size, 28, 28), np.uint8))
-        np.save(folder / f"bigmnist/{split}_labels.npy", (np.arange(size) % 10).astype(np.uint8))
-
-
-def test_studies_train_and_are_reported(site):  # noqa: F811
-    """All runs of each study train, their report is written, and the GPT is quantized."""
-    script = site.folder / "slurm/sweep.sh"
-    small, count = re.subn("--model vgg11", "--model resnet18", script.read_text())
-    assert script.write_text(small) and count == 1  # a snapshot of VGG11 has 1.5 GB
-    write_data(site.folder / "data")
-    jobs = {}
-    for study, (gpus, _) in STUDIES.items():
-        words = ("--gpus", gpus, "--batch_sizes", 8, "--sbatch", "--cpus-per-task=1")
-        more = GPT[:4] if study == "gpt" else ()
-        words = (*words, "--out", study, "study", study, "--max_steps", 5, *more)
-        told = site.command("bash", script, *words)
-        jobs[study] = re.search(r"job (\d+) writes", told)[1]
-    words = ("--gpus", 1, "--sbatch", "--cpus-per-task=1", "--out", "failed", "study", "gpt")
-    told = site.command("bash", script, *words, "--n_heads", 0)  # no run for the others to wait for
-    assert site.wait(re.search(r"job (\d+) writes", told)[1]) == "FAILED", "not pending for ever"
-    for study, (_, logs) in STUDIES.items():
-        assert site.wait(jobs[study]) == "COMPLETED", study
-        paths = sorted((site.folder / study).glob("*.jsonl"))
-        assert [path.stem for path in paths] == sorted(logs)
-        assert [rows(path)[-1]["step"] for path in paths] == [5] * len(paths)
-        assert (site.folder / study / "report.md").exists()
-    [quantized] = (site.folder / "gpt").glob("quantize-*.out")
+def test_a_study_trains_and_is_reported(site):  # noqa: F811
+    """All runs, then their report; the GPT is quantized. If its training fails, nothing waits."""
+    jobs, small = [], ("--gpus", 1, "--batch_sizes", 8, "--sbatch", "--cpus-per-task=1", "--out")
+    for out, more in ("done", GPT[:4]), ("failed", ("--n_heads", 0)):
+        words = (*small, out, "study", "gpt", "--max_steps", 5, *more)
+        told = site.command("bash", "slurm/sweep.sh", *words)
+        jobs.append(re.search(r"job (\d+) writes", told)[1])
+    assert [site.wait(job) for job in jobs] == ["COMPLETED", "FAILED"]
+    assert rows(site.folder / "done/singlegpu_1_8.jsonl")[-1]["step"] == 5
+    assert (site.folder / "done/report.md").exists()
+    [quantized] = (site.folder / "done").glob("quantize-*.out")
     assert "| int8-torch.ao | eager |" in quantized.read_text()

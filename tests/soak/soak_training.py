@@ -1,15 +1,12 @@
-"""What takes long or measures: real data to a known quality, compiled models."""
+"""What takes long: real data to a known quality, and all rows of quantize, compiled."""
 
 import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import curve, rows
-from test_hybrid import FSDP, PIPELINE
+from conftest import rows
 from test_quantize import SCRIPT, assert_as_good, table, trained  # noqa: F401
-from test_training import arguments_of
 
 PAIRS = "--dataset multi30k --seq_len 16"
 SHAKESPEARE = "--dataset {data}/tinyshakespeare/input.txt --seq_len 64"
@@ -51,30 +48,7 @@ def test_quality(logged, real_data, figure):
     assert worse < 4 * deviation
 
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-
-
-KERNELS = {  # of the first and the last stage; of a block, and of the head
-    PIPELINE: ("cpp_fused_add_embedding_native_layer_norm", "cpp_fused_native_layer_norm"),
-    FSDP: ("gelu", "cpp_fused__log_softmax"),
-}
-
-
-@needs_compiler
-@pytest.mark.parametrize("script", KERNELS)
-def test_gpt_compile_compiles_all_parts(logged, data, tmp_path, script):
-    """Kernels are generated for each of them, and there is one loss curve."""
-    words, env = arguments_of("gpt", data), {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    one = curve(logged("singlegpu/gpt.py", *words))
-    splits = ("--shard_size 1 --grad_accum_steps 2", "--shard_size 2") if script == FSDP else ("",)
-    for more in splits:
-        log = logged(script, *words, *more.split(), "--compile", processes=2, **env)
-        np.testing.assert_allclose(curve(log), one, rtol=1e-4)
-    code = "".join(path.read_text() for path in tmp_path.glob("cache/**/*.py"))
-    assert all(name in code for name in KERNELS[script])
-
-
-@needs_compiler
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_torchao(attempt, trained, tmp_path):  # noqa: F811
     """All rows keep the quality, compiled, too."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
