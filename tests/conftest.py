@@ -32,6 +32,7 @@ SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / n
 # One thread a process: tests side by side do not slow each other. No test gives a flag for it.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell lets jobs in its background ignore it
 ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
