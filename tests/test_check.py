@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import faults
+import link
 import pytest
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
@@ -29,6 +30,10 @@ GROUPS = {
     "loss_summed": None,
     "state_in_no_state_dict": None,
     "mnist_past_ddp": None,
+    "optimizer_made_again": None,
+    "images_written_in_place images_head_without_optimizer images_same_masks images_one_order "
+    "images_input_lost images_change images_validation_lacks_some": None,
+    "images_past_ddp images_no_zero_grad images_weights_in_bf16 images_same_samples": None,
 }
 
 
@@ -126,6 +131,55 @@ def start(script, processes):
 def test_scripts_are_right(script, tmp_path):
     status, lines, before = faults.check(start(script, SCRIPTS[script]), tmp_path, "--steps 6")
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+
+
+@pytest.mark.usefixtures("emulator")
+def test_on_the_emulated_accelerator(tmp_path, monkeypatch):
+    """A right training has no finding; a fault is named."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/emulator"))
+    monkeypatch.setenv("EMU_DEVICES", "4")
+    for processes in (2, 3):
+        flags = f"{faults.MLP} --batch_size 30 --num_gpus {processes}".split()
+        words = [sys.executable, ROOT / "multigpu/images.py", *flags]
+        status, lines, before = faults.check(words, tmp_path, "--steps 8")
+        assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+    status, lines, _ = faults.run([BY_NAME["images_same_masks"]], tmp_path)
+    assert faults.is_found(BY_NAME["images_same_masks"], lines), lines
+
+
+def test_data_that_round_differently(tmp_path):
+    """Numbers that a data set adds up on other threads: a warning (pytorch #88718)."""
+    jitter = "        self.jitter = jitter\n"
+    total = "        torch.set_num_threads(args.processes)\n"
+    total += "        self.images *= torch.rand(2**22, generator=generator).sum() / 2**21\n"
+    edits = [(jitter, total + jitter), ("Images(256, 0, 0.01)", "Images(256, 0, 0)")]
+    loop = "    for i, (x, y) in enumerate(loader):\n"
+    edits += [(loop, "    ddp.eval()\n" + loop)]
+    fault = BY_NAME["loss_summed"]._replace(edits=edits)
+    status, lines, before = faults.run([fault], tmp_path)
+    assert status == 0, (lines, before[-2000:])
+    assert any("samples of step 1 are others, by rounding" in line for line in lines), lines
+
+
+@pytest.mark.skipif(link.what_is_missing(), reason=f"{link.what_is_missing()}")
+def test_two_machines(tmp_path):
+    """Two torchruns in two network namespaces, with names of their own: one table."""
+    jobs, port = [], next(link.PORTS)
+    own_name = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
+    env = ["env", f"CHECK_FOLDER={tmp_path}/new", "GLOO_SOCKET_IFNAME=veth", "OMP_NUM_THREADS=1"]
+    with link.nodes(2) as spaces:
+        for rank, space in enumerate(spaces):
+            command = [*env, sys.executable, ROOT / "tools/check.py", "--steps", 6, "--"]
+            command += [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 1]
+            command += ["--nnodes", 2, "--node_rank", rank, "--master_addr", "10.99.0.1"]
+            command += ["--master_port", port, TRAIN]
+            command = ["ip", "netns", "exec", space, *own_name, f"node{rank}", *command]
+            pipes = {"stdout": subprocess.PIPE, "text": True}
+            jobs.append(subprocess.Popen(list(map(str, command)), cwd=tmp_path, **pipes))
+        outputs = [job.communicate(timeout=300)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    assert problems(outputs[0].splitlines()) == [] and "2 in one group" in outputs[0], outputs
+    assert "the table is with rank 0" in outputs[1]
 
 
 def test_a_folder_that_two_launchers_share(tmp_path, monkeypatch):

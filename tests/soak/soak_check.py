@@ -6,6 +6,7 @@ import faults
 import pytest
 import torch
 from test_check import LONG_SCRIPTS, problems, start
+from test_slurm import ONE_PROCESS, SMALL, cluster, site  # noqa: F401
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
@@ -54,3 +55,14 @@ def test_machines_that_round_differently(tmp_path):
     fault = faults.FAULTS[0]._replace(edits=edits)
     status, lines, before = faults.run([fault], tmp_path)
     assert status == 0 and "rounding" in lines[0], (lines, before[-2000:])
+
+
+def test_a_job_file_on_two_nodes(site):  # noqa: F811
+    """With its commented line, a job of Slurm prints one table without a finding, and trains."""
+    path = site.folder / "slurm/multinode_images.slurm"
+    assert path.write_text(path.read_text().replace("# CHECK_FOLDER=", "CHECK_FOLDER="))
+    job = site.submit("multinode_images", *SMALL, options=ONE_PROCESS)
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    out = site.output(job)
+    assert out.count("2 process(es) that train:") == 1 and "2 in one group" in out, out
+    assert problems(out.splitlines()) == [], out
