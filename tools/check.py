@@ -673,7 +673,8 @@ class Watch:  # what is known in a process; its methods are the hooks
                 self.owners.setdefault(id(weight), str(type(part).__mro__))
             if isinstance(part, DDP) or not os.environ["CHECK_COMPARES"]:
                 continue
-            for name, x in (vars(part) | part._buffers).items():
+            buffers = {name: part._buffers[name] for name in part._non_persistent_buffers_set}
+            for name, x in (vars(part) | buffers).items():
                 if isinstance(x, (int, float, torch.Tensor)) and name != "training":
                     found[".".join([*path, name])] = bits(x) if isinstance(x, torch.Tensor) else x
         return found
