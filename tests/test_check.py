@@ -30,7 +30,6 @@ GROUPS = {
     "loss_summed": None,
     "state_in_no_state_dict": None,
     "mnist_past_ddp": None,
-    "optimizer_made_again": None,
     "images_written_in_place images_head_without_optimizer images_same_masks images_one_order "
     "images_input_lost images_change images_validation_lacks_some": None,
     "images_past_ddp images_no_zero_grad images_weights_in_bf16 images_same_samples": None,
@@ -131,20 +130,6 @@ def start(script, processes):
 def test_scripts_are_right(script, tmp_path):
     status, lines, before = faults.check(start(script, SCRIPTS[script]), tmp_path, "--steps 6")
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
-
-
-@pytest.mark.usefixtures("emulator")
-def test_on_the_emulated_accelerator(tmp_path, monkeypatch):
-    """A right training has no finding; a fault is named."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/emulator"))
-    monkeypatch.setenv("EMU_DEVICES", "4")
-    for processes in (2, 3):
-        flags = f"{faults.MLP} --batch_size 30 --num_gpus {processes}".split()
-        words = [sys.executable, ROOT / "multigpu/images.py", *flags]
-        status, lines, before = faults.check(words, tmp_path, "--steps 8")
-        assert status == 0 and problems(lines) == [], (lines, before[-2000:])
-    status, lines, _ = faults.run([BY_NAME["images_same_masks"]], tmp_path)
-    assert faults.is_found(BY_NAME["images_same_masks"], lines), lines
 
 
 def test_data_that_round_differently(tmp_path):

@@ -66,3 +66,18 @@ def test_a_job_file_on_two_nodes(site):  # noqa: F811
     out = site.output(job)
     assert out.count("2 process(es) that train:") == 1 and "2 in one group" in out, out
     assert problems(out.splitlines()) == [], out
+
+
+@pytest.mark.usefixtures("emulator")
+def test_on_the_emulated_accelerator(tmp_path, monkeypatch):
+    """A right training has no finding; a fault is named."""
+    monkeypatch.setenv("PYTHONPATH", str(faults.ROOT / "tests/emulator"))
+    monkeypatch.setenv("EMU_DEVICES", "4")
+    for processes in (2, 3):
+        flags = f"{faults.MLP} --batch_size 30 --num_gpus {processes}".split()
+        words = [sys.executable, faults.ROOT / "multigpu/images.py", *flags]
+        status, lines, before = faults.check(words, tmp_path, "--steps 8")
+        assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+    [fault] = [each for each in faults.FAULTS if each.name == "images_same_masks"]
+    status, lines, _ = faults.run([fault], tmp_path)
+    assert faults.is_found(fault, lines), lines
