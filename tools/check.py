@@ -5,10 +5,10 @@
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
     CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py      # several machines
 
-PyTorch loads this file in each process of the job, as a plug-in. It watches optimizers, models,
-data loaders and files, changes nothing, and notes what it sees. The first process compares all, and
-prints a line for each kind of fault, or "not seen". Status 1: an error; 2: nothing trained; else 0.
-Where each machine has its own torchrun, this file starts each, with one new folder that they share.
+PyTorch loads this file in each process of the job. It watches optimizers, models, data loaders and
+files, changes nothing, and notes what it sees. The first process prints a line for each kind of
+fault, or "not seen". Status 1: an error; 2: nothing trained; else 0. Where each machine has its own
+torchrun, this file starts each, with one new folder that they share.
 """
 
 import argparse
@@ -83,9 +83,6 @@ def findings(kind, *jobs):
     return [(level, kind.__name__, words) for level, words in found]
 
 
-# == The kinds of faults ===========================================================================
-
-
 class Kinds:  # each looks at what the processes of a job saw, and yields (level, words)
     def ending(self):
         """The job neither hangs nor fails before the last step that is watched."""
@@ -105,7 +102,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         """All that train are one group, each with its GPU, and the same flags and versions."""
         starts = [each.start for each in self.ranks.values()]
         alone = sum(start["world"] == 1 for start in starts)
-        if self.is_hogwild:
+        if alone > 1 and all(start["shared"] for start in starts):
             yield "ok", f"{len(starts)} share one memory (Hogwild): ranks are not compared"
         elif alone > 1:
             yield "ERROR", f"{alone} train, each alone. Call dist.init_process_group(), use DDP."
@@ -171,7 +168,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         """Each weight is in an optimizer, and has a gradient when the optimizer steps."""
         for x in [x["names"] for x in self.first["lost"] if x["names"]]:
             words = f"{len(x)} weights with gradients are in no optimizer: {', '.join(x[:3])}."
-            yield "ERROR", words + " Add them."
+            yield "ERROR", words + " Add them; make none in forward()."
         for start, steps in self.first.optimizers():
             count = len(start["names"])
             never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
@@ -201,8 +198,11 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
 
     def finite(self):
         """Losses and gradients are finite, and unscaled when they are clipped."""
-        if any(x["clipped"] == 2 for x in self.first["step"]):
+        clips = {x["clipped"] for x in self.first["step"]}
+        if 2 in clips:
             yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
+        elif clips - {0} == {3}:
+            yield "warning", "clipped between step() and backward(), where it changes nothing."
         for rank, each in self.ranks.items():
             for x in [x for x in each["loss"] if x["value"] - x["value"] != 0][:1]:
                 yield "ERROR", f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}."
@@ -238,29 +238,31 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
             if low and says_fp32 and re.search("precision|dtype", name.lower()):
                 yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
+        if any(x["stale"] and x["step"] > 1 for x in self.first["step"]):
+            yield "ERROR", "one autocast holds several steps: it keeps the first copies. End it."
         for x in self.all("autocast")[:1]:
             yield "warning", f"autocast is on, but a {x['module']} gives {x['gives']}."
         yield "ok", f"weights are {', '.join(types)}"
 
     def modes(self):
         """Dropout and BatchNorm train in train(), and validate in eval()."""
-        forwards, trained = self.first["forward"], {x["pass"] for x in self.first["loss"]} | {None}
         trains = [x for x in self.first.training_calls if x["layers"]]
         for x in [x for x in trains if x["in_eval"]][:1]:
             words = f"{x['in_eval']} layers train in eval() from step {x['step'] + 1}. Call train()"
             yield "warning" if trains[0]["in_eval"] else "ERROR", words + ", also after validation."
-        for x, after in zip(forwards, [*forwards[1:], {"grad": True}]):
-            single = x["pass"] in trained and after["grad"]  # as of a GAN's generator
-            if not x["grad"] and x["in_eval"] < x["layers"] and not single:
+        for x, is_single in self.first.tests():
+            if x["in_eval"] < x["layers"] and not is_single:  # one is as of a GAN's generator
                 yield "warning", f"{x['module']} validates in train(). Call model.eval()."
-        for x in [x for x in forwards[:1] if x["spectral"] and not x["training"]]:
+        for x in [x for x in self.first["forward"][:1] if x["spectral"] and not x["training"]]:
             yield "warning", f"{x['module']} with spectral_norm runs in eval() before any train()."
         yield seen(trains, "calls of Dropout or BatchNorm in train()")
 
     def layers(self):
         """Dropout draws other masks in each rank, none in eval(); BatchNorm is the same in all."""
-        tests = [x for x in self.first["forward"] if not x["grad"] and x["random"]]
-        for x in [x for x in tests if x["in_eval"] == x["layers"] > 0][:1]:
+        tests = [x for x, _ in self.first.tests() if x["in_eval"] == x["layers"] > 0]
+        firsts = {x["step"]: x["random"] for x in reversed(tests)}  # the first of each validation
+        is_seeded = len(firsts) > 1 and len({*map(str, firsts.values())}) == 1
+        for x in [x for x in tests if x["random"] and not is_seeded][:1]:
             yield "warning", f"{x['module']} draws random numbers in eval(). Does it drop values?"
         for one, two, *_ in self.data_groups:
             calls = zip(*[self.ranks[rank].training_calls for rank in (one, two)])
@@ -268,8 +270,8 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             own = [[{x: y for x, y in z.items() if "its" in x} for z in pair] for pair in pairs]
             if pairs and any(a[0][0] and all(x == y for x, y in a) for a in (pairs, own)):
                 yield "warning", f"ranks {one}, {two} draw the same masks or noise. Seed by rank."
-            calls = zip(*[self.ranks[rank]["forward"] for rank in (one, two)])
-            for step in [x["step"] for x, y in calls if x["norms"] != y["norms"]][:1]:
+            calls = zip(*[self.ranks[rank].tests() for rank in (one, two)])
+            for step in [x["step"] for (x, _), (y, _) in calls if x["norms"] != y["norms"]][:1]:
                 yield "warning", f"BatchNorm's statistics differ in validation after step {step}."
             yield seen(pairs, "calls that draw random numbers in two ranks")
 
@@ -282,7 +284,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             equal = [x for x in common if sorted(mine[x]) == sorted(theirs[x])]
             a, b = [(each.passes(True) or [{"known": False}])[0] for each in (one, two)]
             alike = a["known"] and b["known"] and same_data(a, b)
-            drawn = a["index"][: epoch_length(one, a, one.start["world"])] if alike else []
+            drawn = a["index"][: one.epoch_length(a)] if alike else []
             both = {*drawn} & {*b["index"][: len(drawn)]} if alike else ()
             if len(equal) > len(common) / 2 or drawn and a["index"] == b["index"]:
                 yield "ERROR", f"{who} get the same samples in {len(equal)} steps. Split them."
@@ -296,7 +298,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         known = bool(trains) and trains[0]["known"]
         orders = [x["index"] if x["known"] else (x["parts"] or [[]])[0] for x in trains]
         if known:  # a pass may have several epochs
-            length = epoch_length(self.first, trains[0], self.first.start["world"])
+            length = self.first.epoch_length(trains[0])
             orders = [x[i : i + length] for x in orders for i in range(0, len(x), length)]
         first, second, *_ = [*[x for x in orders if len(x) > 7], [], []]
         if first and not known and len({*first}) <= len(first) / 2:
@@ -314,28 +316,24 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             empty = [x["step"] + 1 for x in calls if x["zero"]]
             if 0 < len(empty) < len(calls) / 2:
                 yield "ERROR", f"the input of step {empty[0]} in rank {rank} is all zeros. Lost?"
-            batches = [x for x in each["batch"] if x["pass"] in trained]
-            batches = [(len(x["index"]), {*x["rows"]}) for x in batches]
-            odd = [(count, rows - {count}) for count, rows in batches if count in rows]
+            batches = [(x["index"], {*x["rows"]}) for x in each["batch"] if x["pass"] in trained]
+            odd = [(len(x), rows - {len(x)}) for x, rows in batches if len(x) in rows]
             if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
                 count, rows = odd[0]
                 yield "warning", f"a batch of {count} samples has a tensor of {min(rows)} row(s)."
             yield seen(calls, "inputs, none all zeros")
 
     def samples(self):
-        """A data set gives the same sample for an index, unless it draws random numbers."""
+        """In two validations a data set gives the same sample, unless it draws random numbers."""
         random_ones = {x["data"] for x in self.all("fetch") if x["used"]} | {None}
-        old, twice = {}, 0  # (rank, data set, its size, index): the sample's hashes, and its pass
-        for rank, x in [(rank, x) for rank, each in self.ranks.items() for x in each["batch"]]:
-            parts = [part for part in x["parts"] if len(part) == len(x["index"])]
-            for index, *hashes in zip(x["index"], *parts) if x["data"] not in random_ones else ():
-                key = (rank, x["data"], x["size"], index)
-                first, number = old.setdefault(key, (hashes, x["pass"]))
-                if index is not None and number != x["pass"] and first != hashes:
+        old = {}  # (rank, data set, its size, index): the sample's hashes
+        tests = [(rank, x) for rank, each in self.ranks.items() for x in each.passes(False)]
+        for rank, x in [y for y in tests if y[1]["known"] and y[1]["data"] not in random_ones]:
+            for index, *hashes in zip(x["index"], *x["parts"]):
+                if old.setdefault((rank, x["data"], x["size"], index), hashes) != hashes:
                     yield "ERROR", f"sample {index} of {x['data']} has other bytes later. Copy it."
                     return
-                twice += number != x["pass"]
-        yield seen([1] * twice, "samples are read twice, with the same bytes")
+        yield seen(old, "validated samples have the same bytes each time")
 
     def augmentation(self):
         """Random numbers of data sets differ in workers, ranks and epochs."""
@@ -365,7 +363,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         trains = [x for each in self.ranks.values() for x in each.passes(training=True)]
         trains = [x for x in trains if tests and x["split"] and x["split"] == tests[0]["split"]]
         leaked = {i for x in trains for i in x["index"]} & {i for x in tests for i in x["index"]}
-        if trains and leaked - {None}:
+        if trains and leaked - {None} and trains[0]["size"] != tests[0]["size"]:
             yield "ERROR", f"{len(leaked)} of its samples are trained on. Seed random_split()."
         tests = [x for x in tests if x["ended"] and x["known"]]
         counts = Counter(i for x in tests for i in x["index"])
@@ -440,9 +438,20 @@ def against(job, other, skip=0, advice="Mean, rate?"):
         yield "not seen", "the other run took no step, or has other tensors: stages?"
         return
     mine, theirs, names = job.first.states(0), other.first.states(0), job.first.start["names"]
-    level, at, words = other_samples(job, other, skip)
-    if level:
-        yield level, words
+    level, at, samples, others = "", 0, job.union("samples"), other.union("samples")
+    for step in sorted(step for step in samples if others.get(step - skip)):
+        old, new = Counter(samples[step]), Counter(others[step - skip])
+        a, b = sorted(job.union("near")[step]), sorted(other.union("near")[step - skip])
+        words = f"data: {(old - new).total()} of {old.total()} samples of step {step} are others"
+        if old != new and len(a) == len(b) and distance(a, b) < 1e-5 * distance(a):
+            level = "warning"
+            words += ", by rounding: other threads, or another processor?"
+        elif old != new:
+            level, at = "ERROR", step
+            words += ". Compare seed, place in the data, and shares."
+        if level:
+            yield level, words
+            break
     steps = sorted(step for step in mine if step - skip in theirs)
     for step, index in [(step, index) for step in steps for index in range(len(names))]:
         runs = mine[step], theirs[step - skip], theirs[0]
@@ -456,21 +465,6 @@ def against(job, other, skip=0, advice="Mean, rate?"):
             yield "ERROR", f"{why} {names[index]} differs {by} {advice}"
             return
     yield "ok", f"the same weights in {len(steps) - 1} steps" + ", to rounding" * (not skip)
-
-
-def other_samples(job, other, skip):
-    """Compares the samples of two runs. Returns (level, step, words) of the first that differ."""
-    mine, theirs = job.union("samples"), other.union("samples")
-    for step in sorted(step for step in mine if theirs.get(step - skip)):
-        old, new = Counter(mine[step]), Counter(theirs[step - skip])
-        a, b = sorted(job.union("near")[step]), sorted(other.union("near")[step - skip])
-        is_near = len(a) == len(b) and distance(a, b) < 1e-5 * distance(a)
-        words = f"data: {(old - new).total()} of {old.total()} samples of step {step} are others"
-        if old != new and is_near:
-            return "warning", 0, words + ", by rounding: other threads, or another processor?"
-        elif old != new:
-            return "ERROR", step, words + ". Compare seed, place in the data, and shares."
-    return None, 0, ""
 
 
 def resume(whole, stopped, again):
@@ -503,11 +497,6 @@ def resume(whole, stopped, again):
         yield from against(whole, again, at, next(words for is_so, words in causes if is_so))
 
 
-def epoch_length(process, one, count):  # how many samples each of `count` processes takes in it
-    sizes = [len(each) for _, each in sorted(process.samples().items())] or [len(one["index"])]
-    return one["size"] // (sizes[0] * count) * sizes[0] or one["size"]
-
-
 def same_data(one, two):
     """Whether an index means one sample in two passes. None: no index is in both."""
     answers = [False] if one["size"] != two["size"] else []
@@ -517,9 +506,6 @@ def same_data(one, two):
         several = len({a[i] for i in both}) > 1 or len(both) == 1
         answers += [several and all(a[i] == b[i] for i in both)] if both else []
     return any(answers) if answers else None
-
-
-# == The hooks: in each process of the job, they write down what it does ===========================
 
 
 def process_name(pid):
@@ -619,7 +605,6 @@ def shard_of(weight):  # which part of a DTensor is here; "" if it is all of it
 
 
 def careful(hook):  # its own errors are reported, and do not end the training
-    @functools.wraps(hook)
     def safe(*args, **kwargs):
         try:
             if not torch.compiler.is_compiling():  # else the hooks would be compiled, too
@@ -684,14 +669,16 @@ class Watch:  # what is known in a process; its methods are the hooks
         grad = torch.is_grad_enabled()
         if isinstance(module, DDP) and grad and not self.state["in_backward"]:
             self.now["ddp"] += 1
-            self.now["averaged"] += module.require_backward_grad_sync
+            self.now["averages"] = module.require_backward_grad_sync
             self.now["in_no_sync"] = not module.require_backward_grad_sync
         if self.state["depth"] > 1 or self.state["in_backward"] or self.done >= self.limit:
             return
         self.modules.add(module)
         modules = [*module.modules()]
-        layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
         norms = [x for x in modules if getattr(x, "running_mean", None) is not None]
+        if not grad and any(getattr(x, "momentum", 0) is None for x in norms):
+            return  # swa_utils.update_bn() makes statistics
+        layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
         layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
         kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # global hooks get none from PyTorch
         first = [x for x in tensors_of(args) if x.dim() > 1 and x[0].numel() > 1][:1]
@@ -726,6 +713,7 @@ class Watch:  # what is known in a process; its methods are the hooks
 
     def before_backward(self, tensors, *args, **kwargs):
         self.now["backward"] += 1
+        self.now["averaged"] += self.now.pop("averages", 0)
         self.state["backwards"] += 1
         for known in self.optimizers.values():
             weights = weights_of(known["optimizer"])
@@ -768,11 +756,13 @@ class Watch:  # what is known in a process; its methods are the hooks
         weights, scheduler = weights_of(optimizer), known.get("scheduler", lambda: None)()
         grads = [None if x.grad is None else local(x.grad) for x in weights]
         finite = [x is None or (x._values() if x.is_sparse else x).isfinite().all() for x in grads]
-        counts = ("ddp", "averaged", "in_no_sync", "wiped", "clipped", "had_gradients")
-        values = {name: self.now[name] for name in counts}
+        names = "ddp averaged in_no_sync wiped clipped had_gradients".split()
+        values = {name: self.now[name] for name in names}
         values["grads"] = [None if x is None else bits(x) for x in grads]
         values["infinite"] = [i for i, is_finite in enumerate(finite) if not is_finite]
         values["rates"] = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+        values["stale"] = torch.is_autocast_enabled(weights[0].device.type)
+        values["stale"] &= torch.is_autocast_cache_enabled() and not self.now["autocasts"]
         values["said"] = [float(x) for x in scheduler.get_last_lr()] if scheduler else []
         nodes = [(x, self.nodes[id(x)]) for x in weights if id(x) in self.nodes]
         values["moved"] = any(node_of(x) is not node for x, node in nodes)
@@ -790,12 +780,13 @@ class Watch:  # what is known in a process; its methods are the hooks
         machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         if device.type != "cpu":
             machine = getattr(torch.get_device_module(device), "get_device_name", str)()
-        values = {"number": number, "step": 0}
+        values = {"number": number, "step": 0, "loads": len(self.loaded)}
         values["names"] = [self.names.get(id(x), f"parameter {i}") for i, x in enumerate(weights)]
         rank, world = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         values |= {"rank": rank, "world": world, "groups": [len(x) for x in groups]}
         values |= {"ddp": dist.get_process_group_ranks(ddp.process_group) if ddp else []}
         values["mesh"] = [x.device_mesh.mesh for x in weights if hasattr(x, "device_mesh")][:1]
+        values["is_loaded"] = optimizer in self.loaded
         values["is_fsdp"] = any("FSDPModule" in x for x in owners)
         values["in_ddp"] = [id(x) in self.ddps for x in weights]
         values["shapes"] = [list(x.shape) for x in weights]
@@ -807,7 +798,6 @@ class Watch:  # what is known in a process; its methods are the hooks
         values["shared"] = device.type == "cpu" and all(local(x).is_shared() for x in weights)
         values["place"] = [socket.gethostname(), str(device), torch.accelerator.device_count()]
         settings = [x for x in sys.argv[1:] if "rank" not in x] + [torch.__version__, sys.version]
-        values |= {"loads": len(self.loaded), "is_loaded": optimizer in self.loaded}
         self.record("start", **values, machine=machine, settings=settings)
 
     def after_step(self, optimizer, args, kwargs):
@@ -835,7 +825,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         values = {name: known[name] for name in ("number", "step", "clean")} | known["values"]
         values["types"] = sorted({f"{key} {x.dtype}" for key, x in states if hasattr(x, "dtype")})
         values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
-        values["attributes"] = self.learn_names() if os.environ["CHECK_COMPARES"] else {}
+        values["attributes"] = self.learn_names()
         self.record("step", **values)
         if known["step"] == 2:
             held = {id(x) for each in self.made for x in weights_of(each)}
@@ -901,6 +891,9 @@ class Watch:  # what is known in a process; its methods are the hooks
         values = {"number": known["number"], "step": known["step"], "caller": module.split(".")[0]}
         self.record("schedule", name=type(scheduler).__name__, **values)
 
+    def note_clip(self, *args, **kwargs):
+        self.now["clipped"] = 1 + self.now["scaled"] if self.now["backward"] else 3
+
     def note_ddp(self, result, ddp, *args, **kwargs):
         for x in ddp.module.parameters():
             self.ddps[id(x)], self.nodes[id(x)] = weakref.ref(ddp), node_of(x)
@@ -949,16 +942,14 @@ def install():
     wrap(kind, "__init__", lambda x, *a, **k: watch.made.add(x))
     wrap(kind, "state_dict", lambda x, *a, **k: x.state and watch.record("saved"))
     wrap(kind, "load_state_dict", after=lambda _, x, *a, **k: x.state and watch.loaded.append(x))
+    wrap(torch.autocast, "__enter__", lambda *a: now.update(autocasts=1))
     wrap(torch, "save", lambda data, path, *a, **k: watch.note_file("save", path))
     for name in ("replace", "rename"):
         wrap(os, name, lambda path, *a, **k: watch.note_file("move", path))
     wrap(torch.amp.GradScaler, "scale", lambda x, *a, **k: now.update(scaled=x.get_scale() != 1))
     wrap(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrap(torch.nn.utils, name, lambda *a, **k: now.update(clipped=1 + now["scaled"]))
-
-
-# == The job: what is started, and what its processes saw ==========================================
+        wrap(torch.nn.utils, name, watch.note_clip)
 
 
 def run(command, args, folder, stop_at=0, life=1):  # watches a command, and returns a Job
@@ -971,8 +962,8 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
     env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     env |= {"CHECK_SEEN": str(seen), "CHECK_PARENT": process_name(os.getpid())}
     env |= {"CHECK_STEPS": str(args.steps * (10 if stop_at else 1)), "CHECK_PAUSE": str(stop_at)}
-    compares = "1" if args.against or args.resume else ""
-    env |= {"CHECK_STUCK": str(args.timeout / 2), "CHECK_COMPARES": compares}
+    env |= {"CHECK_STUCK": str(args.timeout / 2)}
+    env |= {"CHECK_COMPARES": "1" if args.against or args.resume else ""}
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
     process = subprocess.Popen(words, env=os.environ | env, start_new_session=True)
     size, until, ends = 0, time.time() + args.timeout, False
@@ -1016,9 +1007,7 @@ class Job(Kinds):  # what the processes of a job saw
         starts, me = [each.start for each in self.ranks.values()], process_name(os.getpid())
         self.prints = not starts or self.first["process"][0]["parent"] == me
         self.is_incomplete = len(self.all("end")) < (starts[0]["world"] if starts else 1)
-        self.is_hogwild = len(starts) > 1 and all(x["shared"] and x["world"] == 1 for x in starts)
-        families = () if self.is_hogwild else self.find_families()
-        self.families = [each for each in families if len(each.ranks) > 1]
+        self.families = [x for x in self.find_families() if 1 < len(x.ranks) <= starts[0]["world"]]
         self.data_groups = [each.ranks for each in self.families if each.has_data]
 
     def all(self, kind):
@@ -1039,7 +1028,7 @@ class Job(Kinds):  # what the processes of a job saw
             start, alike = self.ranks[ranks[0]].start, defaultdict(list)
             for rank in ranks:
                 alike[str(self.ranks[rank].start["weights"])].append(rank)
-            together = start["ddp"] or start["mesh"] or start["world"] == 1 or len(alike) == 1
+            together = start["ddp"] or start["mesh"] or len(alike) == 1
             batches = [self.ranks[x[0]].samples() for x in alike.values()]  # of unlike ranks
             is_split = not together and batches[0] and all(x == batches[0] for x in batches)
             in_groups = any(1 < size < start["world"] for size in start["groups"])
@@ -1077,6 +1066,10 @@ class Process(defaultdict):  # what one process saw: its records, by kind
             found[x["step"]] += x[kind] or []
         return found
 
+    def epoch_length(self, one):  # of a pass: how many samples each process takes in it
+        sizes = [len(x) for _, x in sorted(self.samples().items())] or [len(one["index"])]
+        return one["size"] // (sizes[0] * self.start["world"]) * sizes[0] or one["size"]
+
     def passes(self, training):  # over data on which the model trained, or only looked
         trained, found = {x["pass"] for x in self["loss"]}, []
         tested = {x["pass"] for x in self["forward"] if not x["grad"]} - trained
@@ -1088,6 +1081,12 @@ class Process(defaultdict):  # what one process saw: its records, by kind
             one["parts"] = [part for part in parts if len(part) == len(index)]
             found.append(one | {"ended": len(batches) == one["batches"]})
         return found
+
+    def tests(self):  # calls without gradients, but those in a pass that trains, as of a teacher
+        trained, calls = {x["pass"] for x in self["loss"]} - {None}, self["forward"]
+        for x, after in zip(calls, [*calls[1:], {"grad": True}]):
+            if not x["grad"] and x["pass"] not in trained:
+                yield x, x["pass"] is None and after["grad"]
 
     def place(self):  # where a process hangs: the innermost line of the script itself
         text = self.path.with_name(f"{self.name}.stack").read_text().split("Thread 0x")[-1]

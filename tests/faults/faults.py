@@ -171,6 +171,14 @@ fault(
     report="accelerate #2665",
 )
 fault(
+    "layer_made_in_forward",
+    "    def forward(self, x):\n",
+    "    def forward(self, x):\n"
+    "        self.first = nn.Conv2d(1, 1, 1)\n        x = self.first(x)\n",
+    say="gradients: 2 weights .* no optimizer: first.bias, first.weight.*none in forward",
+    report="pytorch #14467",
+)
+fault(
     "zeroed_before_step",
     STEP,
     "            optimizer.zero_grad()\n" + STEP,
@@ -282,6 +290,21 @@ fault(
     say="finite: unscale_",
     report="examples #1196",
 )
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n"
+fault(
+    "clipped_late",
+    STEP,
+    STEP + "            " + CLIP,
+    say="finite: between step.. and backward",
+    report="VGRNN #4; graphstorm #1366",
+)
+fault(
+    "clipped_early",
+    "        loss.backward()\n",
+    "        " + CLIP + "        loss.backward()\n",
+    say="finite: between step.. and backward",
+    report="nano-world-model #22",
+)
 # == Rates, types, modes ===========================================================================
 fault(
     "schedule_n_times",
@@ -342,6 +365,14 @@ class Own(""",
     "cross_entropy(torch.autocast('cpu', torch.bfloat16)(ddp)(x), y)",
     say="precision: autocast is on, but a Own gives float32",
     report="lightning-thunder #725 (TrainCheck)",
+)
+fault(
+    "autocast_around_the_loop",
+    "    for i, (x, y) in enumerate(loader):\n",
+    "    torch.autocast('cpu', torch.bfloat16).__enter__()\n"
+    "    for i, (x, y) in enumerate(loader):\n",
+    say="precision: one autocast holds several steps",
+    report="Flow-Factory #186",
 )
 fault(
     "eval_from_the_start",
@@ -549,7 +580,7 @@ fault(
     "hangs",
     STEP,
     STEP + "            if i == 4 and rank == 0:\n                dist.barrier()\n",
-    options="--timeout 20",
+    options="--timeout 12",
     say=r"ending: hangs after step \d: .*train.py line \d+.*rank 1 at train.py",
     report="DeepSpeed #5794 (TrainCheck)",
 )

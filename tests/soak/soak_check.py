@@ -5,7 +5,7 @@ import sys
 import faults
 import pytest
 import torch
-from test_check import LONG_SCRIPTS, problems, start
+from test_check import LONG_SCRIPTS, is_right, problems, start
 from test_slurm import ONE_PROCESS, SMALL, cluster, site  # noqa: F401
 
 
@@ -14,6 +14,12 @@ def test_a_fault_is_named(fault, tmp_path):
     status, lines, before = faults.run([fault], tmp_path)
     assert faults.is_found(fault, lines), (lines, before[-2000:])
     assert not any("failed itself" in line for line in lines), lines
+    assert fault.name != "images_alone" or len(problems(lines)) == 1, lines  # no second cause
+
+
+@pytest.mark.parametrize("name", ["two_views", "averaged_weights", "teacher", "diffusion"])
+def test_right_programs_that_look_odd(name, tmp_path):
+    is_right(name, tmp_path)
 
 
 @pytest.mark.parametrize("script", LONG_SCRIPTS)
