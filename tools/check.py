@@ -5,11 +5,10 @@
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
     CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py      # several machines
 
-PyTorch loads this file in each process of the job, as a plug-in (entry point "torch.backends").
-There it watches optimizers, models, data loaders and files, changes nothing, and writes down what
-it sees. Then the first process compares all, and prints a line for each kind of fault, or "not
-seen" where nothing shows it. Status 1: an error; 2: nothing trained; else 0. Machines with a
-torchrun each start this file each, with one new, shared folder.
+PyTorch loads this file in each process of the job. It watches optimizers, models, data loaders and
+files, changes nothing, and notes what it sees. The first process prints a line for each kind of
+fault, or "not seen". Status 1: an error; 2: nothing trained; else 0. Where each machine has its own
+torchrun, this file starts each, with one new folder that they share.
 """
 
 import argparse
@@ -36,6 +35,7 @@ from collections import Counter, defaultdict, namedtuple
 from pathlib import Path
 
 LEVELS = ["ERROR", "warning", "ok", "not seen"]
+GRACE = 60  # seconds for the job to end in, after the last step
 
 
 def main():
@@ -45,7 +45,6 @@ def main():
     add("--against", metavar="COMMAND", help="one that should train alike, as on one GPU")
     add("--resume", action="store_true", help="stop the job, start it again, compare")
     add("--timeout", type=float, default=600, help="seconds without progress: it hangs")
-    add("--grace", type=float, default=60, help="seconds to end in after the last step")
     add("command", nargs=argparse.REMAINDER, help="after --: what starts the training")
     args = parser.parse_args()
     command = shlex.join(args.command[args.command[:1] == ["--"] :])
@@ -84,16 +83,13 @@ def findings(kind, *jobs):
     return [(level, kind.__name__, words) for level, words in found]
 
 
-# == The kinds of faults ===========================================================================
-
-
 class Kinds:  # each looks at what the processes of a job saw, and yields (level, words)
     def ending(self):
         """The job neither hangs nor fails before the last step that is watched."""
-        steps = {rank: each.steps for rank, each in self.ranks.items()}
-        if self.hangs:
-            where = "; ".join(f"rank {rank} at {place}" for rank, place in self.stacks.items())
-            yield "ERROR", f"it hangs after step {min(steps.values(), default=0)}: {where or '?'}."
+        if self.status is None and not self.has_ended:
+            places = [f"rank {rank} at {each.place()}" for rank, each in self.ranks.items()]
+            step = min((each.steps for each in self.ranks.values()), default=0)
+            yield "ERROR", f"it hangs after step {step}: {'; '.join(places) or '?'}."
         if self.status and not self.has_ended:
             yield "ERROR", f"it ended with status {self.status} after {self.steps} steps"
         for text, count in Counter(x["text"] for x in self.all("trouble")).most_common(3):
@@ -106,7 +102,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         """All that train are one group, each with its GPU, and the same flags and versions."""
         starts = [each.start for each in self.ranks.values()]
         alone = sum(start["world"] == 1 for start in starts)
-        if self.is_hogwild:
+        if alone > 1 and all(start["shared"] for start in starts):
             yield "ok", f"{len(starts)} share one memory (Hogwild): ranks are not compared"
         elif alone > 1:
             yield "ERROR", f"{alone} train, each alone. Call dist.init_process_group(), use DDP."
@@ -117,7 +113,6 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             yield "ERROR", f"other flags or versions in rank {each['rank']}: {each['settings']}."
         if len(starts) > 1:
             yield "ok", f"{len(starts)} in one group, with the same flags and versions"
-        yield "not seen", "one process: what compares several is left out"
 
     def weights(self):
         """Copies of a weight have the same bits in all ranks, after each step."""
@@ -134,18 +129,17 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
                 index, when = indices[0], f"after step {step}" if step else "at the start"
                 words = f"{len(indices)} of {len(start['names'])} tensors differ {when} in ranks"
                 words += f" {one} and {two}, first {start['names'][index]}. "
-                first, end, other = states[one][0], states[one][common[-1]], states[two][common[-1]]
-                near = 0.01 * distance(end, first, index) + 1e-6 * distance(end, None, index)
+                copies = states[one][0], states[one][common[-1]], states[two][common[-1]]
+                first, end, other = (x["sketches"][index] for x in copies)
+                near = 0.01 * distance(end, first) + 1e-6 * distance(end)
                 machines = {start["machine"], states[two][0]["machine"]}
                 if not bad[common[-1]]:
                     yield "warning", words + "Later they are equal: local SGD?"
-                elif len(machines) > 1 and distance(end, other, index) < near:
+                elif len(machines) > 1 and distance(end, other) < near:
                     yield "warning", words + f"It is rounding: {' and '.join(machines)}."
                 else:
                     a, b = states[one][step], states[two][step]
                     yield "ERROR", words + cause(start, indices, a, b, family)
-        if len(self.ranks) > 1:
-            yield "not seen", "no weight is known to have a copy: all are sharded, or stages"
 
     def updates(self):
         """Each weight that has a gradient moves, and keeps moving."""
@@ -173,7 +167,8 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
     def gradients(self):
         """Each weight is in an optimizer, and has a gradient when the optimizer steps."""
         for x in [x["names"] for x in self.first["lost"] if x["names"]]:
-            yield "ERROR", f"{len(x)} weights with gradients are in no optimizer: {x[0]}. Add them."
+            words = f"{len(x)} weights with gradients are in no optimizer: {', '.join(x[:3])}."
+            yield "ERROR", words + " Add them; make none in forward()."
         for start, steps in self.first.optimizers():
             count = len(start["names"])
             never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
@@ -203,8 +198,11 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
 
     def finite(self):
         """Losses and gradients are finite, and unscaled when they are clipped."""
-        if any(x["clipped"] == 2 for x in self.first["step"]):
+        clips = {x["clipped"] for x in self.first["step"]}
+        if 2 in clips:
             yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
+        elif clips - {0} == {3}:
+            yield "warning", "clipped between step() and backward(), where it changes nothing."
         for rank, each in self.ranks.items():
             for x in [x for x in each["loss"] if x["value"] - x["value"] != 0][:1]:
                 yield "ERROR", f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}."
@@ -240,38 +238,40 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
             if low and says_fp32 and re.search("precision|dtype", name.lower()):
                 yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
+        if any(x["stale"] and x["step"] > 1 for x in self.first["step"]):
+            yield "ERROR", "one autocast holds several steps: it keeps the first copies. End it."
         for x in self.all("autocast")[:1]:
             yield "warning", f"autocast is on, but a {x['module']} gives {x['gives']}."
         yield "ok", f"weights are {', '.join(types)}"
 
     def modes(self):
         """Dropout and BatchNorm train in train(), and validate in eval()."""
-        forwards, trained = self.first["forward"], {x["pass"] for x in self.first["loss"]} | {None}
         trains = [x for x in self.first.training_calls if x["layers"]]
         for x in [x for x in trains if x["in_eval"]][:1]:
             words = f"{x['in_eval']} layers train in eval() from step {x['step'] + 1}. Call train()"
             yield "warning" if trains[0]["in_eval"] else "ERROR", words + ", also after validation."
-        for x, after in zip(forwards, [*forwards[1:], {"grad": True}]):
-            single = x["pass"] in trained and after["grad"]  # as of a GAN's generator
-            if not x["grad"] and x["in_eval"] < x["layers"] and not single:
+        for x, is_single in self.first.tests():
+            if x["in_eval"] < x["layers"] and not is_single:  # one is as of a GAN's generator
                 yield "warning", f"{x['module']} validates in train(). Call model.eval()."
-        first = forwards[:1] if not any(x["training"] for x in forwards[:1]) else []
-        for x in [x for x in first if x["spectral"]]:
+        for x in [x for x in self.first["forward"][:1] if x["spectral"] and not x["training"]]:
             yield "warning", f"{x['module']} with spectral_norm runs in eval() before any train()."
         yield seen(trains, "calls of Dropout or BatchNorm in train()")
 
     def layers(self):
         """Dropout draws other masks in each rank, none in eval(); BatchNorm is the same in all."""
-        tests = [x for x in self.first["forward"] if not x["grad"] and x["random"]]
-        for x in [x for x in tests if x["in_eval"] == x["layers"] > 0][:1]:
+        tests = [x for x, _ in self.first.tests() if x["in_eval"] == x["layers"] > 0]
+        firsts = {x["step"]: x["random"] for x in reversed(tests)}  # the first of each validation
+        is_seeded = len(firsts) > 1 and len({*map(str, firsts.values())}) == 1
+        for x in [x for x in tests if x["random"] and not is_seeded][:1]:
             yield "warning", f"{x['module']} draws random numbers in eval(). Does it drop values?"
         for one, two, *_ in self.data_groups:
             calls = zip(*[self.ranks[rank].training_calls for rank in (one, two)])
             pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
-            if pairs and all(a == b for a, b in pairs):
-                yield "warning", f"ranks {one} and {two} draw the same masks. Add rank to the seed."
-            calls = zip(*[self.ranks[rank]["forward"] for rank in (one, two)])
-            for step in [x["step"] for x, y in calls if x["norms"] != y["norms"]][:1]:
+            own = [[{x: y for x, y in z.items() if "its" in x} for z in pair] for pair in pairs]
+            if pairs and any(a[0][0] and all(x == y for x, y in a) for a in (pairs, own)):
+                yield "warning", f"ranks {one}, {two} draw the same masks or noise. Seed by rank."
+            calls = zip(*[self.ranks[rank].tests() for rank in (one, two)])
+            for step in [x["step"] for (x, _), (y, _) in calls if x["norms"] != y["norms"]][:1]:
                 yield "warning", f"BatchNorm's statistics differ in validation after step {step}."
             yield seen(pairs, "calls that draw random numbers in two ranks")
 
@@ -284,7 +284,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             equal = [x for x in common if sorted(mine[x]) == sorted(theirs[x])]
             a, b = [(each.passes(True) or [{"known": False}])[0] for each in (one, two)]
             alike = a["known"] and b["known"] and same_data(a, b)
-            drawn = a["index"][: epoch_length(one, a, one.start["world"])] if alike else []
+            drawn = a["index"][: one.epoch_length(a)] if alike else []
             both = {*drawn} & {*b["index"][: len(drawn)]} if alike else ()
             if len(equal) > len(common) / 2 or drawn and a["index"] == b["index"]:
                 yield "ERROR", f"{who} get the same samples in {len(equal)} steps. Split them."
@@ -298,7 +298,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         known = bool(trains) and trains[0]["known"]
         orders = [x["index"] if x["known"] else (x["parts"] or [[]])[0] for x in trains]
         if known:  # a pass may have several epochs
-            length = epoch_length(self.first, trains[0], self.first.start["world"])
+            length = self.first.epoch_length(trains[0])
             orders = [x[i : i + length] for x in orders for i in range(0, len(x), length)]
         first, second, *_ = [*[x for x in orders if len(x) > 7], [], []]
         if first and not known and len({*first}) <= len(first) / 2:
@@ -316,28 +316,24 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             empty = [x["step"] + 1 for x in calls if x["zero"]]
             if 0 < len(empty) < len(calls) / 2:
                 yield "ERROR", f"the input of step {empty[0]} in rank {rank} is all zeros. Lost?"
-            batches = [x for x in each["batch"] if x["pass"] in trained]
-            batches = [(len(x["index"]), {*x["rows"]}) for x in batches]
-            odd = [(count, rows - {count}) for count, rows in batches if count in rows]
+            batches = [(x["index"], {*x["rows"]}) for x in each["batch"] if x["pass"] in trained]
+            odd = [(len(x), rows - {len(x)}) for x, rows in batches if len(x) in rows]
             if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
                 count, rows = odd[0]
                 yield "warning", f"a batch of {count} samples has a tensor of {min(rows)} row(s)."
             yield seen(calls, "inputs, none all zeros")
 
     def samples(self):
-        """A data set gives the same sample for an index, unless it draws random numbers."""
+        """In two validations a data set gives the same sample, unless it draws random numbers."""
         random_ones = {x["data"] for x in self.all("fetch") if x["used"]} | {None}
-        old, twice = {}, 0  # (rank, data set, its size, index): the sample's hashes, and its pass
-        for rank, x in [(rank, x) for rank, each in self.ranks.items() for x in each["batch"]]:
-            parts = [part for part in x["parts"] if len(part) == len(x["index"])]
-            for index, *hashes in zip(x["index"], *parts) if x["data"] not in random_ones else ():
-                key = (rank, x["data"], x["size"], index)
-                first, number = old.setdefault(key, (hashes, x["pass"]))
-                if index is not None and number != x["pass"] and first != hashes:
+        old = {}  # (rank, data set, its size, index): the sample's hashes
+        tests = [(rank, x) for rank, each in self.ranks.items() for x in each.passes(False)]
+        for rank, x in [y for y in tests if y[1]["known"] and y[1]["data"] not in random_ones]:
+            for index, *hashes in zip(x["index"], *x["parts"]):
+                if old.setdefault((rank, x["data"], x["size"], index), hashes) != hashes:
                     yield "ERROR", f"sample {index} of {x['data']} has other bytes later. Copy it."
                     return
-                twice += number != x["pass"]
-        yield seen([1] * twice, "samples are read twice, with the same bytes")
+        yield seen(old, "validated samples have the same bytes each time")
 
     def augmentation(self):
         """Random numbers of data sets differ in workers, ranks and epochs."""
@@ -367,7 +363,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         trains = [x for each in self.ranks.values() for x in each.passes(training=True)]
         trains = [x for x in trains if tests and x["split"] and x["split"] == tests[0]["split"]]
         leaked = {i for x in trains for i in x["index"]} & {i for x in tests for i in x["index"]}
-        if trains and leaked - {None}:
+        if trains and leaked - {None} and trains[0]["size"] != tests[0]["size"]:
             yield "ERROR", f"{len(leaked)} of its samples are trained on. Seed random_split()."
         tests = [x for x in tests if x["ended"] and x["known"]]
         counts = Counter(i for x in tests for i in x["index"])
@@ -410,11 +406,8 @@ def differences(family, states, step):
     return next(((*ranks, indices) for ranks, indices in found.items()), None)
 
 
-def distance(one, two, index):
-    """Returns about how far a weight is in two states (None: from 0), by random projections."""
-    a = one["sketches"][index]
-    b = two["sketches"][index] if two else [0] * len(a)
-    return (sum((x - y) ** 2 for x, y in zip(a, b)) / len(a)) ** 0.5
+def distance(one, two=None):  # of two weights, or of one from 0, by their random projections
+    return (sum((x - y) ** 2 for x, y in zip(one, two or [0] * len(one))) / len(one)) ** 0.5
 
 
 def cause(start, indices, one, two, family):
@@ -439,39 +432,39 @@ def cause(start, indices, one, two, family):
     return next(words for is_so, words in causes if is_so)
 
 
-def against(job, other, skip=0):
+def against(job, other, skip=0, advice="Mean, rate?"):
     """The samples and the weights are those of another run, as far as rounding lets them."""
     if not other.ranks or job.first.start["shapes"] != other.first.start["shapes"]:
         yield "not seen", "the other run took no step, or has other tensors: stages?"
         return
     mine, theirs, names = job.first.states(0), other.first.states(0), job.first.start["names"]
-    at, words = other_samples(job, other, skip)
-    if at:
-        yield "ERROR", f"data: {words} Compare seed, place in the data, and shares."
+    level, at, samples, others = "", 0, job.union("samples"), other.union("samples")
+    for step in sorted(step for step in samples if others.get(step - skip)):
+        old, new = Counter(samples[step]), Counter(others[step - skip])
+        a, b = sorted(job.union("near")[step]), sorted(other.union("near")[step - skip])
+        words = f"data: {(old - new).total()} of {old.total()} samples of step {step} are others"
+        if old != new and len(a) == len(b) and distance(a, b) < 1e-5 * distance(a):
+            level = "warning"
+            words += ", by rounding: other threads, or another processor?"
+        elif old != new:
+            level, at = "ERROR", step
+            words += ". Compare seed, place in the data, and shares."
+        if level:
+            yield level, words
+            break
     steps = sorted(step for step in mine if step - skip in theirs)
     for step, index in [(step, index) for step in steps for index in range(len(names))]:
-        new, start = theirs[step - skip], theirs[0]
-        apart, size = (distance(mine[step], x, index) for x in (new, None))
-        way = distance(new, start, index) if new != start else 0.05 * size
-        is_near = apart <= (0 if skip else 0.02 * way + 1e-7 * size)
+        runs = mine[step], theirs[step - skip], theirs[0]
+        own, new, start = (x["sketches"][index] for x in runs)
+        apart, size = distance(own, new), distance(own)
+        way = distance(new, start) if step > skip else 0.05 * size
+        is_near = apart <= (0 if skip and level != "warning" else 0.02 * way + 1e-7 * size)
         if not is_near and not 0 < at <= step:
-            advice = "Save all states, also those in no state_dict." if skip else "Mean, rate?"
             why = "computation: from equal samples," if step else "start:"
-            by = f"after step {step}, by {apart / way:.0%} of its way."
+            by = f"after step {step}, by {apart / (way or size or 1):.0%} of its way."
             yield "ERROR", f"{why} {names[index]} differs {by} {advice}"
             return
     yield "ok", f"the same weights in {len(steps) - 1} steps" + ", to rounding" * (not skip)
-
-
-def other_samples(job, other, skip):
-    """Returns the first step whose samples are others in two runs, and words on it."""
-    mine, theirs = job.union(), other.union()
-    for step in sorted(step for step in mine if theirs.get(step - skip)):
-        old, new = Counter(mine[step]), Counter(theirs[step - skip])
-        if old != new:
-            words = f"{(old - new).total()} of {old.total()} samples of step {step} are not those"
-            return step, f"{words} of the other run."
-    return 0, ""
 
 
 def resume(whole, stopped, again):
@@ -481,21 +474,27 @@ def resume(whole, stopped, again):
     at = max([step for step, x in states.items() if x["weights"] == news[0]["weights"]], default=-1)
     if done >= max(states):
         yield "not seen", f"stopped only at step {done}: try more --steps"
-    elif at < 1:
+    elif at < 1 or not again.steps:
         words = ["starts anew", "takes no step", "has weights that the undisturbed run never had"]
-        yield "ERROR", f"stopped at step {done}, it {words[at if again.ranks else 1]}. Save all."
+        yield "ERROR", f"stopped at step {done}, it {words[at if again.steps else 1]}. Save all."
     else:
         old, new = (states[max(states)]["types"], news[max(news)].get("types", []))
         if old != new:
             types = ", ".join(sorted({*old} ^ {*new}))
             yield "ERROR", f"from step {at} on, the optimizer's state has other types: {types}."
-        yield from against(whole, again, skip=at)
-
-
-def epoch_length(process, one, count):
-    """How many samples each of `count` processes takes from a data set in an epoch."""
-    sizes = [len(each) for _, each in sorted(process.samples().items())] or [len(one["index"])]
-    return one["size"] // (sizes[0] * count) * sizes[0] or one["size"]
+        pairs = [(states[at + step], x) for step, x in news.items() if 0 < step <= max(states) - at]
+        (one, two), start = pairs[0], again.first.start
+        lost = [name for name, x in one["attributes"].items() if two["attributes"].get(name) != x]
+        causes = [
+            (any(a["rates"] != b["rates"] for a, b in pairs), "The rate differs: is it saved?"),
+            (lost, f"{', '.join(lost[:3])} of the model differs: is it in no state_dict?"),
+            (one["grads"] != two["grads"], "Its gradient differs: random numbers, or a state?"),
+            (not stopped.all("saved"), "The optimizer's state is not saved."),
+            (not start["loads"], "The optimizer's state is saved, but not loaded."),
+            (not start["is_loaded"], "The state is loaded, then the optimizer is made again."),
+            (True, "Save all states, also those in no state_dict."),
+        ]
+        yield from against(whole, again, at, next(words for is_so, words in causes if is_so))
 
 
 def same_data(one, two):
@@ -507,9 +506,6 @@ def same_data(one, two):
         several = len({a[i] for i in both}) > 1 or len(both) == 1
         answers += [several and all(a[i] == b[i] for i in both)] if both else []
     return any(answers) if answers else None
-
-
-# == The hooks: in each process of the job, they write down what it does ===========================
 
 
 def process_name(pid):
@@ -544,24 +540,23 @@ def directions(length, device):  # random numbers of mean 0 and variance 1. Sign
 
 
 def sketch(tensor):  # random projections: about as large as the tensor
-    if os.environ["CHECK_WHOLE"] and hasattr(tensor, "full_tensor"):
+    if os.environ["CHECK_COMPARES"] and hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # all ranks of its mesh come here
-    flat = local(tensor).flatten()
-    rows = directions(len(flat), flat.device)
-    return rows @ change(flat.abs() if flat.is_complex() else flat, rows.dtype)
+    return project(local(tensor).reshape(1, -1))[0]
 
 
-def hash_samples(batch):  # for each tensor, a number for all bits of each sample
+def numbers_of(batch):  # for each tensor, of each sample: a hash, and a random projection
     tensors = [local(x) for x in tensors_of(batch) if x.dim() and not x.is_sparse]
-    hashes = []
-    for tensor in [x for x in tensors if len(x) == len(tensors[0]) and x.numel()]:
-        rows = tensor.reshape(len(tensor), -1).contiguous()
-        if rows.shape[1] * rows.element_size() % 8 == 0:
-            rows = rows.view(torch.int64)
-        elif rows.is_floating_point():
-            rows = rows.float().view(torch.int32)
-        hashes.append((rows.long() * factors(rows.shape[1], rows.device)).sum(1))
-    return hashes
+    tensors = [x for x in tensors if len(x) == len(tensors[0]) and x.numel()]
+    for rows in [x.reshape(len(x), -1).contiguous() for x in tensors]:
+        is_long = rows.shape[1] * rows.element_size() % 8 == 0
+        words = rows.view(torch.int64 if is_long else torch.uint8).long()
+        yield (words * factors(words.shape[1], words.device)).sum(1), project(rows)[:, 0]
+
+
+def project(rows):  # each on two random axes, so that similar rows have similar numbers
+    axes = directions(rows.shape[1], rows.device)
+    return change(rows.abs() if rows.is_complex() else rows, axes.dtype) @ axes.T
 
 
 def weights_of(optimizer):
@@ -572,13 +567,13 @@ def tensors_of(tree):
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def random_states(data=None):  # numbers for those of all generators, by name
+def random_states(own, in_model=False):  # numbers for those of all generators, by name
     found = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if "numpy" in sys.modules:
         found["numpy"] = sys.modules["numpy"].random.get_state()
-    if data is None and torch.accelerator.is_available():
+    if in_model and torch.accelerator.is_available():
         found["device"] = getattr(torch.get_device_module(), "get_rng_state", torch.get_rng_state)()
-    for name, x in own_generators(data):
+    for name, x in own:
         get_state = getattr(x, "getstate", None) or getattr(x, "get_state", None)
         found[f"its {name}"] = get_state() if get_state else x.bit_generator.state
     arrays = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in found.items()}
@@ -610,10 +605,10 @@ def shard_of(weight):  # which part of a DTensor is here; "" if it is all of it
 
 
 def careful(hook):  # its own errors are reported, and do not end the training
-    @functools.wraps(hook)
     def safe(*args, **kwargs):
         try:
-            return hook(*args, **kwargs)
+            if not torch.compiler.is_compiling():  # else the hooks would be compiled, too
+                return hook(*args, **kwargs)
         except Exception as error:
             watch.record("trouble", text=f"{hook.__name__}: {type(error).__name__}: {error}"[:200])
 
@@ -636,10 +631,10 @@ def wrap(owner, name, before=lambda *a, **k: None, after=lambda *a, **k: None):
 class Watch:  # what is known in a process; its methods are the hooks
     def __init__(self):
         self.optimizers = {}  # id: what is known of an optimizer that took a step
-        self.made = weakref.WeakSet()  # all optimizers
+        self.made, self.loaded = weakref.WeakSet(), []  # all optimizers; those with a loaded state
         self.stepping = []  # optimizers that take a step right now
         self.names, self.owners, self.ddps, self.nodes = {}, {}, {}, {}  # by the id of a parameter
-        self.modules = weakref.WeakKeyDictionary()  # that were called: whether in train()
+        self.modules = weakref.WeakSet()  # that were called
         self.now = defaultdict(int)  # of the step under way: backward passes, and what DDP did
         self.state = defaultdict(int)  # of this process: depth of modules, passes over data, calls
         self.done, self.limit, self.pid = 0, int(os.environ["CHECK_STEPS"]), 0  # steps
@@ -650,33 +645,40 @@ class Watch:  # what is known in a process; its methods are the hooks
             path = f"{os.environ['CHECK_SEEN']}/{process_name(self.pid)}"
             self.file, self.stack = open(path, "a", 1), open(f"{path}.stack", "w")
             self.record("process", parent=os.environ["CHECK_PARENT"])
-        text = json.dumps({"kind": kind, **values}, default=lambda x: x.tolist())
-        self.file.write(text + "\n")
+        self.file.write(json.dumps({"kind": kind, **values}, default=lambda x: x.tolist()) + "\n")
         if kind in ("loss", "step", "batch"):  # if no more comes, Python writes where it stands
             faulthandler.dump_traceback_later(float(os.environ["CHECK_STUCK"]), file=self.stack)
 
-    def learn_names(self):
-        for path, owner in [x for module in self.modules for x in module.named_modules()]:
-            parts = [x for x in path.split(".") if x not in ("", "module", "_orig_mod")]
-            for name, weight in owner.named_parameters(recurse=False):
-                self.names.setdefault(id(weight), ".".join([*parts, name]))
-                self.owners.setdefault(id(weight), str(type(owner).__mro__))
+    def learn_names(self):  # of weights. Returns a model's other numbers and tensors
+        found = {}
+        for path, part in [x for module in self.modules for x in module.named_modules()]:
+            path = [x for x in path.split(".") if x not in ("", "module", "_orig_mod")]
+            for name, weight in part.named_parameters(recurse=False):
+                self.names.setdefault(id(weight), ".".join([*path, name]))
+                self.owners.setdefault(id(weight), str(type(part).__mro__))
+            if isinstance(part, DDP) or not os.environ["CHECK_COMPARES"]:
+                continue
+            buffers = {name: part._buffers[name] for name in part._non_persistent_buffers_set}
+            for name, x in (vars(part) | buffers).items():
+                if isinstance(x, (int, float, torch.Tensor)) and name != "training":
+                    found[".".join([*path, name])] = bits(x) if isinstance(x, torch.Tensor) else x
+        return found
 
     def before_module(self, module, args):
-        if torch.compiler.is_compiling():
-            return
         self.state["depth"] += 1
         grad = torch.is_grad_enabled()
         if isinstance(module, DDP) and grad and not self.state["in_backward"]:
             self.now["ddp"] += 1
-            self.now["averaged"] += module.require_backward_grad_sync
+            self.now["averages"] = module.require_backward_grad_sync
             self.now["in_no_sync"] = not module.require_backward_grad_sync
         if self.state["depth"] > 1 or self.state["in_backward"] or self.done >= self.limit:
             return
-        modules, trained = [*module.modules()], self.modules.get(module, False)
-        self.modules[module] = trained or module.training
-        layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
+        self.modules.add(module)
+        modules = [*module.modules()]
         norms = [x for x in modules if getattr(x, "running_mean", None) is not None]
+        if not grad and any(getattr(x, "momentum", 0) is None for x in norms):
+            return  # swa_utils.update_bn() makes statistics
+        layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
         layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
         kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # global hooks get none from PyTorch
         first = [x for x in tensors_of(args) if x.dim() > 1 and x[0].numel() > 1][:1]
@@ -684,33 +686,34 @@ class Watch:  # what is known in a process; its methods are the hooks
         values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
         values |= {"step": self.done, "module": type(module).__name__, "norms": norms}
         values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
-        values |= {"training": module.training, "trained": trained}
-        values["zero"] = any(not x.any() for x in first)
-        hashes = enumerate(hash_samples((args, kwargs)))
-        values["samples"] = sum((i * 2 + 1) * x for i, x in hashes)
+        values |= {"training": module.training, "zero": any(not x.any() for x in first)}
+        values |= {"samples": 0, "near": 0}
+        for i, (hashes, near) in enumerate(numbers_of((args, kwargs))):
+            values["samples"] += (i * 2 + 1) * hashes
+            values["near"] += near
         values["spectral"] = any({"_u", "weight_u"} & x._buffers.keys() for x in modules)
-        module.__dict__["_check"] = values | {"random": random_states()}
+        own = [x for part in modules for x in own_generators(part, depth=0)]
+        module.__dict__["_check"] = values | {"random": random_states(own, in_model=True)}, own
 
     def after_module(self, module, args, output):
-        if torch.compiler.is_compiling():
-            return
         self.state["depth"] = max(0, self.state["depth"] - 1)
-        values, outputs = module.__dict__.pop("_check", None), tensors_of(output)
-        if isinstance(module, LAYERS) and outputs and not self.state["autocast"]:
+        (values, own), outputs = module.__dict__.pop("_check", (None, ())), tensors_of(output)
+        if isinstance(module, LAYERS) and outputs:
             kind, device = outputs[0].dtype, outputs[0].device.type
             good = (torch.get_autocast_dtype(device), torch.float64)
             if torch.is_autocast_enabled(device) and kind not in good:
-                self.state["autocast"] = True
                 self.record("autocast", module=type(module).__name__, gives=str(kind)[6:])
         if values:
             norms = [] if values["grad"] else values["norms"]
             values["norms"] = [bits(x.running_mean) for x in norms]  # DDP sent them at its start
-            self.record("forward", **values | {"random": used(values["random"], random_states())})
+            values["random"] = used(values["random"], random_states(own, in_model=True))
+            self.record("forward", **values)
             for x in [x for x in outputs if x.grad_fn is not None and values["grad"]]:
                 x.register_hook(lambda _, call=values["call"]: self.record("trained", call=call))
 
     def before_backward(self, tensors, *args, **kwargs):
         self.now["backward"] += 1
+        self.now["averaged"] += self.now.pop("averages", 0)
         self.state["backwards"] += 1
         for known in self.optimizers.values():
             weights = weights_of(known["optimizer"])
@@ -720,7 +723,7 @@ class Watch:  # what is known in a process; its methods are the hooks
             if clean and self.now["had_gradients"] and len(self.made) == 1 and not self.stepping:
                 self.now["wiped"] += self.now["version"] == sum(x._version for x in weights)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-        value = local(loss).double() / (self.now["scale"] or 1) if loss.numel() == 1 else 0
+        value = local(loss).double() if loss.numel() == 1 else 0
         if self.done < self.limit:
             values = {"step": self.done, "pass": self.state.get("pass")}
             self.record("loss", value=value, **values)
@@ -735,6 +738,8 @@ class Watch:  # what is known in a process; its methods are the hooks
             self.end()  # a script without an optimizer
 
     def before_step(self, optimizer, args, kwargs):
+        if not self.now["backward"] and not any(x.get("lr", 1) for x in optimizer.param_groups):
+            return  # by such a step, torch.distributed.checkpoint makes an optimizer's state
         if optimizer in self.stepping:
             self.stepping.clear()  # its last step ended by an error, or a subclass calls its step
         self.stepping.append(optimizer)
@@ -751,11 +756,13 @@ class Watch:  # what is known in a process; its methods are the hooks
         weights, scheduler = weights_of(optimizer), known.get("scheduler", lambda: None)()
         grads = [None if x.grad is None else local(x.grad) for x in weights]
         finite = [x is None or (x._values() if x.is_sparse else x).isfinite().all() for x in grads]
-        counts = ("ddp", "averaged", "in_no_sync", "wiped", "clipped", "had_gradients")
-        values = {name: self.now[name] for name in counts}
+        names = "ddp averaged in_no_sync wiped clipped had_gradients".split()
+        values = {name: self.now[name] for name in names}
         values["grads"] = [None if x is None else bits(x) for x in grads]
         values["infinite"] = [i for i, is_finite in enumerate(finite) if not is_finite]
         values["rates"] = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+        values["stale"] = torch.is_autocast_enabled(weights[0].device.type)
+        values["stale"] &= torch.is_autocast_cache_enabled() and not self.now["autocasts"]
         values["said"] = [float(x) for x in scheduler.get_last_lr()] if scheduler else []
         nodes = [(x, self.nodes[id(x)]) for x in weights if id(x) in self.nodes]
         values["moved"] = any(node_of(x) is not node for x, node in nodes)
@@ -773,12 +780,13 @@ class Watch:  # what is known in a process; its methods are the hooks
         machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         if device.type != "cpu":
             machine = getattr(torch.get_device_module(device), "get_device_name", str)()
-        values = {"number": number, "step": 0}
+        values = {"number": number, "step": 0, "loads": len(self.loaded)}
         values["names"] = [self.names.get(id(x), f"parameter {i}") for i, x in enumerate(weights)]
         rank, world = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         values |= {"rank": rank, "world": world, "groups": [len(x) for x in groups]}
         values |= {"ddp": dist.get_process_group_ranks(ddp.process_group) if ddp else []}
         values["mesh"] = [x.device_mesh.mesh for x in weights if hasattr(x, "device_mesh")][:1]
+        values["is_loaded"] = optimizer in self.loaded
         values["is_fsdp"] = any("FSDPModule" in x for x in owners)
         values["in_ddp"] = [id(x) in self.ddps for x in weights]
         values["shapes"] = [list(x.shape) for x in weights]
@@ -817,6 +825,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         values = {name: known[name] for name in ("number", "step", "clean")} | known["values"]
         values["types"] = sorted({f"{key} {x.dtype}" for key, x in states if hasattr(x, "dtype")})
         values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
+        values["attributes"] = self.learn_names()
         self.record("step", **values)
         if known["step"] == 2:
             held = {id(x) for each in self.made for x in weights_of(each)}
@@ -832,55 +841,44 @@ class Watch:  # what is known in a process; its methods are the hooks
     def start_pass(self, iterator, loader):
         own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-        iterator._check = {"pass": self.state["passes"], "size": size, "data": loader.dataset}
-        iterator._check["maker"] = type(own).__module__.split(".")[0]
+        values = {"pass": self.state["passes"], "data": loader.dataset, "batches": None}
+        with contextlib.suppress(TypeError):  # it is a stream, or has a generator of indices
+            values["batches"] = len(own)
+        iterator._check = values | {"size": size, "maker": type(own).__module__.split(".")[0]}
         self.state["passes"] += 1
 
-    def next_batch(self, plain, iterator):
+    def note_batch(self, batch, iterator):
         one = getattr(iterator, "_check", None)
         if one is None or self.done >= self.limit:
-            return plain(iterator)
-        try:
-            batch = plain(iterator)
-        except StopIteration:
-            self.record("ended", **{"pass": one["pass"]})
-            raise
-        self.record_batch(one, iterator, batch)
-        return batch
-
-    def note_index(self, index, iterator):
-        iterator.__dict__.setdefault("_check_indices", []).append(index)
-
-    @careful
-    def record_batch(self, one, iterator, batch):
+            return
         self.state["pass"], data = one["pass"], one["data"]
-        index = iterator._check_indices.pop(0)  # workers, too, keep the order
+        index = iterator._check_at.pop(0)  # workers, too, keep the order
         index = list(index) if hasattr(index, "__iter__") else [index]
         index = [int(x) if hasattr(x, "__index__") else None for x in index]
         while isinstance(data, torch.utils.data.Subset):  # as of random_split()
             index = [None if i is None else int(data.indices[i]) for i in index]
             data = data.dataset
         split = data is not one["data"] and [type(data).__name__, len(data)]
-        values = {name: one[name] for name in ("pass", "size", "maker")}
+        values = {name: one[name] for name in ("pass", "size", "batches", "maker")}
         values |= {"index": index, "split": split, "data": type(data).__name__}
         parts = [*batch.values()] if isinstance(batch, dict) else batch
         parts = parts if isinstance(parts, (list, tuple)) else [parts]
         rows = [len(x) for x in parts if isinstance(x, torch.Tensor) and x.dim()]
-        self.record("batch", **values, rows=rows, parts=hash_samples(batch)[:3])
+        parts = [hashes for hashes, _ in numbers_of(batch)][:3]
+        self.record("batch", **values, rows=rows, parts=parts)
 
     def before_fetch(self, fetcher, index):  # in a worker, if there are some
-        fetcher._check_states = random_states(fetcher.dataset)
+        fetcher._check_states = random_states(own_generators(fetcher.dataset))
 
     def after_fetch(self, result, fetcher, index):
-        data, drawn = fetcher.dataset, used(fetcher._check_states, random_states(fetcher.dataset))
-        count = fetcher._check = getattr(fetcher, "_check", 0) + 1
-        if count <= 3 or drawn:
-            while isinstance(data, torch.utils.data.Subset):
-                data = data.dataset
-            worker = torch.utils.data.get_worker_info()
-            values = {"worker": worker and worker.id, "at": time.time(), "used": drawn}
-            parent = process_name(os.getppid() if worker else os.getpid())
-            self.record("fetch", parent=parent, data=type(data).__name__, **values)
+        data, states = fetcher.dataset, random_states(own_generators(fetcher.dataset))
+        drawn = used(fetcher._check_states, states)
+        while isinstance(data, torch.utils.data.Subset):
+            data = data.dataset
+        worker = torch.utils.data.get_worker_info()
+        values = {"worker": worker and worker.id, "at": time.time(), "used": drawn}
+        parent = process_name(os.getppid() if worker else os.getpid())
+        self.record("fetch", parent=parent, data=type(data).__name__, **values)
 
     def note_schedule(self, scheduler, *args, **kwargs):
         module = sys._getframe(3).f_globals.get("__name__", "")
@@ -893,22 +891,17 @@ class Watch:  # what is known in a process; its methods are the hooks
         values = {"number": known["number"], "step": known["step"], "caller": module.split(".")[0]}
         self.record("schedule", name=type(scheduler).__name__, **values)
 
+    def note_clip(self, *args, **kwargs):
+        self.now["clipped"] = 1 + self.now["scaled"] if self.now["backward"] else 3
+
     def note_ddp(self, result, ddp, *args, **kwargs):
         for x in ddp.module.parameters():
             self.ddps[id(x)], self.nodes[id(x)] = weakref.ref(ddp), node_of(x)
 
-    def note_save(self, data, path, *args, **kwargs):
-        name = getattr(path, "name", path)
-        if isinstance(name, (str, os.PathLike)):
-            self.record("save", writer=process_name(os.getpid()), path=os.path.abspath(name))
-
-    def note_move(self, source, *args, **kwargs):
-        if self.optimizers and isinstance(source, (str, os.PathLike)):
-            self.record("move", path=os.path.abspath(source))
-
-    def note_scale(self, scaler, loss):
-        scale = scaler.get_scale() if scaler.is_enabled() else 1
-        self.now.update(scale=scale, scaled=scale != 1)
+    def note_file(self, kind, path):
+        path = getattr(path, "name", path)
+        if isinstance(path, (str, os.PathLike)):
+            self.record(kind, writer=process_name(os.getpid()), path=os.path.abspath(path))
 
     def note_flags(self, result, *args, **kwargs):
         flags = {name: x for name, x in vars(result[0]).items() if isinstance(x, (str, int, float))}
@@ -920,15 +913,14 @@ def install():
     global watch, torch, hash_tensor, change, DDP, LAYERS
     import torch
     from torch.nn.modules import conv, module
-    from torch.optim import lr_scheduler
-    from torch.optim import optimizer as optim
+    from torch.optim import lr_scheduler, optimizer
     from torch.utils.data import DataLoader, _utils, dataloader
 
     watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
     hash_tensor, change = getattr(torch, "hash_tensor", None), torch.Tensor.to  # may be replaced
     LAYERS = (torch.nn.Linear, conv._ConvNd)
-    optim.register_optimizer_step_pre_hook(careful(watch.before_step))
-    optim.register_optimizer_step_post_hook(watch.after_step)
+    optimizer.register_optimizer_step_pre_hook(careful(watch.before_step))
+    optimizer.register_optimizer_step_post_hook(watch.after_step)
     module.register_module_forward_pre_hook(careful(watch.before_module))
     module.register_module_forward_hook(careful(watch.after_module), always_call=True)
     kinds = [lr_scheduler.LRScheduler]
@@ -937,27 +929,27 @@ def install():
         if "step" in vars(kind):
             wrap(kind, "step", watch.note_schedule)
     iterator, now = dataloader._BaseDataLoaderIter, watch.now
-    plain = iterator.__next__
-    iterator.__next__ = lambda self: watch.next_batch(plain, self)
-    wrap(iterator, "_next_index", after=watch.note_index)
-    wrap(iterator, "_reset", lambda x, *a, **k: setattr(x, "_check_indices", []))
+    wrap(iterator, "__next__", after=watch.note_batch)
+    wrap(iterator, "_next_index", after=lambda i, x: vars(x).setdefault("_check_at", []).append(i))
+    wrap(iterator, "_reset", lambda x, *a, **k: setattr(x, "_check_at", []))
     wrap(DataLoader, "__iter__", after=watch.start_pass)
     for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
         wrap(fetcher, "fetch", watch.before_fetch, watch.after_fetch)
     wrap(torch.autograd, "backward", watch.before_backward, watch.after_backward)
     wrap(DDP, "__init__", after=watch.note_ddp)
     wrap(argparse.ArgumentParser, "parse_known_args", after=watch.note_flags)
-    wrap(torch.optim.Optimizer, "__init__", lambda optimizer, *a, **k: watch.made.add(optimizer))
-    wrap(torch, "save", watch.note_save)
-    wrap(os, "replace", watch.note_move)
-    wrap(os, "rename", watch.note_move)
-    wrap(torch.amp.GradScaler, "scale", watch.note_scale)
+    kind = torch.optim.Optimizer
+    wrap(kind, "__init__", lambda x, *a, **k: watch.made.add(x))
+    wrap(kind, "state_dict", lambda x, *a, **k: x.state and watch.record("saved"))
+    wrap(kind, "load_state_dict", after=lambda _, x, *a, **k: x.state and watch.loaded.append(x))
+    wrap(torch.autocast, "__enter__", lambda *a: now.update(autocasts=1))
+    wrap(torch, "save", lambda data, path, *a, **k: watch.note_file("save", path))
+    for name in ("replace", "rename"):
+        wrap(os, name, lambda path, *a, **k: watch.note_file("move", path))
+    wrap(torch.amp.GradScaler, "scale", lambda x, *a, **k: now.update(scaled=x.get_scale() != 1))
     wrap(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrap(torch.nn.utils, name, lambda *a, **k: now.update(clipped=1 + now["scaled"]))
-
-
-# == The job: what is started, and what its processes saw ==========================================
+        wrap(torch.nn.utils, name, watch.note_clip)
 
 
 def run(command, args, folder, stop_at=0, life=1):  # watches a command, and returns a Job
@@ -970,7 +962,8 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
     env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     env |= {"CHECK_SEEN": str(seen), "CHECK_PARENT": process_name(os.getpid())}
     env |= {"CHECK_STEPS": str(args.steps * (10 if stop_at else 1)), "CHECK_PAUSE": str(stop_at)}
-    env |= {"CHECK_STUCK": str(args.timeout / 2), "CHECK_WHOLE": "1" if args.against else ""}
+    env |= {"CHECK_STUCK": str(args.timeout / 2)}
+    env |= {"CHECK_COMPARES": "1" if args.against or args.resume else ""}
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
     process = subprocess.Popen(words, env=os.environ | env, start_new_session=True)
     size, until, ends = 0, time.time() + args.timeout, False
@@ -982,14 +975,14 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
             stop_at = 0
         if sum(map(len, texts)) > size and not ends:
             ends = any('{"kind": "end"}' in text for text in texts)
-            size, until = sum(map(len, texts)), time.time() + (args.grace if ends else args.timeout)
+            size, until = sum(map(len, texts)), time.time() + (GRACE if ends else args.timeout)
     status = process.poll()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)  # what is left of the processes that this started
         time.sleep(1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    job, until = Job(seen, status), time.time() + args.grace
+    job, until = Job(seen, status), time.time() + GRACE
     while "CHECK_FOLDER" in os.environ and job.is_incomplete and time.time() < until:
         time.sleep(0.5)  # other machines end later
         job = Job(seen, status)
@@ -1011,24 +1004,20 @@ class Job(Kinds):  # what the processes of a job saw
         self.first = next(iter(self.ranks.values()), None)
         self.steps = max([each.steps for each in self.ranks.values()], default=0)
         self.status, self.has_ended = status, bool(self.all("end"))
-        self.hangs = status is None and not self.has_ended
-        self.stacks = {rank: each.place() for rank, each in self.ranks.items() if self.hangs}
         starts, me = [each.start for each in self.ranks.values()], process_name(os.getpid())
         self.prints = not starts or self.first["process"][0]["parent"] == me
         self.is_incomplete = len(self.all("end")) < (starts[0]["world"] if starts else 1)
-        self.is_hogwild = len(starts) > 1 and all(x["shared"] and x["world"] == 1 for x in starts)
-        families = () if self.is_hogwild else self.find_families()
-        self.families = [each for each in families if len(each.ranks) > 1]
+        self.families = [x for x in self.find_families() if 1 < len(x.ranks) <= starts[0]["world"]]
         self.data_groups = [each.ranks for each in self.families if each.has_data]
 
     def all(self, kind):
         return [x for each in self.seen.values() for x in each[kind]]
 
-    def union(self):  # by step, the hashes of the samples of all ranks
+    def union(self, kind):  # by step, the samples of all ranks: see Process.samples()
         steps = defaultdict(list)
         for rank in self.data_groups[0] if self.data_groups else [*self.ranks][:1]:
-            for step, hashes in self.ranks[rank].samples().items():
-                steps[step + 1] += hashes
+            for step, numbers in self.ranks[rank].samples(kind).items():
+                steps[step + 1] += numbers
         return steps
 
     def find_families(self):  # ranks that average with each other, or split a model by hand
@@ -1039,7 +1028,7 @@ class Job(Kinds):  # what the processes of a job saw
             start, alike = self.ranks[ranks[0]].start, defaultdict(list)
             for rank in ranks:
                 alike[str(self.ranks[rank].start["weights"])].append(rank)
-            together = start["ddp"] or start["mesh"] or start["world"] == 1 or len(alike) == 1
+            together = start["ddp"] or start["mesh"] or len(alike) == 1
             batches = [self.ranks[x[0]].samples() for x in alike.values()]  # of unlike ranks
             is_split = not together and batches[0] and all(x == batches[0] for x in batches)
             in_groups = any(1 < size < start["world"] for size in start["groups"])
@@ -1071,11 +1060,15 @@ class Process(defaultdict):  # what one process saw: its records, by kind
         start, steps = [*self.optimizers()][number]
         return {x["step"]: x for x in [start, *steps]}
 
-    def samples(self):  # by step, the hashes of those that the model was trained on
+    def samples(self, kind="samples"):  # by step, hashes of those trained on. "near": projections
         found = defaultdict(list)
         for x in self.training_calls:
-            found[x["step"]] += x["samples"] or []
+            found[x["step"]] += x[kind] or []
         return found
+
+    def epoch_length(self, one):  # of a pass: how many samples each process takes in it
+        sizes = [len(x) for _, x in sorted(self.samples().items())] or [len(one["index"])]
+        return one["size"] // (sizes[0] * self.start["world"]) * sizes[0] or one["size"]
 
     def passes(self, training):  # over data on which the model trained, or only looked
         trained, found = {x["pass"] for x in self["loss"]}, []
@@ -1086,8 +1079,14 @@ class Process(defaultdict):  # what one process saw: its records, by kind
             parts = [sum(column, []) for column in zip(*[x["parts"] for x in batches])]
             one = batches[0] | {"index": index, "known": None not in index}
             one["parts"] = [part for part in parts if len(part) == len(index)]
-            found.append(one | {"ended": any(x["pass"] == number for x in self["ended"])})
+            found.append(one | {"ended": len(batches) == one["batches"]})
         return found
+
+    def tests(self):  # calls without gradients, but those in a pass that trains, as of a teacher
+        trained, calls = {x["pass"] for x in self["loss"]} - {None}, self["forward"]
+        for x, after in zip(calls, [*calls[1:], {"grad": True}]):
+            if not x["grad"] and x["pass"] not in trained:
+                yield x, x["pass"] is None and after["grad"]
 
     def place(self):  # where a process hangs: the innermost line of the script itself
         text = self.path.with_name(f"{self.name}.stack").read_text().split("Thread 0x")[-1]

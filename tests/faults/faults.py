@@ -13,10 +13,10 @@ ROOT = FOLDER.parent.parent
 # Of a script: its replacements (old, new), its flags, those of check.py, and the kind and the words
 # (a regular expression) of the line that must come, with the public report of such a fault.
 Fault = namedtuple("Fault", "name script edits flags options kind words report")
-TRAIN, MNIST = "tests/faults/train.py", "multigpu/mnist.py"
+TRAIN, MNIST, IMAGES = "tests/faults/train.py", "multigpu/mnist.py", "multigpu/images.py"
 TWO, ONE = "--processes 2", "--processes 1"
 SYNTHETIC = "--num_gpus 2 --synthetic"
-IMAGES = "--num_gpus 2 --model mlp --dataset synthetic --max_steps 40 --batch_size 32"
+MLP = "--model mlp --dataset synthetic --max_steps 40 --batch_size 32 --dropout 0.5"
 STEP = "            optimizer.step()\n"
 WRAP = "ddp = DistributedDataParallel(model)"
 FAULTS = []
@@ -59,10 +59,10 @@ def check(command, folder, options=""):
 
 def run(faults, folder, flags=None):
     """Runs check.py on a script with these faults. Returns what check() returns."""
-    one, edits = faults[0], [edit for each in faults for edit in each.edits]
+    one, edits = faults[0], dict.fromkeys(edit for each in faults for edit in each.edits)
     path = write(one.script, edits, folder)
     options = one.options.replace("PYTHON", sys.executable).replace("ROOT", str(ROOT))
-    options = options.replace("SCRIPT", f"{path} --folder {folder}")
+    options = options.replace("SCRIPT", f"{path}" + f" --folder {folder}" * (one.script == TRAIN))
     words = shlex.split(one.flags if flags is None else flags)
     words += ["--folder", "{tmp}"] if one.script == TRAIN else []
     return check([sys.executable, path, *words], folder, options)
@@ -167,8 +167,16 @@ fault(
     "layer_without_optimizer",
     "SGD(ddp.parameters()",
     "SGD(model.head.parameters()",
-    say="gradients: 4 weights .* no optimizer: conv.bias",
+    say="gradients: 4 weights .* no optimizer: conv.bias, conv.weight, norm.bias. Add them",
     report="accelerate #2665",
+)
+fault(
+    "layer_made_in_forward",
+    "    def forward(self, x):\n",
+    "    def forward(self, x):\n"
+    "        self.first = nn.Conv2d(1, 1, 1)\n        x = self.first(x)\n",
+    say="gradients: 2 weights .* no optimizer: first.bias, first.weight.*none in forward",
+    report="pytorch #14467",
 )
 fault(
     "zeroed_before_step",
@@ -282,6 +290,21 @@ fault(
     say="finite: unscale_",
     report="examples #1196",
 )
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n"
+fault(
+    "clipped_late",
+    STEP,
+    STEP + "            " + CLIP,
+    say="finite: between step.. and backward",
+    report="VGRNN #4; graphstorm #1366",
+)
+fault(
+    "clipped_early",
+    "        loss.backward()\n",
+    "        " + CLIP + "        loss.backward()\n",
+    say="finite: between step.. and backward",
+    report="nano-world-model #22",
+)
 # == Rates, types, modes ===========================================================================
 fault(
     "schedule_n_times",
@@ -313,7 +336,7 @@ fault(
     "ddp(x)",
     "ddp(x.bfloat16())",
     say="precision: weights are bfloat16, but precision is to be fp32",
-    report="a model that is loaded as it was saved",
+    report="trl #3910",
 )
 fault(
     "autocast_without_effect",
@@ -342,6 +365,14 @@ class Own(""",
     "cross_entropy(torch.autocast('cpu', torch.bfloat16)(ddp)(x), y)",
     say="precision: autocast is on, but a Own gives float32",
     report="lightning-thunder #725 (TrainCheck)",
+)
+fault(
+    "autocast_around_the_loop",
+    "    for i, (x, y) in enumerate(loader):\n",
+    "    torch.autocast('cpu', torch.bfloat16).__enter__()\n"
+    "    for i, (x, y) in enumerate(loader):\n",
+    say="precision: one autocast holds several steps",
+    report="Flow-Factory #186",
 )
 fault(
     "eval_from_the_start",
@@ -388,6 +419,15 @@ fault(
     "torch.manual_seed(1000 * epoch)",
     say="layers: draw the same masks",
     report="transformers #31412; anemoi-core #595",
+)
+fault(
+    "same_noise_in_the_model",
+    "        self.drop = nn.Dropout(0.2)\n",
+    "        self.drop = nn.Dropout(0.2)\n        self.noise = torch.Generator().manual_seed(0)\n",
+    "self.head(self.drop(",
+    "self.head(torch.rand(1, generator=self.noise) + self.drop(",
+    say=r"layers: draw the same masks or noise",
+    report="lingbot-vla-v2 #41",
 )
 fault(
     "statistics_differ",
@@ -464,7 +504,7 @@ fault(
     "        image = self.images[i]\n",
     "        image = self.images[i]\n        image -= 0.1\n",
     say=r"samples: sample \d+ of Images has other bytes",
-    report="a data set that normalizes in place",
+    report="pycls #21",
 )
 fault(
     "same_numbers_in_ranks",
@@ -540,7 +580,7 @@ fault(
     "hangs",
     STEP,
     STEP + "            if i == 4 and rank == 0:\n                dist.barrier()\n",
-    options="--timeout 20",
+    options="--timeout 12",
     say=r"ending: hangs after step \d: .*train.py line \d+.*rank 1 at train.py",
     report="DeepSpeed #5794 (TrainCheck)",
 )
@@ -550,8 +590,45 @@ fault(
     '    optimizer.load_state_dict(state["optimizer"])\n',
     "",
     **RESUME,
-    say="resume: computation: .* differs after step 9.*Save all states",
+    say="resume: computation: .* differs after step 9.*state is saved, but not loaded",
     report="minGPT-ddp; stylegan2-ada #108",
+)
+fault(
+    "optimizer_not_saved",
+    '    optimizer.load_state_dict(state["optimizer"])\n',
+    "",
+    '"optimizer": optimizer.state_dict()}',
+    "}",
+    **RESUME,
+    say="resume: computation: .* differs after step 9.*state is not saved",
+    report="distributed-training-guide 02 (its snapshot has no optimizer)",
+)
+fault(
+    "optimizer_made_again",
+    '    scheduler.load_state_dict(state["scheduler"])\n',
+    '    scheduler.load_state_dict(state["scheduler"])\n'
+    "    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)\n"
+    "    optimizer.param_groups[0]['lr'] = scheduler.optimizer.param_groups[0]['lr']\n"
+    "    scheduler.optimizer = optimizer\n",
+    **RESUME,
+    say="resume: computation: .* differs after step 9.*then the optimizer is made again",
+    report="a stranger's fault, put in without reading check.py",
+)
+fault(
+    "schedule_not_resumed",
+    '    scheduler.load_state_dict(state["scheduler"])\n',
+    "",
+    **RESUME,
+    say="resume: computation: .* differs after step 10.*The rate is another one",
+    report="Lightning's and Accelerate's lists of what a snapshot must have",
+)
+fault(
+    "random_numbers_not_resumed",
+    "    torch.manual_seed(1000 * epoch + rank)  # so",
+    "    torch.manual_seed(1000 * (epoch - first_epoch) + rank)  # so",
+    **RESUME,
+    say="resume: computation: .* differs after step 9.*random numbers",
+    report="Accelerate's list of what a snapshot must have",
 )
 fault(
     "epoch_not_resumed",
@@ -567,8 +644,8 @@ fault(
     "        self.count = 0\n\n    def forward(self, x):\n        self.count += self.training\n"
     "        x = x * (1 + self.count / 100)\n",
     **RESUME,
-    say="resume: computation: .* in no state_dict",
-    report="state of a model that is a number of Python",
+    say="resume: computation: .* differs after step 9.* count of the model differs.*no state_dict",
+    report="benchmark_VAE #41",
 )
 fault(
     "state_in_another_type",
@@ -579,7 +656,7 @@ fault(
     "SGD(ddp.parameters(), lr=0.05, momentum=0.9, foreach=False)",
     **RESUME,
     say="resume: the optimizer's state has other types: momentum_buffer torch.float",
-    report="load_state_dict() casts a state to the weight's type",
+    report="torchtitan #4615",
 )
 AGAINST = "--steps 5 --against 'PYTHON SCRIPT --processes 1'"
 fault(
@@ -676,4 +753,182 @@ fault(
     options="--steps 3 --against 'PYTHON ROOT/singlegpu/mnist.py --synthetic'",
     say="against: computation: .* differs after step 1",
     report="nanoGPT #354",
+)
+# The same kinds in a longer script: an epoch of 12 steps, and two processes.
+SMALL = ("60_000 if is_train else 10_000", "400 if is_train else 51")
+CLASS = "\n\ndef read_data(args):"
+
+
+def images(name, *edits, flags="", **more):
+    fault(name, *SMALL, *edits, script=IMAGES, flags=f"--num_gpus 2 {MLP} {flags}", **more)
+
+
+images(
+    "images_alone",
+    "backend, init_method, rank=rank, world_size=world_size)",
+    'backend, f"{init_method}{rank}", rank=0, world_size=1)',
+    options="--steps 5",
+    say="processes: 2 train, each alone",
+    report="Lightning #5319",
+)
+images(
+    "images_hangs",
+    "        bar.update()\n",
+    "        bar.update()\n        if step == 5 and rank == 0:\n            dist.barrier()\n",
+    options="--timeout 20",
+    say=r"ending: hangs after step 5: rank 0 at images.py line \d+",
+    report="DeepSpeed #5794",
+)
+images(
+    "images_past_ddp",
+    "batch_loss(ddp_model, batch, args)",
+    "batch_loss(network, batch, args)",
+    options="--steps 5",
+    say="weights: past DDP",
+    report="minimind #853",
+)
+images(
+    "images_rate_0",
+    "return args.learning_rate * (20",
+    "return 0 * args.learning_rate * (20",
+    options="--steps 5",
+    say="updates: the rate is 0",
+    report="Megatron-LLM #33",
+)
+images(
+    "images_head_without_optimizer",
+    "AdamW(model.parameters()",
+    "AdamW(model[:4].parameters()",
+    say="gradients: 2 weights with gradients are in no optimizer: 6.bias, 6.weight",
+    report="accelerate #2665",
+)
+images(
+    "images_no_zero_grad",
+    "        optimizer.zero_grad()\n",
+    "",
+    options="--steps 5",
+    say="accumulation: not zeroed before step 2",
+    report="pytorch #47175",
+)
+images(
+    "images_clipped_while_scaled",
+    "            scaler.unscale_(optimizer)\n",
+    "",
+    flags="--precision fp16 --max_grad_norm 1",
+    options="--steps 5",
+    say="finite: unscale_",
+    report="examples #1196",
+)
+images(
+    "images_rate_set_afterwards",
+    "        for group in optimizer.param_groups:\n            group",
+    "        schedule.step()\n        for group in optimizer.param_groups:\n            group",
+    "    first_step = 0  #",
+    "    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)\n    first_step = 0  #",
+    options="--steps 5",
+    say=r"schedule: before optimizer.step|uses the rate .* but the schedule says",
+    report="dn3 #6",
+)
+images(
+    "images_weights_in_bf16",
+    "create_model(args, train_data).to(device)",
+    "create_model(args, train_data).to(device, torch.bfloat16)",
+    "images = images.float() / 255",
+    "images = images.bfloat16() / 255",
+    options="--steps 5",
+    say="precision: weights are bfloat16, but precision is to be fp32",
+    report="trl #3910",
+)
+images(
+    "images_eval_after_validation",
+    "    model.train()\n",
+    "",
+    say="modes: layers train in eval.* from step 13",
+    report="lerobot #3668",
+)
+images(
+    "images_same_masks",
+    "hash((args.seed, step, rank))",
+    "hash((args.seed, step))",
+    say="layers: draw the same masks",
+    report="transformers #31412",
+)
+images(
+    "images_same_samples",
+    ":, dist.get_rank()].reshape",
+    ":, 0].reshape",
+    options="--steps 5",
+    say="shares: same samples",
+    report="openspeech #149",
+)
+images(
+    "images_one_order",
+    "default_rng([args.seed, epoch])",
+    "default_rng([args.seed, 0])",
+    say="order: the first two epochs have one order",
+    report="pytorch #31771",
+)
+images(
+    "images_input_lost",
+    '            mark("data")\n',
+    '            batch[0].mul_(step != 7 or rank)\n            mark("data")\n',
+    say="inputs: the input of step 7 in rank 0 is all zeros",
+    report="pytorch #84803",
+)
+images(
+    "images_change",
+    CLASS,
+    "\n\nclass Darker(StackDataset):\n    def __getitem__(self, i):\n"
+    "        self.datasets[0][i] //= 2\n        return super().__getitem__(i)\n" + CLASS,
+    "data = StackDataset(",
+    "data = Darker(",
+    say=r"samples: sample \d+ of Darker has other bytes later. Copy it",
+    report="pycls #21",
+)
+images(
+    "images_same_noise",
+    CLASS,
+    "\n\nclass Noisy(StackDataset):\n    def __getitem__(self, i):\n"
+    "        images, labels = super().__getitem__(i)\n"
+    "        return images // (1 + np.random.randint(3)), labels\n" + CLASS,
+    "data = StackDataset(",
+    "data = Noisy(",
+    "    torch.manual_seed(args.seed)  # the",
+    "    np.random.seed(args.seed)\n    torch.manual_seed(args.seed)  # the",
+    say=r"augmentation: rank 1 draws the same numbers as rank 0 \(numpy\)",
+    report="fairseq #1383",
+)
+images(
+    "images_validation_lacks_some",
+    "len(data), dist.get_world_size()))",
+    "len(data) - 10, dist.get_world_size()))",
+    say="validation: 10 of 51 samples are left out",
+    report="vision #4559",
+)
+images(
+    "images_written_in_place",
+    'f"{args.snapshot}.tmp")\n',
+    "args.snapshot)\n",
+    'os.replace(f"{args.snapshot}.tmp", args.snapshot)',
+    "pass",
+    flags="--snapshot {tmp}/s.pt --eval_every 4",
+    say="snapshot: s.pt is written over in place",
+    report="nanoGPT #467",
+)
+images(
+    "images_optimizer_not_saved",
+    '"optimizer": optimizer, ',
+    "",
+    flags="--snapshot {tmp}/s.pt",
+    options="--resume --steps 14",
+    say="resume: computation: .*The optimizer's state is not saved",
+    report="minGPT-ddp",
+)
+images(
+    "images_other_order_than_alone",
+    "default_rng([args.seed, epoch])",
+    "default_rng([args.seed, epoch, dist.get_world_size()])",
+    options=f"--steps 4 --against 'PYTHON SCRIPT {MLP} --num_gpus 1'",
+    say="against: data: .* samples of step 1",
+    report="TTrace's comparison",
 )

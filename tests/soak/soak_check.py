@@ -5,7 +5,8 @@ import sys
 import faults
 import pytest
 import torch
-from test_check import LONG_SCRIPTS, problems, start
+from test_check import LONG_SCRIPTS, is_right, problems, start
+from test_slurm import ONE_PROCESS, SMALL, cluster, site  # noqa: F401
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
@@ -13,6 +14,12 @@ def test_a_fault_is_named(fault, tmp_path):
     status, lines, before = faults.run([fault], tmp_path)
     assert faults.is_found(fault, lines), (lines, before[-2000:])
     assert not any("failed itself" in line for line in lines), lines
+    assert fault.name != "images_alone" or len(problems(lines)) == 1, lines  # no second cause
+
+
+@pytest.mark.parametrize("name", ["two_views", "averaged_weights", "teacher", "diffusion"])
+def test_right_programs_that_look_odd(name, tmp_path):
+    is_right(name, tmp_path)
 
 
 @pytest.mark.parametrize("script", LONG_SCRIPTS)
@@ -54,3 +61,29 @@ def test_machines_that_round_differently(tmp_path):
     fault = faults.FAULTS[0]._replace(edits=edits)
     status, lines, before = faults.run([fault], tmp_path)
     assert status == 0 and "rounding" in lines[0], (lines, before[-2000:])
+
+
+def test_a_job_file_on_two_nodes(site):  # noqa: F811
+    """With its commented line, a job of Slurm prints one table without a finding, and trains."""
+    path = site.folder / "slurm/multinode_images.slurm"
+    assert path.write_text(path.read_text().replace("# CHECK_FOLDER=", "CHECK_FOLDER="))
+    job = site.submit("multinode_images", *SMALL, options=ONE_PROCESS)
+    assert site.wait(job) == "COMPLETED", site.output(job)
+    out = site.output(job)
+    assert out.count("2 process(es) that train:") == 1 and "2 in one group" in out, out
+    assert problems(out.splitlines()) == [], out
+
+
+@pytest.mark.usefixtures("emulator")
+def test_on_the_emulated_accelerator(tmp_path, monkeypatch):
+    """A right training has no finding; a fault is named."""
+    monkeypatch.setenv("PYTHONPATH", str(faults.ROOT / "tests/emulator"))
+    monkeypatch.setenv("EMU_DEVICES", "4")
+    for processes in (2, 3):
+        flags = f"{faults.MLP} --batch_size 30 --num_gpus {processes}".split()
+        words = [sys.executable, faults.ROOT / "multigpu/images.py", *flags]
+        status, lines, before = faults.check(words, tmp_path, "--steps 8")
+        assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+    [fault] = [each for each in faults.FAULTS if each.name == "images_same_masks"]
+    status, lines, _ = faults.run([fault], tmp_path)
+    assert faults.is_found(fault, lines), lines

@@ -1,0 +1,159 @@
+"""Right trainings that look odd, as of public reports, by torchrun: right.py NAME."""
+
+import copy
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+STEPS, EPOCHS = 6, 4  # of an epoch; of a training
+
+
+class Augmented(Dataset):
+    """Noise from a generator of (epoch, index), made for each sample (hyrax #942)."""
+
+    epoch = 0
+
+    def __len__(self):
+        return len(data)
+
+    def __getitem__(self, index):
+        rng = np.random.default_rng([self.epoch, index])
+        image, label = data[index]
+        return image + 0.1 * rng.standard_normal(16, np.float32), label
+
+
+class Diffusion(nn.Module):
+    """It draws moments and noise in forward(), also in validation, there from a seed."""
+
+    def __init__(self):
+        super().__init__()
+        layers = nn.Linear(17, 32), nn.LayerNorm(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 16)
+        self.net = nn.Sequential(*layers)
+
+    def forward(self, x):
+        moment, noise = torch.rand(len(x), 1), torch.randn_like(x)
+        noisy = (1 - moment) * x + moment * noise
+        return F.mse_loss(self.net(torch.cat([noisy, moment], 1)), noise - x)
+
+
+def network():
+    layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)
+    return nn.Sequential(*layers)
+
+
+def train(model, batch_loss, data, after_epoch=lambda epoch: None, after_step=lambda: None):
+    """Trains a model by DDP. A loss is that of DDP's model, images (B, 16) and labels (B,)."""
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    torch.manual_seed(1 + dist.get_rank())
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-2)
+    sampler = DistributedSampler(data, drop_last=True)
+    loader = DataLoader(data, len(data) // STEPS // dist.get_world_size(), sampler=sampler)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        ddp.train()
+        for x, y in loader:
+            batch_loss(ddp, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            after_step()
+        after_epoch(epoch)
+
+
+def plain_loss(ddp, x, y):
+    return F.cross_entropy(ddp(x), y)
+
+
+def own_generator():
+    """Augmentation by a generator of its own for each sample (olmoearth_pretrain #233)."""
+    augmented = Augmented()
+    train(network(), plain_loss, augmented, lambda epoch: setattr(augmented, "epoch", epoch + 1))
+
+
+def rollouts():
+    """Each round plays new rollouts, and trains three epochs on them (trl #129)."""
+    model = nn.Linear(16, 4)
+    ddp = DistributedDataParallel(model)
+    torch.manual_seed(1 + dist.get_rank())
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-2)
+    for _ in range(4):
+        states = torch.rand(64, 16)
+        with torch.no_grad():
+            actions = torch.distributions.Categorical(logits=model(states)).sample()
+        played = TensorDataset(states, actions, (actions == states[:, :4].argmax(1)).float())
+        for _ in range(3):
+            for state, action, reward in DataLoader(played, 32, shuffle=True):
+                loss = F.cross_entropy(ddp(state), action, reduction="none") * reward
+                loss.mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def two_views():
+    """DDP is called for each of two views, then comes one backward() (lightly #1448)."""
+
+    def loss(ddp, x, y):
+        one, two = (ddp(x + 0.1 * torch.randn_like(x)) for _ in range(2))
+        return F.mse_loss(one, two.detach()) + F.mse_loss(two, one.detach())
+
+    train(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), loss, data)
+
+
+def averaged_weights():
+    """update_bn() passes over the data in train(), without gradients (timgaripov/swa #7)."""
+    model = network()
+    averaged = swa_utils.AveragedModel(model)
+
+    def after_epoch(epoch):
+        averaged.update_parameters(model)
+        swa_utils.update_bn(DataLoader(data, 64), averaged)
+
+    train(model, plain_loss, data, after_epoch)
+
+
+def teacher():
+    """An EMA of the weights labels two views in train(), on purpose (U2PL #64)."""
+    model = network()
+    ema = copy.deepcopy(model).requires_grad_(False)
+
+    def loss(ddp, x, y):
+        with torch.no_grad():
+            target = (ema(x) + ema(x + 0.1 * torch.randn_like(x))).softmax(1)
+        return plain_loss(ddp, x, y) + 0.1 * plain_loss(ddp, x, target)
+
+    def after_step():
+        for mine, its in zip(ema.parameters(), model.parameters()):
+            mine.data.lerp_(its.data, 0.1)
+
+    train(model, loss, data, after_step=after_step)
+
+
+def diffusion():
+    """Validation in eval() draws the same noise each time (Automodel #3579)."""
+    model = Diffusion()
+
+    def after_epoch(epoch):
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            for x, _ in DataLoader(val_data, 16):
+                model(x)
+
+    train(model, lambda ddp, x, y: ddp(x), data, after_epoch)
+
+
+dist.init_process_group("gloo")
+generator = torch.Generator().manual_seed(0)
+labels = torch.randint(4, (256,), generator=generator)
+images = torch.rand(256, 16, generator=generator) + F.one_hot(labels, 16)
+data = TensorDataset(images[:192], labels[:192])
+val_data = TensorDataset(images[192:], labels[192:])
+torch.manual_seed(0)
+globals()[sys.argv[1]]()
+dist.destroy_process_group()
