@@ -85,11 +85,11 @@ def check(tmp_path, monkeypatch):
     It finds nothing wrong but in UNKNOWN. What the jobs write to {tmp} stays, in tmp_path.
     """
     tool = module("tools/check.py")
-    tool.subprocess = SimpleNamespace(Popen=Forks)
+    tool.subprocess, tool.GRACE = SimpleNamespace(Popen=Forks), 0
     monkeypatch.setenv("CHECK_FOLDER", str(tmp_path))
 
     def check(script, *words):
-        done = call(tool, "--steps", 22, "--grace", 0, *words)
+        done = call(tool, "--steps", 22, *words)
         jobs, _, table = done.stdout.rpartition("process(es) that train: ")
         found = re.findall(r"^(ERROR|warning|ok|not seen) +(\w+) +(.*(?:\n {22}.*)*)", table, re.M)
         wrong = {each for each in found if each[0] in ("ERROR", "warning")}
