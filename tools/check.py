@@ -486,11 +486,11 @@ def resume(whole, stopped, again):
         (one, two), start = pairs[0], again.first.start
         lost = [name for name, x in one["attributes"].items() if two["attributes"].get(name) != x]
         causes = [
+            (old and not stopped.all("saved"), "The optimizer's state is not saved."),
+            (old and not start["loads"], "The optimizer's state is saved, but not loaded."),
             (any(a["rates"] != b["rates"] for a, b in pairs), "The rate differs: is it saved?"),
             (lost, f"{', '.join(lost[:3])} of the model differs: is it in no state_dict?"),
             (one["grads"] != two["grads"], "Its gradient differs: random numbers, or a state?"),
-            (not stopped.all("saved"), "The optimizer's state is not saved."),
-            (not start["loads"], "The optimizer's state is saved, but not loaded."),
             (not start["is_loaded"], "The state is loaded, then the optimizer is made again."),
             (True, "Save all states, also those in no state_dict."),
         ]

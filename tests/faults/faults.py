@@ -619,7 +619,7 @@ fault(
     '    scheduler.load_state_dict(state["scheduler"])\n',
     "",
     **RESUME,
-    say="resume: computation: .* differs after step 10.*The rate is another one",
+    say="resume: computation: .* differs after step 10.*The rate differs",
     report="Lightning's and Accelerate's lists of what a snapshot must have",
 )
 fault(
