@@ -3,12 +3,11 @@
     python tools/check.py -- torchrun --nproc_per_node=2 train.py --batch_size 64
     python tools/check.py --against "python one_gpu.py" -- torchrun --nproc_per_node=2 train.py
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
-    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py      # several machines
+    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py  # torchrun: on each
 
 PyTorch loads this file in each process of the job. It watches optimizers, models, data loaders and
 files, changes nothing, and notes what it sees. The first process prints a line for each kind of
-fault, or "not seen". Status 1: an error; 2: nothing trained; else 0. Where each machine has its own
-torchrun, this file starts each, with one new folder that they share.
+fault, or "not seen". Status 1: an error; 2: nothing trained; else 0.
 """
 
 import argparse
@@ -520,6 +519,7 @@ def bits(tensor):  # a number for all of them, on their device
     tensor = local(tensor)
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     flat = tensor.contiguous().flatten().view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # else it cannot be viewed so
     flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
     if hash_tensor and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
         return change(hash_tensor(flat), torch.int64)
@@ -560,7 +560,7 @@ def project(rows):  # each on two random axes, so that similar rows have similar
 
 
 def weights_of(optimizer):
-    return [x for group in optimizer.param_groups for x in group["params"]]
+    return [x for group in optimizer.param_groups for x in group["params"] if not x.is_meta]
 
 
 def tensors_of(tree):
@@ -787,7 +787,8 @@ class Watch:  # what is known in a process; its methods are the hooks
         values |= {"ddp": dist.get_process_group_ranks(ddp.process_group) if ddp else []}
         values["mesh"] = [x.device_mesh.mesh for x in weights if hasattr(x, "device_mesh")][:1]
         values["is_loaded"] = optimizer in self.loaded
-        values["is_fsdp"] = any("FSDPModule" in x for x in owners)
+        parts = [part for module in self.modules for part in module.modules()]
+        values["is_fsdp"] = any("FSDPModule" in str(type(part).__mro__) for part in parts)
         values["in_ddp"] = [id(x) in self.ddps for x in weights]
         values["shapes"] = [list(x.shape) for x in weights]
         values["shards"] = [shard_of(x) for x in weights]
