@@ -187,8 +187,8 @@ def test_readme_table(logged, changed, tmp_path):
     example, curves = block_with("table.csv"), []
     ages, times, noise = np.random.default_rng(0).standard_normal((3, 600))
     target = 150 + 40 * ages + 50 * times + 8 * noise
-    columns = np.stack([50 + 10 * ages, np.round(1_764_300_000 + 30 * times), target], axis=1)
-    np.savetxt(tmp_path / "table.csv", columns, "%.12g", ",", header="age,time,target")
+    columns = np.stack([50 + 10 * ages, np.round(1_764_300_000 + 30 * times), 0 * ages, target], 1)
+    np.savetxt(tmp_path / "table.csv", columns, "%.12g", ",", header="age,time,zero,target")
     example = example.replace("table.csv", str(tmp_path / "table.csv"))
     words = ("--batch_size", 24, "--epochs", 10, "--learning_rate", 0.01)
     for processes, folder in enumerate(("singlegpu", "multinode", "multigpu"), start=1):

@@ -200,8 +200,8 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         clips = {x["clipped"] for x in self.first["step"]}
         if 2 in clips:
             yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
-        elif clips - {0} == {3}:
-            yield "warning", "clipped between step() and backward(), where it changes nothing."
+        elif clips - {0} == {3} and len(self.first["start"]) == 1:  # no other has stepped between
+            yield "warning", "clipped between step() and backward(), in vain. Clip before step()."
         for rank, each in self.ranks.items():
             for x in [x for x in each["loss"] if x["value"] - x["value"] != 0][:1]:
                 yield "ERROR", f"the loss is {x['value']} in step {x['step'] + 1}, rank {rank}."
@@ -237,8 +237,8 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
             if low and says_fp32 and re.search("precision|dtype", name.lower()):
                 yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
-        if any(x["stale"] and x["step"] > 1 for x in self.first["step"]):
-            yield "ERROR", "one autocast holds several steps: it keeps the first copies. End it."
+        if "float32" in types and any(x["stale"] and x["step"] > 1 for x in self.first["step"]):
+            yield "ERROR", "one autocast holds all steps, with the first weights. Enter it in each."
         for x in self.all("autocast")[:1]:
             yield "warning", f"autocast is on, but a {x['module']} gives {x['gives']}."
         yield "ok", f"weights are {', '.join(types)}"

@@ -371,7 +371,7 @@ fault(
     "    for i, (x, y) in enumerate(loader):\n",
     "    torch.autocast('cpu', torch.bfloat16).__enter__()\n"
     "    for i, (x, y) in enumerate(loader):\n",
-    say="precision: one autocast holds several steps",
+    say="precision: one autocast holds all steps",
     report="Flow-Factory #186",
 )
 fault(
