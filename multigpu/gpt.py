@@ -559,7 +559,7 @@ if __name__ == "__main__":
         sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # stay on this machine
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
-    with tempfile.TemporaryDirectory() as tempfile.tempdir:  # also of spawn()'s error files
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:  # spawn() leaves error files there
         start = (main, (args, f"file://{tempfile.tempdir}/store"), args.num_gpus)
         context = torch.multiprocessing.spawn(*start, join=False)
         for number in SIGNALS:  # asks each process to save and stop

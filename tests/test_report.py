@@ -158,7 +158,7 @@ def test_other_machines_have_a_note(tmp_path):
 
 PAYS = {  # seconds of 1, 2 and 6 processes: log2(6 / 2) = 1.58 doublings must pay, 1.5**1.58 = 1.90
     (12, 7, 4): "up to 2 processes: 6 are 1.75 times as fast as 2 (rule: 1.90 or more pays).",
-    (12, 7, 3.5): "It pays up to 6 processes, and there are no numbers on more.",
+    (12, 7, 3.5): "It pays up to 6 processes. More were not tried.",
     (12, 10, 3): "up to 1 process: 2 are 1.20 times as fast as 1 (rule: 1.50 or more pays).",
     (12, 4, 2): "Not to be trusted: N processes are over N times as fast",
 }
@@ -239,7 +239,7 @@ def test_launches_are_compared(tmp_path):
     assert names and not {"comm (%)", "hidden (%)", "R (x)"} & names
     staged = [rows_of(n, n, [8 / n], **stages, **gpu) for n in (1, 2)]
     text, _ = tables(write(tmp_path / "c.jsonl", *staged))
-    assert "It pays up to 4 GPUs, and there are no numbers on more." in text
+    assert "It pays up to 4 GPUs. More were not tried." in text
 
 
 def test_the_last_step_is_drawn(tmp_path, monkeypatch):

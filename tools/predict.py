@@ -111,7 +111,7 @@ def pays_up_to(runs):
             gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
             return few, f"It pays up to {limit}: {gain} (rule: {needed:.2f} or more pays)."
     most = speedups.index.max()
-    return most, f"It pays up to {most} {several}, and there are no numbers on more."
+    return most, f"It pays up to {most} {several}. More were not tried."
 
 
 def cell(value):
