@@ -56,7 +56,7 @@ submit() { # NAME ARGUMENT...: hands the arguments to sbatch, and adds the job's
     if [ -n "$dry_run" ]; then
         printf '%q ' sbatch --parsable --kill-on-invalid-dep=yes ${options[@]+"${options[@]}"} "$@"; echo
     elif ! job=$(sbatch --parsable --kill-on-invalid-dep=yes ${options[@]+"${options[@]}"} "$@" | cut -d';' -f1); then
-        if [ ${#jobs[@]} = 0 ]; then rmdir "$out"; else scancel "${jobs[@]}"; fi
+        if [ ${#jobs[@]} = 0 ]; then rmdir "$out" || true; else scancel "${jobs[@]}"; fi
         fail "sbatch refused the $what, and the jobs before it are cancelled"
     fi
     jobs+=("$job")

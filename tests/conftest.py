@@ -35,6 +35,7 @@ os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datase
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell lets jobs in its background ignore it
 ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
+WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 RATE = "def learning_rate(args, done):\n"
 CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
@@ -130,7 +131,8 @@ def words_of(script, arguments, processes):
     """
     folder = Path(script).parent.name
     count = ["--num_gpus", processes] if folder == "multigpu" else []
-    words = list(map(str, [ROOT / script, *count, *arguments]))
+    workers = ["--num_workers", WORKERS] if WORKERS and TRAINING.search(str(script)) else []
+    words = list(map(str, [ROOT / script, *count, *workers, *arguments]))
     if folder not in ("multinode", "hybrid", "tools"):
         return words, 0, 1
     return words, *(processes if isinstance(processes, tuple) else (1, processes))

@@ -330,7 +330,7 @@ def main(words=None):
     options.execute, options.own_variables = execute, {}
     options.sharing, options.timeout = False, 300  # seconds of a command
     nccl = ctypes.c_int()  # of the library that is loaded, which may be newer than torch's
-    if gpu and torch.version.cuda:
+    with contextlib.suppress(OSError):  # none, or a part of torch
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(nccl))
     options.may_share = options.rehearse or (count == 1 and nccl.value >= 23000)
     with tempfile.TemporaryDirectory() as options.folder:

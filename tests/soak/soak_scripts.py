@@ -21,11 +21,12 @@ RUNS.remove((PIPELINE, "long"))  # one layer is not two stages
 RUNS.remove((FSDP, "fp16"))  # it has bf16 alone
 
 
-@pytest.mark.parametrize(
-    ("script", "task"), [run for run in RUNS if run[1] not in ("long", "fp16")]
-)
+WATCHED = [run for run in RUNS if run[1] not in ("long", "fp16") and run[0] != PIPELINE]
+
+
+@pytest.mark.parametrize(("script", "task"), WATCHED)
 def test_check_finds_nothing_wrong(data, tmp_path, script, task):
-    """It is stopped, too, and goes on. Its samples and weights are those of one process."""
+    """Also stopped and resumed, and beside one process. Not the pipeline: test_training.UNKNOWN."""
     folder, name = script.split("/")
     flags = flags_of(task, data).split()
     one = f"{sys.executable} {ROOT}/singlegpu/{name.split('_')[0].removesuffix('.py')}.py"
