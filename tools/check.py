@@ -98,7 +98,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         yield "not seen", "no optimizer of PyTorch takes a step: are weights changed by hand?"
 
     def processes(self):
-        """All that train are one group, each with its GPU, and the same flags and versions."""
+        """All that train are one group, each with its GPU, the same code, flags and versions."""
         starts = [each.start for each in self.ranks.values()]
         alone = sum(start["world"] == 1 for start in starts)
         if alone > 1 and all(start["shared"] for start in starts):
@@ -109,9 +109,9 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         if count > 1 and place[2] > 1 and "cpu" not in place:
             yield "ERROR", f"{count} train on {place[1]} of {place[0]}. Choose it by LOCAL_RANK."
         for each in [x for x in starts if x["settings"] != starts[0]["settings"]][:1]:
-            yield "ERROR", f"other flags or versions in rank {each['rank']}: {each['settings']}."
+            yield "ERROR", f"other code or settings in rank {each['rank']}: {each['settings']}."
         if len(starts) > 1:
-            yield "ok", f"{len(starts)} in one group, with the same flags and versions"
+            yield "ok", f"{len(starts)} in one group, with the same code, flags, versions"
 
     def weights(self):
         """Copies of a weight have the same bits in all ranks, after each step."""
@@ -252,8 +252,6 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         for x, is_single in self.first.tests():
             if x["in_eval"] < x["layers"] and not is_single:  # one is as of a GAN's generator
                 yield "warning", f"{x['module']} validates in train(). Call model.eval()."
-        for x in [x for x in self.first["forward"][:1] if x["spectral"] and not x["training"]]:
-            yield "warning", f"{x['module']} with spectral_norm runs in eval() before any train()."
         yield seen(trains, "calls of Dropout or BatchNorm in train()")
 
     def layers(self):
@@ -318,8 +316,8 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             batches = [(x["index"], {*x["rows"]}) for x in each["batch"] if x["pass"] in trained]
             odd = [(len(x), rows - {len(x)}) for x, rows in batches if len(x) in rows]
             if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
-                count, rows = odd[0]
-                yield "warning", f"a batch of {count} samples has a tensor of {min(rows)} row(s)."
+                words = f"a batch of {odd[0][0]} samples has a tensor of {min(odd[0][1])} row(s)."
+                yield "warning", words
             yield seen(calls, "inputs, none all zeros")
 
     def samples(self):
@@ -358,7 +356,8 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
 
     def validation(self):
         """Validation counts each sample once, and none of those that are trained on."""
-        tests = [x for each in self.ranks.values() for x in each.passes(training=False)[:1]]
+        ranks = self.data_groups[0] if self.data_groups else [*self.ranks]
+        tests = [x for rank in ranks for x in self.ranks[rank].passes(training=False)[:1]]
         trains = [x for each in self.ranks.values() for x in each.passes(training=True)]
         trains = [x for x in trains if tests and x["split"] and x["split"] == tests[0]["split"]]
         leaked = {i for x in trains for i in x["index"]} & {i for x in tests for i in x["index"]}
@@ -371,7 +370,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         is_padded = tests and tests[0]["maker"] == "accelerate"  # it drops them again
         if twice and is_shared and min(counts.values()) < len(tests) and not is_padded:
             yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
-        elif len(counts) < size and is_shared and len(tests) == len(self.ranks):
+        elif len(counts) < size and is_shared and len(tests) == len(ranks):
             yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
         yield seen(counts, "samples in whole passes over a DataLoader without gradients")
 
@@ -423,18 +422,18 @@ def cause(start, indices, one, two, family):
         (any(start["shards"]), "A replica was changed, or is not averaged with the others."),
         (not any(ddp), "Nothing averages the gradients. Wrap the model in DDP."),
         (not ddp[indices[0]], "DDP does not know it. Wrap the model when it is complete."),
-        (one.get("moved"), "The model was moved or cast after DDP was made. Make DDP last."),
         (not one.get("ddp"), "The model is called past DDP. Call the DDP object, not .module."),
         (one.get("in_no_sync"), "The last backward before the step was in no_sync()."),
-        (True, "Gradients changed after DDP averaged them: by code, or by a link of GPUs."),
+        (True, "Gradients are changed after DDP, or the model was moved after DDP was made."),
     ]
     return next(words for is_so, words in causes if is_so)
 
 
 def against(job, other, skip=0, advice="Mean, rate?"):
     """The samples and the weights are those of another run, as far as rounding lets them."""
-    if not other.ranks or job.first.start["shapes"] != other.first.start["shapes"]:
-        yield "not seen", "the other run took no step, or has other tensors: stages?"
+    both = common_weights(job.first.start, other.first.start) if other.ranks else []
+    if not both:
+        yield "not seen", "the other run took no step, or has other tensors"
         return
     mine, theirs, names = job.first.states(0), other.first.states(0), job.first.start["names"]
     level, at, samples, others = "", 0, job.union("samples"), other.union("samples")
@@ -452,9 +451,9 @@ def against(job, other, skip=0, advice="Mean, rate?"):
             yield level, words
             break
     steps = sorted(step for step in mine if step - skip in theirs)
-    for step, index in [(step, index) for step in steps for index in range(len(names))]:
-        runs = mine[step], theirs[step - skip], theirs[0]
-        own, new, start = (x["sketches"][index] for x in runs)
+    for step, index, place in [(step, *pair) for step in steps for pair in both]:
+        own = mine[step]["sketches"][index]
+        new, start = (theirs[x]["sketches"][place] for x in (step - skip, 0))
         apart, size = distance(own, new), distance(own)
         way = distance(new, start) if step > skip else 0.05 * size
         is_near = apart <= (0 if skip and level != "warning" else 0.02 * way + 1e-7 * size)
@@ -464,6 +463,14 @@ def against(job, other, skip=0, advice="Mean, rate?"):
             yield "ERROR", f"{why} {names[index]} differs {by} {advice}"
             return
     yield "ok", f"the same weights in {len(steps) - 1} steps" + ", to rounding" * (not skip)
+
+
+def common_weights(one, two):
+    """Returns the indices of the weights in two runs. A stage of a pipeline has some of them."""
+    if one["shapes"] == two["shapes"]:
+        return [(index, index) for index in range(len(one["names"]))]
+    mine, theirs = ([*map(str, zip(x["names"], x["shapes"]))] for x in (one, two))
+    return [(mine.index(x), theirs.index(x)) for x in mine if x in theirs]
 
 
 def resume(whole, stopped, again):
@@ -477,10 +484,7 @@ def resume(whole, stopped, again):
         words = ["starts anew", "takes no step", "has weights that the undisturbed run never had"]
         yield "ERROR", f"stopped at step {done}, it {words[at if again.steps else 1]}. Save all."
     else:
-        old, new = (states[max(states)]["types"], news[max(news)].get("types", []))
-        if old != new:
-            types = ", ".join(sorted({*old} ^ {*new}))
-            yield "ERROR", f"from step {at} on, the optimizer's state has other types: {types}."
+        old, new = ({*x[max(x)].get("types", [])} for x in (states, news))
         pairs = [(states[at + step], x) for step, x in news.items() if 0 < step <= max(states) - at]
         (one, two), start = pairs[0], again.first.start
         lost = [name for name, x in one["attributes"].items() if two["attributes"].get(name) != x]
@@ -488,6 +492,7 @@ def resume(whole, stopped, again):
             (old and not stopped.all("saved"), "The optimizer's state is not saved."),
             (old and not start["loads"], "The optimizer's state is saved, but not loaded."),
             (any(a["rates"] != b["rates"] for a, b in pairs), "The rate differs: is it saved?"),
+            (old != new, f"The optimizer's state has other types: {', '.join(sorted(old ^ new))}."),
             (lost, f"{', '.join(lost[:3])} of the model differs: is it in no state_dict?"),
             (one["grads"] != two["grads"], "Its gradient differs: random numbers, or a state?"),
             (not start["is_loaded"], "The state is loaded, then the optimizer is made again."),
@@ -527,8 +532,8 @@ def bits(tensor):  # a number for all of them, on their device
 
 
 @functools.lru_cache
-def factors(length, device):
-    own = torch.Generator().manual_seed(length)  # the training's generators stay as they are
+def factors(length, device):  # a longer row has the same first ones: zeros after it add nothing
+    own = torch.Generator().manual_seed(0)  # the training's generators stay as they are
     return change(torch.randint(2**62, (length,), generator=own) * 2 + 1, device)
 
 
@@ -549,8 +554,7 @@ def numbers_of(batch):  # for each tensor, of each sample: a hash, and a random 
     tensors = [local(x) for x in tensors_of(batch) if x.dim() and not x.is_sparse]
     tensors = [x for x in tensors if len(x) == len(tensors[0]) and x.numel()]
     for rows in [x.reshape(len(x), -1).contiguous() for x in tensors]:
-        is_long = rows.shape[1] * rows.element_size() % 8 == 0
-        words = rows.view(torch.int64 if is_long else torch.uint8).long()
+        words = rows.view(getattr(torch, f"int{min(64, 8 * rows.element_size())}")).long()
         yield (words * factors(words.shape[1], words.device)).sum(1), project(rows)[:, 0]
 
 
@@ -560,7 +564,8 @@ def project(rows):  # each on two random axes, so that similar rows have similar
 
 
 def weights_of(optimizer):
-    return [x for group in optimizer.param_groups for x in group["params"] if not x.is_meta]
+    weights = [x for group in optimizer.param_groups for x in group["params"] if not x.is_meta]
+    return [x for x in weights if id(x) not in watch.elsewhere] or weights
 
 
 def tensors_of(tree):
@@ -591,11 +596,6 @@ def own_generators(data, depth=4):  # the names and random generators that an ob
 
 def used(before, after):  # random states: equal ones drew equal numbers
     return {x: [old, after.get(x)] for x, old in before.items() if old != after.get(x)}
-
-
-def node_of(weight):  # that adds up its gradient. DDP listens to it; a move makes another one
-    with torch.enable_grad():
-        return weight.view_as(weight).grad_fn.next_functions[0][0] if weight.requires_grad else None
 
 
 def shard_of(weight):  # which part of a DTensor is here; "" if it is all of it
@@ -633,8 +633,9 @@ class Watch:  # what is known in a process; its methods are the hooks
         self.optimizers = {}  # id: what is known of an optimizer that took a step
         self.made, self.loaded = weakref.WeakSet(), []  # all optimizers; those with a loaded state
         self.stepping = []  # optimizers that take a step right now
-        self.names, self.owners, self.ddps, self.nodes = {}, {}, {}, {}  # by the id of a parameter
+        self.names, self.owners, self.ddps = {}, {}, {}  # by the id of a parameter
         self.modules = weakref.WeakSet()  # that were called
+        self.elsewhere = set()  # ids of weights that other processes train, as stages of a pipeline
         self.now = defaultdict(int)  # of the step under way: backward passes, and what DDP did
         self.state = defaultdict(int)  # of this process: depth of modules, passes over data, calls
         self.done, self.limit, self.pid = 0, int(os.environ["CHECK_STEPS"]), 0  # steps
@@ -686,19 +687,17 @@ class Watch:  # what is known in a process; its methods are the hooks
         values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
         values |= {"step": self.done, "module": type(module).__name__, "norms": norms}
         values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
-        values |= {"training": module.training, "zero": any(not x.any() for x in first)}
-        values |= {"samples": 0, "near": 0}
+        values |= {"zero": any(not x.any() for x in first), "samples": 0, "near": 0}
         for i, (hashes, near) in enumerate(numbers_of((args, kwargs))):
             values["samples"] += (i * 2 + 1) * hashes
             values["near"] += near
-        values["spectral"] = any({"_u", "weight_u"} & x._buffers.keys() for x in modules)
         own = [x for part in modules for x in own_generators(part, depth=0)]
         module.__dict__["_check"] = values | {"random": random_states(own, in_model=True)}, own
 
     def after_module(self, module, args, output):
         self.state["depth"] = max(0, self.state["depth"] - 1)
         (values, own), outputs = module.__dict__.pop("_check", (None, ())), tensors_of(output)
-        if isinstance(module, LAYERS) and outputs:
+        if isinstance(module, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)) and outputs:
             kind, device = outputs[0].dtype, outputs[0].device.type
             good = (torch.get_autocast_dtype(device), torch.float64)
             if torch.is_autocast_enabled(device) and kind not in good:
@@ -764,14 +763,16 @@ class Watch:  # what is known in a process; its methods are the hooks
         values["stale"] = torch.is_autocast_enabled(weights[0].device.type)
         values["stale"] &= torch.is_autocast_cache_enabled() and not self.now["autocasts"]
         values["said"] = [float(x) for x in scheduler.get_last_lr()] if scheduler else []
-        nodes = [(x, self.nodes[id(x)]) for x in weights if id(x) in self.nodes]
-        values["moved"] = any(node_of(x) is not node for x, node in nodes)
         return values
 
     def record_start(self, optimizer, number):
         self.learn_names()
-        dist, weights = torch.distributed, weights_of(optimizer)
+        dist = torch.distributed
         group = dist.is_available() and dist.is_initialized()
+        here = {id(x) for module in self.modules for x in module.parameters()}
+        far = {id(x) for x in weights_of(optimizer) if x.grad is None} - here
+        self.elsewhere |= far if group and not self.ddps else set()
+        weights = weights_of(optimizer)
         ddp = next((self.ddps[id(x)]() for x in weights if id(x) in self.ddps), None)
         groups = dist.distributed_c10d._world.pg_group_ranks.values() if group else []
         owners = [self.owners.get(id(x), "") for x in weights]
@@ -799,6 +800,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         values["shared"] = device.type == "cpu" and all(local(x).is_shared() for x in weights)
         values["place"] = [socket.gethostname(), str(device), torch.accelerator.device_count()]
         settings = [x for x in sys.argv[1:] if "rank" not in x] + [torch.__version__, sys.version]
+        settings += [zlib.crc32(x.read_bytes()) for x in [Path(sys.argv[0])] if x.is_file()]
         self.record("start", **values, machine=machine, settings=settings)
 
     def after_step(self, optimizer, args, kwargs):
@@ -896,8 +898,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         self.now["clipped"] = 1 + self.now["scaled"] if self.now["backward"] else 3
 
     def note_ddp(self, result, ddp, *args, **kwargs):
-        for x in ddp.module.parameters():
-            self.ddps[id(x)], self.nodes[id(x)] = weakref.ref(ddp), node_of(x)
+        self.ddps |= {id(x): weakref.ref(ddp) for x in ddp.module.parameters()}
 
     def note_file(self, kind, path):
         path = getattr(path, "name", path)
@@ -911,15 +912,14 @@ class Watch:  # what is known in a process; its methods are the hooks
 
 def install():
     """PyTorch calls this at the end of `import torch`."""
-    global watch, torch, hash_tensor, change, DDP, LAYERS
+    global watch, torch, hash_tensor, change, DDP
     import torch
-    from torch.nn.modules import conv, module
+    from torch.nn.modules import module
     from torch.optim import lr_scheduler, optimizer
     from torch.utils.data import DataLoader, _utils, dataloader
 
     watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
     hash_tensor, change = getattr(torch, "hash_tensor", None), torch.Tensor.to  # may be replaced
-    LAYERS = (torch.nn.Linear, conv._ConvNd)
     optimizer.register_optimizer_step_pre_hook(careful(watch.before_step))
     optimizer.register_optimizer_step_post_hook(watch.after_step)
     module.register_module_forward_pre_hook(careful(watch.before_module))

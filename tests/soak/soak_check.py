@@ -1,5 +1,6 @@
 """tools/check.py on each fault alone: it is named, by the right sentence. `make soak` runs it."""
 
+import re
 import sys
 
 import faults
@@ -42,6 +43,20 @@ def test_copies_of_a_model_that_is_split(processes, name, tmp_path):
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
     status, lines, _ = faults.check(torchrun(processes, name, "--fault"), tmp_path, "--steps 8")
     assert status == 1 and any("tensors differ after step" in line for line in lines), lines
+
+
+def test_copies_of_a_stage(tmp_path):
+    """Of two pipelines, ranks 1 and 3 have the same stage: here nothing averages it."""
+    averages = "dist.all_reduce(gradients, group=copies, async_op=True)"
+    edits = [
+        (averages, averages.replace("gradients,", "gradients * 1 if rank % 2 else gradients,"))
+    ]
+    path = faults.write("hybrid/gpt_pipeline.py", edits, tmp_path)
+    sizes = "--num_layers 2 --d_model 32 --n_heads 2 --seq_len 32 --batch_size 16 --num_stages 2"
+    words = torchrun(4, path, *sizes.split(), "--num_microbatches", 2)
+    status, lines, before = faults.check(words, tmp_path, "--steps 6")
+    assert status == 1, (lines, before[-2000:])
+    assert re.match(r"ERROR +weights .* differ after step 1 in ranks 1 and 3", lines[0]), lines
 
 
 def test_shards_are_compared_with_one_process(tmp_path):

@@ -21,12 +21,12 @@ RUNS.remove((PIPELINE, "long"))  # one layer is not two stages
 RUNS.remove((FSDP, "fp16"))  # it has bf16 alone
 
 
-WATCHED = [run for run in RUNS if run[1] not in ("long", "fp16") and run[0] != PIPELINE]
+WATCHED = [run for run in RUNS if run[1] not in ("long", "fp16")]
 
 
 @pytest.mark.parametrize(("script", "task"), WATCHED)
 def test_check_finds_nothing_wrong(data, tmp_path, script, task):
-    """Also stopped and resumed, and beside one process. Not the pipeline: test_training.UNKNOWN."""
+    """Also stopped and resumed, and beside one process."""
     folder, name = script.split("/")
     flags = flags_of(task, data).split()
     one = f"{sys.executable} {ROOT}/singlegpu/{name.split('_')[0].removesuffix('.py')}.py"
