@@ -6,15 +6,14 @@ r"""Train a GPT whose weights are divided over processes: FSDP, also known as Ze
 The model need not fit on one GPU. With 4 processes and --shard_size 2, ranks 0 and 1 share a copy,
 and 2 and 3 another: each holds half of each weight, of its gradient and of its optimizer state.
 Before a block runs, an all-gather collects its weights. After its backward pass, a reduce-scatter
-leaves each process its half of the gradients, which an all-reduce averages over the copies. In
-newer versions of PyTorch, fully_shard's shard_placement_fn can leave single weights whole, where
-there is one copy (pytorch#183366).
+leaves each process its half of the gradients, which an all-reduce averages over the copies.
 
 --snapshot is a folder, in which each process writes its shards. Resume from your own alone: PyTorch
 executes what it finds there. This makes a file of them, for --init_from and quantize/gpt.py:
     python -m torch.distributed.checkpoint.format_utils dcp_to_torch gpt/step-000000100 gpt.pt
 Read multinode/gpt.py first. For your own data and model, replace the first of the three sections.
-The model must have `blocks`. Rank 0 makes its state_dict, and sends the others their shards.
+The model must have `blocks`, and no buffers with persistent=False: these would have no values, as
+only what is in the state_dict, which rank 0 makes, is sent to the others.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -38,7 +37,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -190,7 +189,7 @@ def finish(model, data, args, device):
 # == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
 
 DTYPES = {"bf16": torch.bfloat16}  # of autocast and of what FSDP gathers
-COMM_HOOKS = {"none": torch.float32, "bf16": torch.bfloat16}
+SENT_TYPES = {"none": torch.float32, "bf16": torch.bfloat16}
 
 
 def parse_run_args(parser, **defaults):
@@ -201,16 +200,16 @@ def parse_run_args(parser, **defaults):
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
     add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
     choices = ["fp32", "tf32", *DTYPES]
-    add("--precision", choices=choices, default=choices[has_tf32], help="number type")
+    add("--precision", choices=choices, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # From --epochs on: report.py compares runs that differ in these flags.
+    # From --epochs on, flags may differ between runs that report.py compares.
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--shard_size", type=int, default=0, help="processes that share a copy; 0: all of them")
     add("--checkpoint_activations", action="store_true", help="compute blocks twice, for memory")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
-    add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
+    add("--comm_hook", choices=SENT_TYPES, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
     add("--snapshot", metavar="FOLDER", help="save at each row and when stopped; resume from it")
@@ -221,7 +220,7 @@ def parse_run_args(parser, **defaults):
 
 
 def set_up(args):
-    """Meets the other processes. Returns this one's rank, their number, its device, the data."""
+    """Meets the other processes. Returns rank, world_size, device, train_data, val_data."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
     if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
@@ -246,9 +245,9 @@ def set_up(args):
     dist.barrier()
     torch.manual_seed(args.seed)  # the same random splits and weights in all processes
     train_data, val_data = read_data(args)
-    share = world_size * args.grad_accum_steps
-    if args.batch_size not in range(share, len(train_data) + 1, share):
-        words = f"must be a multiple of {share}, at most {len(train_data)}"
+    divisor = world_size * args.grad_accum_steps
+    if args.batch_size not in range(divisor, len(train_data) + 1, divisor):
+        words = f"must be a multiple of {divisor}, at most {len(train_data)}"
         sys.exit(f"--batch_size {args.batch_size} {words}" if rank == 0 else 1)
     if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
         sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
@@ -279,10 +278,10 @@ def main(args):  # runs in each process
     folders = Path(args.snapshot or "/dev/null").glob("step-*/settings.json")
     newest = [max((path.parent for path in folders), default=None)]
     dist.broadcast_object_list(newest)  # all take that of rank 0
-    first_step = 0  # the steps that are done
+    done_steps = 0
     if newest[0]:
         old = json.loads((newest[0] / "settings.json").read_text())
-        first_step = int(newest[0].name.removeprefix("step-"))
+        done_steps = int(newest[0].name.removeprefix("step-"))
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         settings["run"] = old["run"]
         if changed and rank == 0:
@@ -294,25 +293,25 @@ def main(args):  # runs in each process
         dcp_states.set_optimizer_state_dict(model, optimizer, states["optimizer"])
     else:
         if args.init_from and rank == 0:
-            weights |= torch.load(args.init_from, "cpu", weights_only=True)["model"]
+            weights |= torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
         options = dcp_states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dcp_states.set_model_state_dict(model, weights, options=options)
     del weights
-    own = [Path(__file__).read_text(), settings, len(val_data), first_step]
+    own = [Path(__file__).read_text(), settings, len(val_data), done_steps]
     dist.all_gather_object(of_ranks := [None] * world_size, own)
     if any(each != own for each in of_ranks):
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
 
-    torch.manual_seed(hash((args.seed, first_step, rank)))  # other crops in each process
-    batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
+    torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
+    batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
-    bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
+    bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
-    look_step, look_time, next_look = first_step, time.perf_counter(), 0
+    look_step, look_time, next_look = done_steps, time.perf_counter(), 0
     mark("start")
-    for step in range(first_step + 1, num_steps + 1):
+    for step in range(done_steps + 1, num_steps + 1):
         seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
@@ -331,7 +330,7 @@ def main(args):  # runs in each process
             mark("forward")
             (loss / args.grad_accum_steps).backward()
             mark("backward")
-        is_warmup = step <= first_step + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # they are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
         if args.max_grad_norm or is_look:
@@ -344,14 +343,14 @@ def main(args):  # runs in each process
             continue
 
         # A look, about once a second, in all processes at the same step. Python waits for the GPU.
-        look = add_up(sums)
+        recent = add_up(sums)
         sums.clear()
-        totals.update(look)
+        totals.update(recent)
         stops, seconds = len(SIGNALS & signal.sigpending()), time.perf_counter() - look_time
         agreed = add_up({"stops": stops, "seconds": seconds})
         mark("comm")
         count_marks(is_warmup)
-        mean_loss = look["loss"] / look["count"]
+        mean_loss = recent["loss"] / recent["count"]
         if not math.isfinite(mean_loss):
             sys.exit(f"step {step}: the loss is {mean_loss}" if rank == 0 else 1)
         bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
@@ -372,7 +371,7 @@ def main(args):  # runs in each process
             totals.clear()
         if is_stopped:
             break
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, from two sums
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, on average
         next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
         look_step, look_time = step, time.perf_counter()
 
@@ -385,13 +384,13 @@ def main(args):  # runs in each process
             finish(model.eval(), val_data, args, device)
     dist.destroy_process_group()
     if is_stopped and rank == 0:
-        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # one status ends all others
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # at 75, srun kills the rest
         sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
 
 
 def shard(model, mesh, args):
     """Divides each block, and then all else, over the processes. Weights become DTensors."""
-    policy = MixedPrecisionPolicy(DTYPES.get(args.precision), COMM_HOOKS[args.comm_hook])
+    policy = MixedPrecisionPolicy(DTYPES.get(args.precision), SENT_TYPES[args.comm_hook])
     for block in model.blocks:
         if args.compile:
             block.forward = torch.compile(block.forward)
@@ -414,7 +413,7 @@ def save(model, optimizer, folder, settings):
     dcp.save(states | {"settings": settings}, checkpoint_id=folder)
     if dist.get_rank() == 0:
         (folder / "settings.json").write_text(json.dumps(settings))  # now it is complete
-        for old in {*folder.parent.glob("step-*")} - {folder}:
+        for old in {*folder.parent.glob("step-" + 9 * "[0-9]")} - {folder}:
             shutil.rmtree(old)
 
 
@@ -458,7 +457,7 @@ def compare_weights(model, step, copies):
     """Returns the largest difference from a weight of the first copy, over its largest value."""
     drifts = []
     for weight in model.parameters():
-        own = weight.to_local().flatten().float()
+        own = F.pad(weight.to_local().flatten().float(), (0, 1))  # a shard may be empty
         dist.broadcast(of_rank_0 := own.clone(), group=copies, group_src=0)
         drift = (own - of_rank_0).abs().max() / of_rank_0.abs().max().clamp(min=1e-30)
         drifts.append(drift.nan_to_num(math.inf))
@@ -506,7 +505,7 @@ def log_row(row, splits, model, device, settings):
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
     row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
-    row["parameters"] = sum(weight.numel() for weight in model.parameters())
+    row["parameters"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     rows = [None] * row["processes"]
     dist.all_gather_object(rows, row)
     if row["rank"] == 0:
@@ -593,7 +592,7 @@ def count_marks(is_warmup=False):
     ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
     times["steps"] += len(ends)
     if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]
+        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
     del marks[:-1], sent[:]
 
 
@@ -618,7 +617,7 @@ def print_marks(row):
     mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
     for phase in PHASES:
         print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
-    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits least
+    late = min(rows, key=lambda each: each["comm_total"])  # who comes last waits least
     if (sending := late["comm_total"]) and len(rows) > 1:
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
         print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")

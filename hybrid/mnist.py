@@ -63,14 +63,13 @@ def main(args):
     sizes = range(num_replicas, len(train_data) + 1, max(1, num_replicas))
     if world_size % 2 or args.epochs < 1 or args.batch_size not in sizes:
         words = f"--batch_size a multiple of {num_replicas} replicas, up to {len(train_data)}"
-        words = f"each replica needs two processes; training needs --epochs >= 1, and {words}"
-        sys.exit(words)
+        sys.exit(f"each replica needs two processes; training needs --epochs >= 1, and {words}")
     groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
     share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
-    # It reads a batch by one index. Your own Dataset needs DataLoader(data, batch_sampler=batches)
+    # It indexes a whole batch at once. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)[3 * stage : 3 * stage + 3].to(device)  # its layers

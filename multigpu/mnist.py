@@ -42,7 +42,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     sampler = DistributedSampler(train_data, drop_last=True)  # not for val_data: it drops some
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
-    # It reads a batch by one index. Your own Dataset needs DataLoader(data, batch_sampler=batches)
+    # It indexes a whole batch at once. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)

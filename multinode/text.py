@@ -5,8 +5,8 @@
     sbatch slurm/multinode_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
-replace the first of three sections. Ctrl-C saves and stops (Ctrl-\\ ends at once); the same command
-goes on, with the same weights in the end. Only what workers draw, such as crops, can differ.
+replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
+goes on, with the same weights in the end: only what workers draw, such as crops, can differ.
 Shapes: N texts of a split, B of a batch, T tokens of a text, D = d_model, H heads, K classes.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -207,7 +207,7 @@ def batch_loss(model, batch, args):
 
 
 def finish(model, data, args, device):
-    """Called by rank 0 at the end of the training. There is nothing to do."""
+    """Is called by rank 0 at the end, with the data to validate on. Here there is nothing to do."""
 
 
 # == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
@@ -224,9 +224,9 @@ def parse_run_args(parser, **defaults):
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
     add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
     choices = ["fp32", "tf32", *DTYPES]
-    add("--precision", choices=choices, default=choices[has_tf32], help="number type")
+    add("--precision", choices=choices, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # From --epochs on: report.py compares runs that differ in these flags.
+    # From --epochs on, flags may differ between runs that report.py compares.
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
@@ -242,7 +242,7 @@ def parse_run_args(parser, **defaults):
 
 
 def set_up(args):
-    """Meets the other processes. Returns this one's rank, their number, its device, the data."""
+    """Meets the other processes. Returns rank, world_size, device, train_data, val_data."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
     if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
@@ -267,9 +267,9 @@ def set_up(args):
     dist.barrier()
     torch.manual_seed(args.seed)  # the same random splits and weights in all processes
     train_data, val_data = read_data(args)
-    share = world_size * args.grad_accum_steps
-    if args.batch_size not in range(share, len(train_data) + 1, share):
-        words = f"must be a multiple of {share}, at most {len(train_data)}"
+    divisor = world_size * args.grad_accum_steps
+    if args.batch_size not in range(divisor, len(train_data) + 1, divisor):
+        words = f"must be a multiple of {divisor}, at most {len(train_data)}"
         sys.exit(f"--batch_size {args.batch_size} {words}" if rank == 0 else 1)
     if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
         sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
@@ -290,10 +290,10 @@ def main(args):  # runs in each process
     optimizer = create_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    first_step = 0  # the steps that are done
+    done_steps = 0
     if args.snapshot and os.path.exists(args.snapshot):
-        snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        first_step, old = snapshot["step"], snapshot["settings"]
+        snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
+        done_steps, old = snapshot["step"], snapshot["settings"]
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         settings["run"] = old["run"]
         if changed and rank == 0:
@@ -303,13 +303,13 @@ def main(args):  # runs in each process
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
-        weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+        weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
         new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
         if new and rank == 0:
             print(f"not in {args.init_from}: {', '.join(new):.60}")
-    own = [Path(__file__).read_text(), settings, len(val_data), first_step]
+    own = [Path(__file__).read_text(), settings, len(val_data), done_steps]
     dist.all_gather_object(of_ranks := [None] * world_size, own)
     if any(each != own for each in of_ranks):
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
@@ -319,15 +319,15 @@ def main(args):  # runs in each process
     ddp_model.broadcast_buffers = False  # evaluate() sends them, instead of each step
     ddp_model.register_comm_hook(COMM_HOOKS[args.comm_hook], timed_hook)
 
-    torch.manual_seed(hash((args.seed, first_step, rank)))  # other crops in each process
-    batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
+    torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
+    batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
-    bar = tqdm(initial=first_step, total=num_steps, disable=rank > 0, mininterval=pause)
+    bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
-    look_step, look_time, next_look = first_step, time.perf_counter(), 0
+    look_step, look_time, next_look = done_steps, time.perf_counter(), 0
     mark("start")
-    for step in range(first_step + 1, num_steps + 1):
+    for step in range(done_steps + 1, num_steps + 1):
         seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
@@ -346,7 +346,7 @@ def main(args):  # runs in each process
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
-        is_warmup = step <= first_step + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # they are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
         if args.max_grad_norm or is_look:
@@ -361,14 +361,14 @@ def main(args):  # runs in each process
             continue
 
         # A look, about once a second, in all processes at the same step. Python waits for the GPU.
-        look = add_up(sums)
+        recent = add_up(sums)
         sums.clear()
-        totals.update(look)
+        totals.update(recent)
         stops, seconds = len(SIGNALS & signal.sigpending()), time.perf_counter() - look_time
         agreed = add_up({"stops": stops, "seconds": seconds})
         mark("comm")
         count_marks(is_warmup)
-        mean_loss = look["loss"] / look["count"]
+        mean_loss = recent["loss"] / recent["count"]
         if not math.isfinite(mean_loss):
             sys.exit(f"step {step}: the loss is {mean_loss}" if rank == 0 else 1)
         bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
@@ -392,7 +392,7 @@ def main(args):  # runs in each process
             totals.clear()
         if is_stopped:
             break
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, from two sums
+        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, on average
         next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
         look_step, look_time = step, time.perf_counter()
 
@@ -402,7 +402,7 @@ def main(args):  # runs in each process
     del ddp_model  # before torch 2.14, a process can hang at its end if DDP outlives its group
     dist.destroy_process_group()
     if is_stopped and rank == 0:
-        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # one status ends all others
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # at 75, srun kills the rest
         sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
     if rank == 0:
         finish(model.eval(), val_data, args, device)
@@ -492,7 +492,7 @@ def log_row(row, splits, model, device, settings):
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
     row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
-    row["parameters"] = sum(weight.numel() for weight in model.parameters())
+    row["parameters"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     rows = [None] * row["processes"]
     dist.all_gather_object(rows, row)
     if row["rank"] == 0:
@@ -568,7 +568,7 @@ def count_marks(is_warmup=False):
     ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
     times["steps"] += len(ends)
     if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]
+        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
     del marks[:-1], sent[:]
 
 
@@ -593,7 +593,7 @@ def print_marks(row):
     mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
     for phase in PHASES:
         print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
-    late = min(rows, key=lambda row: row["comm_total"])  # who comes last waits least
+    late = min(rows, key=lambda each: each["comm_total"])  # who comes last waits least
     if (sending := late["comm_total"]) and len(rows) > 1:
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
         print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")

@@ -36,7 +36,7 @@ def main(args):
     val_images, val_labels = [x.to(device) for x in val_data.tensors]
     sampler = RandomSampler(train_data, generator=torch.Generator())  # the same order as multigpu's
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)  # the indices of each batch
-    # It reads a batch by one index. Your own Dataset needs DataLoader(data, batch_sampler=batches)
+    # It indexes a whole batch at once. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)

@@ -5,8 +5,8 @@
     sbatch slurm/singlegpu_translation.slurm --dataset FOLDER --source COLUMN --target COLUMN
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
-replace the first of three sections. Ctrl-C saves and stops (Ctrl-\\ ends at once); the same command
-goes on, with the same weights in the end. Only what workers draw, such as crops, can differ.
+replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
+goes on, with the same weights in the end: only what workers draw, such as crops, can differ.
 Shapes: N pairs of a split, B of a batch, S source and T target tokens, D = d_model, V words.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They stay pending until main() looks. Torch's threads inherit it.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -236,7 +236,7 @@ def batch_loss(model, batch, args):
     logits = model(sources, targets[:, :-1]).flatten(0, 1)  # (B x T, V)
     expected = targets[:, 1:].flatten()
     loss = nn.functional.cross_entropy(logits, expected, ignore_index=PAD, reduction="sum")
-    # Not a mean over tokens, which differ in number between processes, but over 13 a sentence.
+    # Divided by 13 tokens a sentence, not by their true number, which differs between processes.
     return loss / (13 * len(targets)), {"loss": loss, "count": (expected != PAD).sum()}
 
 
@@ -274,9 +274,9 @@ def parse_run_args(parser, **defaults):
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
     add("--max_grad_norm", type=float, default=0.0, help="clip gradients to this norm; 0: do not")
     choices = ["fp32", "tf32", *DTYPES]
-    add("--precision", choices=choices, default=choices[has_tf32], help="number type")
+    add("--precision", choices=choices, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # From --epochs on: report.py compares runs that differ in these flags.
+    # From --epochs on, flags may differ between runs that report.py compares.
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
@@ -299,9 +299,9 @@ def main(args):
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
     torch.manual_seed(args.seed)  # the same random splits and weights in each run
     train_data, val_data = read_data(args)
-    size, share = len(train_data), args.grad_accum_steps
-    if args.batch_size not in range(share, size + 1, share):
-        sys.exit(f"--batch_size {args.batch_size} must be a multiple of {share}, at most {size}")
+    size, divisor = len(train_data), args.grad_accum_steps
+    if args.batch_size not in range(divisor, size + 1, divisor):
+        sys.exit(f"--batch_size {args.batch_size} must be a multiple of {divisor}, at most {size}")
     if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
         sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
     steps_per_epoch = size // args.batch_size  # an incomplete last batch is left out
@@ -311,10 +311,10 @@ def main(args):
     optimizer = create_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    first_step = 0  # the steps that are done
+    done_steps = 0
     if args.snapshot and os.path.exists(args.snapshot):
-        snapshot = torch.load(args.snapshot, "cpu", weights_only=True)
-        first_step, old = snapshot["step"], snapshot["settings"]
+        snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
+        done_steps, old = snapshot["step"], snapshot["settings"]
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         settings["run"] = old["run"]
         if changed:
@@ -324,7 +324,7 @@ def main(args):
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
-        weights = torch.load(args.init_from, "cpu", weights_only=True)["model"]
+        weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
         new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
@@ -333,15 +333,15 @@ def main(args):
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
     network = torch.compile(model) if args.compile else model  # both have the same weights
 
-    torch.manual_seed(hash((args.seed, first_step)))  # a resumed run draws other crops
-    batches = iter(create_loader(train_data, training_batches(train_data, first_step, args), args))
+    torch.manual_seed(hash((args.seed, done_steps)))  # a resumed run draws other crops
+    batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
-    bar = tqdm(initial=first_step, total=num_steps, mininterval=pause)
+    bar = tqdm(initial=done_steps, total=num_steps, mininterval=pause)
     sums, totals = Counter(), Counter()  # since the last look, and since the row
     row, is_stopped = None, False
     look_time = time.perf_counter()
     mark("start")
-    for step in range(first_step + 1, num_steps + 1):
+    for step in range(done_steps + 1, num_steps + 1):
         seed = hash((args.seed, step))  # so a resumed run has the same dropout
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
@@ -358,7 +358,7 @@ def main(args):
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
-        is_warmup = step <= first_step + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # they are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or time.perf_counter() > look_time + 1
         if args.max_grad_norm or is_look:
@@ -373,11 +373,11 @@ def main(args):
             continue
 
         # A look, about once a second. Python waits for the GPU here.
-        look = {name: float(value) for name, value in sums.items()}
+        recent = {name: float(value) for name, value in sums.items()}
         sums.clear()
-        totals.update(look)
+        totals.update(recent)
         count_marks(is_warmup)
-        mean_loss = look["loss"] / look["count"]
+        mean_loss = recent["loss"] / recent["count"]
         if not math.isfinite(mean_loss):
             sys.exit(f"step {step}: the loss is {mean_loss}")
         bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
@@ -468,7 +468,7 @@ def log_row(row, splits, model, device, settings):
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": 1, "nodes": 1, "rank": 0}
     row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
-    row["parameters"] = sum(weight.numel() for weight in model.parameters())
+    row["parameters"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
     if settings["log"]:
         with open(settings["log"], "a") as file:
@@ -511,7 +511,7 @@ def count_marks(is_warmup=False):
     ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
     times["steps"] += len(ends)
     if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]
+        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
     del marks[:-1]
 
 

@@ -50,7 +50,7 @@ OWN = {
     "hybrid/images": "set_up compare_weights evaluate now timed_hook take_marks",
     "hybrid/gpt_pipeline": """set_up training_batches add_up compare_weights evaluate STEP_PHASES
         print_marks""",
-    "hybrid/gpt_fsdp": "DTYPES COMM_HOOKS set_up compare_weights evaluate sent count_marks",
+    "hybrid/gpt_fsdp": "DTYPES SENT_TYPES set_up compare_weights evaluate sent count_marks",
     "hybrid/mnist": "print_marks",
     "tools/predict": "runs_of",  # it sums up a step, report.py an epoch
 }

@@ -37,8 +37,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
-# No two runs have all of these in common. A copied snapshot keeps the id of its run, and a resumed
-# run may change what follows it.
+# These together tell one run from another: `run` does not, as a copied snapshot keeps it. From
+# comm_hook on, a resumed run may have others.
 RUN = "run snapshot script processes nodes comm_hook compile num_workers num_stages".split()
 RUN += "shard_size grad_accum_steps num_microbatches schedule checkpoint_activations".split()
 LAUNCH = RUN[8:]  # how a model and a batch are split, which does not change the loss
@@ -46,7 +46,7 @@ PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a 
 
 # What is taken where a script does not log these columns.
 DEFAULTS = {"snapshot": None, "comm_hook": "none", "compile": False, "num_workers": 0}
-DEFAULTS |= {"trained": 0, "stages": [1]} | dict.fromkeys(LAUNCH, "-")
+DEFAULTS |= {"stages": [1]} | dict.fromkeys(LAUNCH, "-")
 DEFAULTS |= {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "val_loss": math.nan}
 WEAK = ["processes", "local batch (samples)", "step (ms)", "samples/s", "speedup (x)"]
 WEAK += ["efficiency (%)", "comm (%)", "link"]
@@ -55,7 +55,7 @@ HELP = ["change", "step (ms)", "samples/s", "gain (x)", "comm (%)"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
 UNITS = {"Gbit": 125e6, "Mbit": 125e3, "GB": 1e9, "MB": 1e6, "us": 1e-6, "ms": 1e-3}
 NOT_GIVEN = ("None", "False", "none", "-", "nan")  # what a row has for a flag that was not given
-OF_THIS_RUN = {"max_steps", "num_gpus", "snapshot", "log", "timeout"}  # flags not for a job
+OF_THIS_RUN = {"max_steps", "num_gpus", "snapshot", "log"}  # flags not for a job
 STYLE = {"figure.figsize": (6.4, 3.6), "figure.dpi": 125, "figure.constrained_layout.use": True}
 STYLE |= {"font.size": 12, "figure.titlesize": 12, "legend.frameon": False}
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.8}
@@ -65,7 +65,7 @@ def read_row(line):
     """Returns the row in this line of a log, with what titles and comparisons need."""
     row = json.loads(line)
     settings = row["settings"]
-    # A row holds the flags of the task, too, and a flag is not the column of its name.
+    # A row also holds the flags. Without them, a flag cannot stand for a column of its name.
     row = {name: value for name, value in row.items() if settings.get(name) != value}
     row = DEFAULTS | row | {"batch_size": settings["batch_size"]}
     row["epoch"] = row["step"] / row["steps_per_epoch"]
@@ -175,7 +175,7 @@ def step_of(run, alike, links):
         starts, _, sizes = np.array(sorted(events)).T
         ready = 1 - (starts[-1] - starts) / own["backward"]  # the last one ends the pass
     else:  # singlegpu has no buckets
-        total = 4 * int(run["trained"] or run["parameters"])
+        total = 4 * int(run["parameters"])
         ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
         sizes = np.diff(ends)
         passes = run["grad_accum_steps"]  # backward passes of a step. The last one sends
@@ -406,9 +406,7 @@ def main():
     singles = runs[(runs["processes"] == 1) & is_whole].sort_values("line")  # the last counts
     singles = singles.drop_duplicates(["same", *LAUNCH, "batch_size"], keep="last")
     if singles.empty:
-        raise SystemExit(
-            "no run of one process holds the whole model, and has steps after its warmup"
-        )
+        raise SystemExit("no run of one process holds a whole model and has steps after its warmup")
     if (singles["device"] == "CPU").any() and args.links[0]["nodes"] == 1:
         print("note: on CPUs this holds as far as each process has cores and memory of its own\n")
     for number, (_, alike) in enumerate(singles.groupby(["same", *LAUNCH], sort=False), start=1):

@@ -38,8 +38,8 @@ import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
-# No two runs have all of these in common. A copied snapshot keeps the id of its run, and a resumed
-# run may change what follows it.
+# These together tell one run from another: `run` does not, as a copied snapshot keeps it. From
+# comm_hook on, a resumed run may have others.
 RUN = "run snapshot script processes nodes comm_hook compile num_workers num_stages".split()
 RUN += "shard_size grad_accum_steps num_microbatches schedule checkpoint_activations".split()
 LAUNCH = RUN[8:]  # how a model and a batch are split, which does not change the loss
@@ -47,7 +47,7 @@ PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a 
 
 # What is taken where a script does not log these columns.
 DEFAULTS = {"snapshot": None, "comm_hook": "none", "compile": False, "num_workers": 0}
-DEFAULTS |= {"trained": 0, "stages": [1]} | dict.fromkeys(LAUNCH, "-")
+DEFAULTS |= {"stages": [1]} | dict.fromkeys(LAUNCH, "-")
 DEFAULTS |= {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "val_loss": math.nan}
 SPEED = ["processes", "nodes", "batch (samples)", "steps", "epoch (s)", "samples/s", "speedup (x)"]
 SPEED += ["efficiency (%)", "device-hours", "split"]
@@ -67,7 +67,7 @@ def read_row(line):
     """Returns the row in this line of a log, with what titles and comparisons need."""
     row = json.loads(line)
     settings = row["settings"]
-    # A row holds the flags of the task, too, and a flag is not the column of its name.
+    # A row also holds the flags. Without them, a flag cannot stand for a column of its name.
     row = {name: value for name, value in row.items() if settings.get(name) != value}
     row = DEFAULTS | row | {"batch_size": settings["batch_size"]}
     row["epoch"] = row["step"] / row["steps_per_epoch"]
