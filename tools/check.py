@@ -436,7 +436,8 @@ def against(job, other, skip=0, advice="Mean, rate?"):
         yield "not seen", "the other run took no step, or has other tensors"
         return
     mine, theirs, names = job.first.states(0), other.first.states(0), job.first.start["names"]
-    level, at, samples, others = "", 0, job.union("samples"), other.union("samples")
+    level, at, samples = "", 0, job.union("samples")
+    others = other.union("samples") if len(both) == len(theirs[0]["weights"]) else {}  # no stages
     for step in sorted(step for step in samples if others.get(step - skip)):
         old, new = Counter(samples[step]), Counter(others[step - skip])
         a, b = sorted(job.union("near")[step]), sorted(other.union("near")[step - skip])
@@ -791,8 +792,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         parts = [part for module in self.modules for part in module.modules()]
         values["is_fsdp"] = any("FSDPModule" in str(type(part).__mro__) for part in parts)
         values["in_ddp"] = [id(x) in self.ddps for x in weights]
-        values["shapes"] = [list(x.shape) for x in weights]
-        values["shards"] = [shard_of(x) for x in weights]
+        values |= {"shapes": [[*x.shape] for x in weights], "shards": [*map(shard_of, weights)]}
         values["whole"] = ["Norm" in x if y is None else not y for x, y in zip(owners, split)]
         values["trainable"] = [x.requires_grad for x in weights]
         values["dtypes"] = [str(x.dtype).removeprefix("torch.") for x in weights]
