@@ -5,9 +5,8 @@
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
     CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py  # torchrun: on each
 
-PyTorch loads this file in each process of the job. It watches optimizers, models, data loaders and
-files, changes nothing, and notes what it sees. The first process prints a line for each kind of
-fault, or "not seen". Status 1: an error; 2: nothing trained; else 0.
+PyTorch loads this file in each process. It changes nothing, and notes what happens. The first one
+prints a line for each kind of fault. Status 1: an error; 2: nothing trained; else 0.
 """
 
 import argparse
@@ -98,7 +97,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         yield "not seen", "no optimizer of PyTorch takes a step: are weights changed by hand?"
 
     def processes(self):
-        """All that train are one group, each with its GPU, the same code, flags and versions."""
+        """All that train are one group, each with its GPU, and the same flags and versions."""
         starts = [each.start for each in self.ranks.values()]
         alone = sum(start["world"] == 1 for start in starts)
         if alone > 1 and all(start["shared"] for start in starts):
@@ -109,9 +108,9 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         if count > 1 and place[2] > 1 and "cpu" not in place:
             yield "ERROR", f"{count} train on {place[1]} of {place[0]}. Choose it by LOCAL_RANK."
         for each in [x for x in starts if x["settings"] != starts[0]["settings"]][:1]:
-            yield "ERROR", f"other code or settings in rank {each['rank']}: {each['settings']}."
+            yield "ERROR", f"other flags or versions in rank {each['rank']}: {each['settings']}."
         if len(starts) > 1:
-            yield "ok", f"{len(starts)} in one group, with the same code, flags, versions"
+            yield "ok", f"{len(starts)} in one group, with the same flags and versions"
 
     def weights(self):
         """Copies of a weight have the same bits in all ranks, after each step."""
@@ -155,8 +154,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             if not any(rates):
                 yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
             elif not moving:
-                words = ": all have requires_grad False" if frozen == count else ""
-                yield "ERROR", f"none of its {count} tensors changes in {len(steps)} steps{words}."
+                yield "ERROR", f"none of its {count} tensors changes. {frozen} are frozen."
             elif still:
                 _, name, last = max(still)
                 words = f"{name} stands still from step {last + 1} on, {len(still)} of {count} do."
@@ -252,6 +250,8 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
         for x, is_single in self.first.tests():
             if x["in_eval"] < x["layers"] and not is_single:  # one is as of a GAN's generator
                 yield "warning", f"{x['module']} validates in train(). Call model.eval()."
+        for x in [x for x in self.first["forward"][:1] if x["spectral"]]:
+            yield "warning", f"{x['module']} with spectral_norm runs in eval() before any train()."
         yield seen(trains, "calls of Dropout or BatchNorm in train()")
 
     def layers(self):
@@ -316,8 +316,7 @@ class Kinds:  # each looks at what the processes of a job saw, and yields (level
             batches = [(x["index"], {*x["rows"]}) for x in each["batch"] if x["pass"] in trained]
             odd = [(len(x), rows - {len(x)}) for x, rows in batches if len(x) in rows]
             if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
-                words = f"a batch of {odd[0][0]} samples has a tensor of {min(odd[0][1])} row(s)."
-                yield "warning", words
+                yield "warning", f"{odd[0][0]} samples have a tensor of {min(odd[0][1])} row(s)."
             yield seen(calls, "inputs, none all zeros")
 
     def samples(self):
@@ -692,6 +691,8 @@ class Watch:  # what is known in a process; its methods are the hooks
         for i, (hashes, near) in enumerate(numbers_of((args, kwargs))):
             values["samples"] += (i * 2 + 1) * hashes
             values["near"] += near
+        values["spectral"] = any({"_u", "weight_u"} & x._buffers.keys() for x in modules)
+        values["spectral"] &= not module.training
         own = [x for part in modules for x in own_generators(part, depth=0)]
         module.__dict__["_check"] = values | {"random": random_states(own, in_model=True)}, own
 
@@ -800,7 +801,6 @@ class Watch:  # what is known in a process; its methods are the hooks
         values["shared"] = device.type == "cpu" and all(local(x).is_shared() for x in weights)
         values["place"] = [socket.gethostname(), str(device), torch.accelerator.device_count()]
         settings = [x for x in sys.argv[1:] if "rank" not in x] + [torch.__version__, sys.version]
-        settings += [zlib.crc32(x.read_bytes()) for x in [Path(sys.argv[0])] if x.is_file()]
         self.record("start", **values, machine=machine, settings=settings)
 
     def after_step(self, optimizer, args, kwargs):

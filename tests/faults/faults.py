@@ -96,7 +96,7 @@ fault(
     "other_flags",
     "rank, world = dist.get_rank(), dist.get_world_size()",
     "rank, world = dist.get_rank(), dist.get_world_size()\nsys.argv += ['--x'] * rank",
-    say="processes: other code or settings in rank 1",
+    say="processes: other flags or versions in rank 1",
     report="a job file that was edited on one host",
 )
 fault(
@@ -211,7 +211,7 @@ fault(
     "model.requires_grad_(False)\nddp = model",
     "loss.backward()",
     "(loss + 0 * torch.ones(1, requires_grad=True).sum()).backward()",
-    say="updates: all have requires_grad False",
+    say="updates: none of its 6 tensors changes. 6 are frozen",
     report="pytorch-forum 84911 (TrainCheck)",
 )
 fault(
@@ -396,6 +396,13 @@ fault(
     report="ethos-ares #20; nanoGPT #240",
 )
 fault(
+    "spectral_norm_in_eval_first",
+    "model = Net()",
+    "model = Net()\nnn.utils.spectral_norm(model.head)\nmodel.eval()(torch.rand(2, 1, 8, 8))",
+    say="modes: spectral_norm",
+    report="pytorch #51800 (TrainCheck)",
+)
+fault(
     "dropout_in_eval",
     "self.drop(self",
     "nn.functional.dropout(self",
@@ -487,7 +494,7 @@ fault(
     "    collate_fn=lambda b: (torch.stack([x for x, _ in b]), torch.stack([b[0][1]])),\n",
     "cross_entropy(ddp(x), y)",
     "cross_entropy(ddp(x), y.expand(len(x)))",
-    say=r"inputs: a batch of 16 samples has a tensor of 1 row",
+    say=r"inputs: 16 samples have a tensor of 1 row",
     report="transformers #34204 (TrainCheck)",
 )
 fault(
