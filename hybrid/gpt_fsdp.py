@@ -37,7 +37,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -160,7 +160,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
     if done < 0.05:
         return args.learning_rate * done / 0.05
     return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * (done - 0.05) / 0.95))
@@ -230,9 +230,9 @@ def set_up(args):
     num_gpus = torch.accelerator.device_count()
     if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
-    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
-        torch.accelerator.set_device_index(device.index)
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
+    if ON_GPU:
+        torch.accelerator.set_device_index(device.index)  # its default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
@@ -255,11 +255,11 @@ def set_up(args):
 
 
 def main(args):  # runs in each process
-    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    Finalize(None, kill_workers, exitpriority=0)  # at the end, before Python waits for workers
     settings = dict(vars(args))  # without what read_data() adds, which may be anything
     rank, world_size, device, train_data, val_data = set_up(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
@@ -273,9 +273,9 @@ def main(args):  # runs in each process
     mesh_shape = (world_size // shard_size, shard_size)
     mesh = dist.init_device_mesh(device.type, mesh_shape, mesh_dim_names=("copies", "shards"))
     shard(model, mesh, args)
-    model.to_empty(device=device)
+    model.to_empty(device=device)  # memory for its shards: the values come below
     optimizer = create_optimizer(model, args)
-    folders = Path(args.snapshot or "/dev/null").glob("step-*/settings.json")
+    folders = Path(args.snapshot or "/dev/null").glob("step-*/settings.json")  # /dev/null: none
     newest = [max((path.parent for path in folders), default=None)]
     dist.broadcast_object_list(newest)  # all take that of rank 0
     done_steps = 0
@@ -286,8 +286,8 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{newest[0]} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
-            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
+        if {"batch_size", "num_samples"} & changed.keys():  # they would move its place in the data
+            sys.exit("to start anew, use --init_from and a new --snapshot" if rank == 0 else 1)
         states = dict(zip(("model", "optimizer"), dcp_states.get_state_dict(model, optimizer)))
         dcp.load(states, checkpoint_id=newest[0])  # in place
         dcp_states.set_optimizer_state_dict(model, optimizer, states["optimizer"])
@@ -309,7 +309,7 @@ def main(args):  # runs in each process
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
-    look_step, look_time, next_look = done_steps, time.perf_counter(), 0
+    look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
         seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
@@ -330,7 +330,7 @@ def main(args):  # runs in each process
             mark("forward")
             (loss / args.grad_accum_steps).backward()
             mark("backward")
-        is_warmup = step <= done_steps + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # the first ones are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
         if args.max_grad_norm or is_look:
@@ -372,7 +372,7 @@ def main(args):  # runs in each process
         if is_stopped:
             break
         pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, on average
-        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # in a second, or sooner
         look_step, look_time = step, time.perf_counter()
 
     bar.close()
@@ -384,7 +384,7 @@ def main(args):  # runs in each process
             finish(model.eval(), val_data, args, device)
     dist.destroy_process_group()
     if is_stopped and rank == 0:
-        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # at 75, srun kills the rest
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # then srun kills the rest
         sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
 
 
@@ -410,7 +410,7 @@ def shard(model, mesh, args):
 def save(model, optimizer, folder, settings):
     """Writes a folder, to which each process adds its shards, and removes those before it."""
     states = dict(zip(("model", "optimizer"), dcp_states.get_state_dict(model, optimizer)))
-    dcp.save(states | {"settings": settings}, checkpoint_id=folder)
+    dcp.save(states | {"settings": settings}, checkpoint_id=folder)  # quantize/gpt.py needs them
     if dist.get_rank() == 0:
         (folder / "settings.json").write_text(json.dumps(settings))  # now it is complete
         for old in {*folder.parent.glob("step-" + 9 * "[0-9]")} - {folder}:
@@ -419,7 +419,7 @@ def save(model, optimizer, folder, settings):
 
 def training_batches(data, step, args):
     """Yields the indices of each micro-batch of this process, from the step after `step` on."""
-    steps = len(data) // args.batch_size  # of an epoch
+    steps = len(data) // args.batch_size  # of an epoch. order: (steps, micro-steps, ranks, size)
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
@@ -458,8 +458,8 @@ def compare_weights(model, step, copies):
     drifts = []
     for weight in model.parameters():
         own = F.pad(weight.to_local().flatten().float(), (0, 1))  # a shard may be empty
-        dist.broadcast(of_rank_0 := own.clone(), group=copies, group_src=0)
-        drift = (own - of_rank_0).abs().max() / of_rank_0.abs().max().clamp(min=1e-30)
+        dist.broadcast(of_first := own.clone(), group=copies, group_src=0)
+        drift = (own - of_first).abs().max() / of_first.abs().max().clamp(min=1e-30)
         drifts.append(drift.nan_to_num(math.inf))
     dist.all_reduce(drifts := torch.stack(drifts), dist.ReduceOp.MAX)  # now all know it
     name, _ = list(model.named_parameters())[drifts.argmax()]
@@ -486,7 +486,7 @@ def evaluate(model, data, device, autocast, args):
             add_batch(batch_loss(model, batch, args)[1], sums)
     model.train()
     model.reshard()  # else what is in no block stays whole until a backward pass
-    sent.clear()
+    sent.clear()  # a validation is timed as a whole
     return add_up(sums)
 
 
@@ -544,7 +544,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class TimedCollectives:
-    """What FSDP sends by. It calls allocate(), then the object, and at last note_end()."""
+    """Sends for FSDP, which calls allocate(), then the object and, at last, note_end()."""
 
     def allocate(self, size, *, dtype, device):
         self.start = now()  # FSDP allocates the output of a reduce-scatter right before it sends
@@ -570,7 +570,7 @@ def count_marks(is_warmup=False):
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # at a look, all processes set it after the same collective
+    zero = marks[-1][1]  # the same moment in all processes: a collective has ended
 
     def seconds(moment):
         return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
@@ -583,16 +583,16 @@ def count_marks(is_warmup=False):
         times[name] += end - start
         if name in PHASES:
             phase = name
-        elif not ON_GPU:  # a CPU waits for it. On a GPU, forward and backward hold what they wait
+        elif not ON_GPU:  # a CPU waits for it. A GPU's waiting stays in forward and backward
             times[phase] -= end - start
             times["comm"] += end - start
         if name in ("comm", "all-gather", "reduce-scatter"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
-    times["steps"] += len(ends)
-    if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
+    ends = [0] + [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends) - 1
+    if len(ends) > 1:
+        last_step[:] = spans[ends[-2] : ends[-1]]  # from the end of the step before
     del marks[:-1], sent[:]
 
 

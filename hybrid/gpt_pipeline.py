@@ -44,7 +44,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -164,7 +164,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
     if done < 0.05:
         return args.learning_rate * done / 0.05
     return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * (done - 0.05) / 0.95))
@@ -233,7 +233,7 @@ def create_schedule(stage, pipeline, sums, scaler, device, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
     num_pipelines = dist.get_world_size() // args.num_stages
 
-    def loss_of(logits, _, targets):  # what batch_loss takes for the model: it has the logits
+    def loss_of(logits, _, targets):  # batch_loss() calls it as the model: it has the logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     if args.compile:
@@ -272,7 +272,7 @@ def create_schedule(stage, pipeline, sums, scaler, device, args):
 
 def pass_batch(schedule_pass, stage, tokens):
     """Passes tokens (B, T + 1) through the stages by schedule.step or, to validate, .eval."""
-    inputs = [tokens[:, :-1].clamp(min=0).contiguous()] if stage.is_first else []
+    inputs = [tokens[:, :-1].clamp(min=0).contiguous()] if stage.is_first else []  # -1: no sample
     schedule_pass(*inputs, target=tokens if stage.is_last else None, return_outputs=False)
 
 
@@ -288,7 +288,7 @@ def join_gradients(stage, device):
 def norm_of_gradients(stage, args):
     """Returns the norm of all gradients of the model, with the same bits in all processes."""
     squared = nn.utils.get_total_norm([weight.grad for weight in stage.own_parameters()]) ** 2
-    dist.all_reduce(squared)  # over all pipelines: two sums could be rounded differently
+    dist.all_reduce(squared)  # one sum for all: each pipeline's could be rounded otherwise
     return (squared / (dist.get_world_size() // args.num_stages)).sqrt()
 
 
@@ -325,7 +325,7 @@ def parse_run_args(parser, **defaults):
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--num_stages", type=int, default=2, help="processes of a pipeline")
     add("--num_microbatches", type=int, default=4, help="micro-batches of a batch in a pipeline")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b holds fewer activations")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b: 1 forward, 1 backward pass")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
@@ -346,9 +346,9 @@ def set_up(args):
     num_gpus = torch.accelerator.device_count()
     if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
-    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
-        torch.accelerator.set_device_index(device.index)
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
+    if ON_GPU:
+        torch.accelerator.set_device_index(device.index)  # its default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
@@ -375,11 +375,11 @@ def set_up(args):
 
 
 def main(args):  # runs in each process
-    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    Finalize(None, kill_workers, exitpriority=0)  # at the end, before Python waits for workers
     settings = dict(vars(args))  # without what read_data() adds, which may be anything
     rank, world_size, device, train_data, val_data = set_up(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
@@ -390,8 +390,8 @@ def main(args):  # runs in each process
     for part in model.modules() if rank > 0 else ():  # rank 0 keeps the other stages, to save them
         if of_stage.isdisjoint(part.parameters()):
             part.to_empty(device="meta")  # names and shapes alone
-    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # as meant
-    optimizer = create_optimizer(model, args)
+    warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")  # on purpose
+    optimizer = create_optimizer(model, args)  # it skips the other stages: no gradients
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done_steps = 0
@@ -402,8 +402,8 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
-            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
+        if {"batch_size", "num_samples"} & changed.keys():  # they would move its place in the data
+            sys.exit("to start anew, use --init_from and a new --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
@@ -433,7 +433,7 @@ def main(args):  # runs in each process
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     schedule = create_schedule(stage, pipeline, sums, scaler, device, args)
     row, is_stopped = None, False
-    look_step, look_time, next_look = done_steps, time.perf_counter(), 0
+    look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
         seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
@@ -455,7 +455,7 @@ def main(args):  # runs in each process
         if scaler.is_enabled():  # if one stage overflows, 0 * inf = nan: all skip the step
             gradients += 0 * norm_of_gradients(stage, args)
         mark("comm")
-        is_warmup = step <= done_steps + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # the first ones are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
         if args.max_grad_norm or is_look:
@@ -506,7 +506,7 @@ def main(args):  # runs in each process
         if is_stopped:
             break
         pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, on average
-        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # in a second, or sooner
         look_step, look_time = step, time.perf_counter()
 
     bar.close()
@@ -514,7 +514,7 @@ def main(args):  # runs in each process
         print_marks(row)
     dist.destroy_process_group()
     if is_stopped and rank == 0:
-        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # at 75, srun kills the rest
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # then srun kills the rest
         sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
     if rank == 0:
         finish(model.cpu().eval(), val_data, args, torch.device("cpu"))
@@ -641,7 +641,7 @@ def mark(phase):
 
 
 def with_pass_marks(function, phase):
-    """Returns this pass of a micro-batch with marks. What comes before it is bubble."""
+    """Returns this function, which passes a micro-batch, with marks. What precedes is bubble."""
 
     def marked(*args, **kwargs):
         if not torch.is_grad_enabled():  # a validation is timed as a whole
@@ -674,7 +674,7 @@ def count_marks(is_warmup=False):
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # at a look, all processes set it after the same collective
+    zero = marks[-1][1]  # the same moment in all processes: a collective has ended
 
     def seconds(moment):
         return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
@@ -688,10 +688,10 @@ def count_marks(is_warmup=False):
         if name in ("comm", "all-reduce"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
-    times["steps"] += len(ends)
-    if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
+    ends = [0] + [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends) - 1
+    if len(ends) > 1:
+        last_step[:] = spans[ends[-2] : ends[-1]]  # from the end of the step before
     del marks[:-1], sent[:]
 
 

@@ -36,7 +36,7 @@ def read_data(args, train):
 
 
 def main(args):
-    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # no torchrun
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
@@ -48,9 +48,9 @@ def main(args):
     num_gpus = torch.accelerator.device_count()
     if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
-    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
-        torch.accelerator.set_device_index(device.index)
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
+    if ON_GPU:
+        torch.accelerator.set_device_index(device.index)  # its default from now on
     if rank == 0:
         read_data(args, train=True)  # downloads what is missing. The others wait for rank 0 below.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -64,17 +64,17 @@ def main(args):
     if world_size % 2 or args.epochs < 1 or args.batch_size not in sizes:
         words = f"--batch_size a multiple of {num_replicas} replicas, up to {len(train_data)}"
         sys.exit(f"each replica needs two processes; training needs --epochs >= 1, and {words}")
-    groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # all make both
+    groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # each creates both
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
     share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
-    # It indexes a whole batch at once. Your own Dataset: DataLoader(data, batch_sampler=batches)
+    # A batch is train_data[[7, 2, ...]]. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)[3 * stage : 3 * stage + 3].to(device)  # its layers
     model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
-    for weights in model.parameters():  # the mark of the last gradient ends the phase
+    for weights in model.parameters():  # each gradient makes a mark; the last one ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -118,15 +118,15 @@ def main(args):
                 dist.recv(activations, rank - 1)
                 val_acc = (model(activations).argmax(1) == val_labels).sum() / len(val_data)
         results = torch.stack([loss_sum / len(loader) / num_replicas, val_acc])
-        dist.all_reduce(results)  # now all have the sums over all processes
+        dist.all_reduce(results)  # adds up the parts of all processes: now all have both means
         mark("eval")
         train_loss, val_acc = results.tolist()
         if rank == 0:
             print(f"epoch {epoch}: train_loss {train_loss:.4f}, val_acc {val_acc:.4f}")
-    halves = [None] * world_size if rank == 0 else None
-    dist.gather_object(model.module.cpu().state_dict(), halves)
+    states = [None] * world_size if rank == 0 else None
+    dist.gather_object(model.module.cpu().state_dict(), states)
     if rank == 0:  # model[:3] and model[3:] keep the names of the whole network
-        torch.save(halves[0] | halves[1], "mnist.pt")
+        torch.save(states[0] | states[1], "mnist.pt")
     print_marks(f"| hybrid | {world_size} | {args.batch_size} | {val_acc:.4f} |")
     del model  # before torch 2.14, a process can hang at its end if DDP outlives its group
     dist.destroy_process_group()
@@ -148,16 +148,16 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     """Prints the last epoch's seconds by phase, and a row of them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
-        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
+        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start  # from ms
     seconds["total"] = sum(seconds.values())
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, seconds)
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, seconds)
     if dist.get_rank() > 0:
         return
-    print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in range(len(of_ranks))[:8])}")
-    means = {name: sum(each.get(name, 0) for each in of_ranks) / len(of_ranks) for name in seconds}
+    print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in range(len(by_rank))[:8])}")
+    means = {name: sum(each.get(name, 0) for each in by_rank) / len(by_rank) for name in seconds}
     for phase, mean in means.items():
-        columns = "".join(f"{each.get(phase, 0):8.3f}" for each in of_ranks[:8])
+        columns = "".join(f"{each.get(phase, 0):8.3f}" for each in by_rank[:8])
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
     print("bubble: waiting for the other stage. comm: averaging after backward(), and waiting")
     print(head, " | ".join(means), "|")

@@ -33,21 +33,21 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     world_size = args.num_gpus  # the number of processes
     device = torch.device(rank % torch.accelerator.device_count() if ON_GPU else "cpu")
     if ON_GPU:
-        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_device_index(device.index)  # its default from now on
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)  # waits for all
     torch.manual_seed(1)  # the same weights (and made-up images) in each run
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
-    sampler = DistributedSampler(train_data, drop_last=True)  # not for val_data: it drops some
+    sampler = DistributedSampler(train_data, drop_last=True)  # it would drop some of val_data
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
-    # It indexes a whole batch at once. Your own Dataset: DataLoader(data, batch_sampler=batches)
+    # A batch is train_data[[7, 2, ...]]. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    for weights in model.parameters():  # the mark of the last gradient ends the phase
+    for weights in model.parameters():  # each gradient makes a mark; the last one ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -70,7 +70,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
         results = torch.stack([loss_sum / len(loader) / world_size, val_acc])
-        dist.all_reduce(results)  # now all have the sums over all processes
+        dist.all_reduce(results)  # adds up the parts of all processes: now all have both means
         mark("eval")
         train_loss, val_acc = results.tolist()
         if rank == 0:
@@ -98,18 +98,18 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     """Prints the last epoch's seconds by phase, and a row of them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
-        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
+        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start  # from ms
     seconds["total"] = sum(seconds.values())
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, seconds)
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, seconds)
     if dist.get_rank() > 0:
         return
-    late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])  # it waits least
-    shown = sorted({*range(len(of_ranks))[:8], late})  # a line has no room for more
+    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # the last waits least
+    shown = sorted({*range(min(8, len(by_rank))), late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
-    means = {name: sum(each.get(name, 0) for each in of_ranks) / len(of_ranks) for name in seconds}
+    means = {name: sum(each.get(name, 0) for each in by_rank) / len(by_rank) for name in seconds}
     for phase, mean in means.items():
-        columns = "".join(f"{of_ranks[rank].get(phase, 0):8.3f}" for rank in shown)
+        columns = "".join(f"{by_rank[rank].get(phase, 0):8.3f}" for rank in shown)
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
     print(f"comm: averaging that backward() does not hide, and waiting. Rank {late} came last.")
     print(head, " | ".join(means), "|")
@@ -135,7 +135,7 @@ if __name__ == "__main__":
         words = f"a multiple of {args.num_gpus} processes, up to {size}"
         parser.error(f"needs --epochs >= 1, and --batch_size {words}")
     print(f"{args.num_gpus} processes, {size // args.batch_size} steps an epoch", flush=True)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # stay on this machine
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # lo: this machine only
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
     with tempfile.TemporaryDirectory() as folder:  # the processes meet by a file in it
         torch.multiprocessing.spawn(main, (args, f"file://{folder}/store"), args.num_gpus)

@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on, with the same weights in the end: only what workers draw, such as crops, can differ.
+goes on. It ends with the weights of a run without a stop, unless workers draw random crops.
 Shapes: N texts of a split, B of a batch, T tokens of a text, D = d_model, H heads, K classes.
 """
 
@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -194,7 +194,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
     return args.learning_rate * 0.9 ** (done * args.epochs)
 
 
@@ -244,16 +244,16 @@ def parse_run_args(parser, **defaults):
 
 
 def main(rank, args, init_method):  # runs in each process: spawn() passes rank 0, 1, ...
-    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    Finalize(None, kill_workers, exitpriority=0)  # at the end, before Python waits for workers
     settings = dict(vars(args))  # without what read_data() adds, which may be anything
     world_size = args.num_gpus  # the number of processes
     device = torch.device(rank % torch.accelerator.device_count() if ON_GPU else "cpu")
     if ON_GPU:
-        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_device_index(device.index)  # its default from now on
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)  # waits for all
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
     torch.manual_seed(args.seed)  # the same random splits and weights in all processes
     train_data, val_data = read_data(args)
@@ -272,8 +272,8 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
-            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
+        if {"batch_size", "num_samples"} & changed.keys():  # they would move its place in the data
+            sys.exit("to start anew, use --init_from and a new --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
@@ -295,7 +295,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
-    look_step, look_time, next_look = done_steps, time.perf_counter(), 0
+    look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
         seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
@@ -316,7 +316,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
-        is_warmup = step <= done_steps + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # the first ones are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
         if args.max_grad_norm or is_look:
@@ -363,7 +363,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         if is_stopped:
             break
         pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, on average
-        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # in a second, or sooner
         look_step, look_time = step, time.perf_counter()
 
     bar.close()
@@ -379,7 +379,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
 
 def training_batches(data, step, args):
     """Yields the indices of each micro-batch of this process, from the step after `step` on."""
-    steps = len(data) // args.batch_size  # of an epoch
+    steps = len(data) // args.batch_size  # of an epoch. order: (steps, micro-steps, ranks, size)
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
@@ -520,7 +520,7 @@ def count_marks(is_warmup=False):
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # at a look, all processes set it after the same collective
+    zero = marks[-1][1]  # the same moment in all processes: a collective has ended
 
     def seconds(moment):
         return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
@@ -534,10 +534,10 @@ def count_marks(is_warmup=False):
         if name in ("comm", "all-reduce"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
-    times["steps"] += len(ends)
-    if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
+    ends = [0] + [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends) - 1
+    if len(ends) > 1:
+        last_step[:] = spans[ends[-2] : ends[-1]]  # from the end of the step before
     del marks[:-1], sent[:]
 
 
@@ -595,9 +595,9 @@ if __name__ == "__main__":
         sys.exit(f"--batch_size {args.batch_size} must be a multiple of {divisor}, at most {size}")
     if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
         sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # stay on this machine
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # lo: this machine only
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // args.num_gpus)))
-    with tempfile.TemporaryDirectory() as tempfile.tempdir:  # spawn() leaves error files there
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:  # the folder of spawn()'s error files
         start = (main, (args, f"file://{tempfile.tempdir}/store"), args.num_gpus)
         context = torch.multiprocessing.spawn(*start, join=False)
         for number in SIGNALS:  # asks each process to save and stop

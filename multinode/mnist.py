@@ -32,7 +32,7 @@ def read_data(args, train):
 
 
 def main(args):
-    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
+    if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # no torchrun
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
         os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
         os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
@@ -43,9 +43,9 @@ def main(args):
     num_gpus = torch.accelerator.device_count()
     if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
-    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
-        torch.accelerator.set_device_index(device.index)
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
+    if ON_GPU:
+        torch.accelerator.set_device_index(device.index)  # its default from now on
     if rank == 0:
         print(f"{world_size} processes", flush=True)
         read_data(args, train=True)  # downloads what is missing. The others wait for rank 0 below.
@@ -61,15 +61,15 @@ def main(args):
         words = f"a multiple of {world_size} processes, up to {size}"
         sys.exit(f"needs --epochs >= 1, and --batch_size {words}")
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
-    sampler = DistributedSampler(train_data, drop_last=True)  # not for val_data: it drops some
+    sampler = DistributedSampler(train_data, drop_last=True)  # it would drop some of val_data
     share = args.batch_size // world_size  # images per process: together, singlegpu's batch
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
-    # It indexes a whole batch at once. Your own Dataset: DataLoader(data, batch_sampler=batches)
+    # A batch is train_data[[7, 2, ...]]. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    for weights in model.parameters():  # the mark of the last gradient ends the phase
+    for weights in model.parameters():  # each gradient makes a mark; the last one ends the phase
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -92,7 +92,7 @@ def main(args):
         with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
         results = torch.stack([loss_sum / len(loader) / world_size, val_acc])
-        dist.all_reduce(results)  # now all have the sums over all processes
+        dist.all_reduce(results)  # adds up the parts of all processes: now all have both means
         mark("eval")
         train_loss, val_acc = results.tolist()
         if rank == 0:
@@ -120,18 +120,18 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     """Prints the last epoch's seconds by phase, and a row of them. All processes call it."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
-        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
+        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start  # from ms
     seconds["total"] = sum(seconds.values())
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, seconds)
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, seconds)
     if dist.get_rank() > 0:
         return
-    late = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["comm"])  # it waits least
-    shown = sorted({*range(len(of_ranks))[:8], late})  # a line has no room for more
+    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # the last waits least
+    shown = sorted({*range(min(8, len(by_rank))), late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
-    means = {name: sum(each.get(name, 0) for each in of_ranks) / len(of_ranks) for name in seconds}
+    means = {name: sum(each.get(name, 0) for each in by_rank) / len(by_rank) for name in seconds}
     for phase, mean in means.items():
-        columns = "".join(f"{of_ranks[rank].get(phase, 0):8.3f}" for rank in shown)
+        columns = "".join(f"{by_rank[rank].get(phase, 0):8.3f}" for rank in shown)
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
     print(f"comm: averaging that backward() does not hide, and waiting. Rank {late} came last.")
     print(head, " | ".join(means), "|")

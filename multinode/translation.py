@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on, with the same weights in the end: only what workers draw, such as crops, can differ.
+goes on. It ends with the weights of a run without a stop, unless workers draw random crops.
 Shapes: N pairs of a split, B of a batch, S source and T target tokens, D = d_model, V words.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -228,7 +228,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
     return args.learning_rate * (1 - 0.95 * done)
 
 
@@ -305,9 +305,9 @@ def set_up(args):
     num_gpus = torch.accelerator.device_count()
     if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
-    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")
-    if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
-        torch.accelerator.set_device_index(device.index)
+    device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
+    if ON_GPU:
+        torch.accelerator.set_device_index(device.index)  # its default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
@@ -330,11 +330,11 @@ def set_up(args):
 
 
 def main(args):  # runs in each process
-    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    Finalize(None, kill_workers, exitpriority=0)  # at the end, before Python waits for workers
     settings = dict(vars(args))  # without what read_data() adds, which may be anything
     rank, world_size, device, train_data, val_data = set_up(args)
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
@@ -351,8 +351,8 @@ def main(args):  # runs in each process
         settings["run"] = old["run"]
         if changed and rank == 0:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
-            sys.exit("to start anew: --init_from it, with another --snapshot" if rank == 0 else 1)
+        if {"batch_size", "num_samples"} & changed.keys():  # they would move its place in the data
+            sys.exit("to start anew, use --init_from and a new --snapshot" if rank == 0 else 1)
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
@@ -378,7 +378,7 @@ def main(args):  # runs in each process
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
-    look_step, look_time, next_look = done_steps, time.perf_counter(), 0
+    look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
         seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
@@ -399,7 +399,7 @@ def main(args):  # runs in each process
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
-        is_warmup = step <= done_steps + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # the first ones are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or step >= next_look
         if args.max_grad_norm or is_look:
@@ -446,7 +446,7 @@ def main(args):  # runs in each process
         if is_stopped:
             break
         pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, on average
-        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # not far at first
+        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # in a second, or sooner
         look_step, look_time = step, time.perf_counter()
 
     bar.close()
@@ -463,7 +463,7 @@ def main(args):  # runs in each process
 
 def training_batches(data, step, args):
     """Yields the indices of each micro-batch of this process, from the step after `step` on."""
-    steps = len(data) // args.batch_size  # of an epoch
+    steps = len(data) // args.batch_size  # of an epoch. order: (steps, micro-steps, ranks, size)
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
@@ -604,7 +604,7 @@ def count_marks(is_warmup=False):
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # at a look, all processes set it after the same collective
+    zero = marks[-1][1]  # the same moment in all processes: a collective has ended
 
     def seconds(moment):
         return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
@@ -618,10 +618,10 @@ def count_marks(is_warmup=False):
         if name in ("comm", "all-reduce"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
-    times["steps"] += len(ends)
-    if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
+    ends = [0] + [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends) - 1
+    if len(ends) > 1:
+        last_step[:] = spans[ends[-2] : ends[-1]]  # from the end of the step before
     del marks[:-1], sent[:]
 
 

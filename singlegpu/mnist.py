@@ -36,7 +36,7 @@ def main(args):
     val_images, val_labels = [x.to(device) for x in val_data.tensors]
     sampler = RandomSampler(train_data, generator=torch.Generator())  # the same order as multigpu's
     batches = BatchSampler(sampler, args.batch_size, drop_last=True)  # the indices of each batch
-    # It indexes a whole batch at once. Your own Dataset: DataLoader(data, batch_sampler=batches)
+    # A batch is train_data[[7, 2, ...]]. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
@@ -63,7 +63,7 @@ def main(args):
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
         mark("eval")
         print(f"epoch {epoch}: train_loss {loss_sum / len(loader):.4f}, val_acc {val_acc:.4f}")
-    torch.save(model.state_dict(), "mnist.pt")
+    torch.save(model.state_dict(), "mnist.pt")  # for quantize/mnist.py
     print_marks(f"| singlegpu | 1 | {args.batch_size} | {val_acc:.4f} |")
 
 
@@ -83,7 +83,7 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     """Prints the last epoch's seconds by phase, and a row of them for results.md."""
     seconds = dict.fromkeys([phase for phase, _ in marks[1:]], 0.0)
     for (_, start), (phase, end) in zip(marks, marks[1:]):
-        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start
+        seconds[phase] += start.elapsed_time(end) / 1000 if ON_GPU else end - start  # from ms
     seconds["total"] = sum(seconds.values())
     for phase, value in seconds.items():
         print(f"{phase:9} {value:8.3f} s {value / seconds['total']:4.0%}")

@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on, with the same weights in the end: only what workers draw, such as crops, can differ.
+goes on. It ends with the weights of a run without a stop, unless workers draw random crops.
 Shapes: N texts of a split, B of a batch, T tokens of a text, D = d_model, H heads, K classes.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads block them, too.
+if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -191,7 +191,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate for the step after which this share of all steps, 0 to 1, is done."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
     return args.learning_rate * 0.9 ** (done * args.epochs)
 
 
@@ -238,11 +238,11 @@ def parse_run_args(parser, **defaults):
 
 
 def main(args):
-    Finalize(None, kill_workers, exitpriority=0)  # called when this process ends, in any way
+    Finalize(None, kill_workers, exitpriority=0)  # at the end, before Python waits for workers
     settings = dict(vars(args))  # without what read_data() adds, which may be anything
     device = torch.device(0 if ON_GPU else "cpu")
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # convolutions have no generic form
+    torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
     torch.manual_seed(args.seed)  # the same random splits and weights in each run
     train_data, val_data = read_data(args)
@@ -266,8 +266,8 @@ def main(args):
         settings["run"] = old["run"]
         if changed:
             print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # its step is elsewhere in such data
-            sys.exit("to start anew: --init_from it, with another --snapshot")
+        if {"batch_size", "num_samples"} & changed.keys():  # they would move its place in the data
+            sys.exit("to start anew, use --init_from and a new --snapshot")
         for name, part in parts.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
     elif args.init_from:
@@ -305,7 +305,7 @@ def main(args):
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
-        is_warmup = step <= done_steps + 3  # they are slower
+        is_warmup = step <= done_steps + 3  # the first ones are slower
         is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         is_look = is_due or is_warmup or time.perf_counter() > look_time + 1
         if args.max_grad_norm or is_look:
@@ -455,10 +455,10 @@ def count_marks(is_warmup=False):
     spans = [(name, seconds(start), seconds(end), 0) for name, start, end in spans]
     for name, start, end, _ in spans:
         times[name] += end - start
-    ends = [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
-    times["steps"] += len(ends)
-    if ends:
-        last_step[:] = spans[[0, *ends][-2] : ends[-1]]  # from the end of the step before
+    ends = [0] + [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
+    times["steps"] += len(ends) - 1
+    if len(ends) > 1:
+        last_step[:] = spans[ends[-2] : ends[-1]]  # from the end of the step before
     del marks[:-1]
 
 

@@ -3,7 +3,7 @@
     python tools/check.py -- torchrun --nproc_per_node=2 train.py --batch_size 64
     python tools/check.py --against "python one_gpu.py" -- torchrun --nproc_per_node=2 train.py
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
-    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py  # torchrun: on each
+    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py    # many machines
 
 PyTorch loads this file in each process. It changes nothing, and notes what happens. The first one
 prints a line for each kind of fault. Status 1: an error; 2: nothing trained; else 0.
@@ -45,11 +45,11 @@ def main():
     add("--timeout", type=float, default=600, help="seconds without progress: it hangs")
     add("command", nargs=argparse.REMAINDER, help="after --: what starts the training")
     args = parser.parse_args()
-    command = shlex.join(args.command[args.command[:1] == ["--"] :])
+    command = shlex.join(args.command).removeprefix("-- ")
     with tempfile.TemporaryDirectory() as own_folder:
         folder = Path(os.environ.get("CHECK_FOLDER", own_folder)).resolve()
         job = run(command, args, folder / "whole")
-        kinds = [kind for name, kind in vars(Kinds).items() if name[0] != "_"]
+        kinds = [kind for name, kind in vars(Kinds).items() if name[0] != "_"]  # first: ending
         rows = [row for kind in kinds[: None if job.steps else 1] for row in findings(kind, job)]
         if job.steps and args.against:
             rows += findings(against, job, run(args.against, args, folder / "against"))
@@ -65,7 +65,7 @@ def main():
     sys.exit(any(row[0] == "ERROR" for row in rows) if job.steps else 2)
 
 
-def seen(items, words):
+def seen(items, words):  # the last row of a kind, which is shown if nothing is wrong
     return ("ok", f"{len(items)} {words}") if items else ("not seen", f"no {words}")
 
 
@@ -81,7 +81,7 @@ def findings(kind, *jobs):
     return [(level, kind.__name__, words) for level, words in found]
 
 
-class Kinds:  # each looks at what the processes of a job saw, and yields (level, words)
+class Kinds:  # self is a Job. Each method yields (level, words); the worst rows are shown
     def ending(self):
         """The job neither hangs nor fails before the last step that is watched."""
         if self.status is None and not self.has_ended:
@@ -650,7 +650,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         if kind in ("loss", "step", "batch"):  # if no more comes, Python writes where it stands
             faulthandler.dump_traceback_later(float(os.environ["CHECK_STUCK"]), file=self.stack)
 
-    def learn_names(self):  # of weights. Returns a model's other numbers and tensors
+    def learn_names(self):  # of weights; and returns what else the modules hold, for resume
         found = {}
         for path, part in [x for module in self.modules for x in module.named_modules()]:
             path = [x for x in path.split(".") if x not in ("", "module", "_orig_mod")]
@@ -720,7 +720,7 @@ class Watch:  # what is known in a process; its methods are the hooks
             weights = weights_of(known["optimizer"])
             grads = [x.grad for x in weights if x.grad is not None]
             clean = not grads or not any(torch.stack([bits(x) for x in grads]).tolist())
-            known["clean"] = clean or bool(known["clean"])
+            known["clean"] = clean or bool(known["clean"])  # None: no backward since the step
             if clean and self.now["had_gradients"] and len(self.made) == 1 and not self.stepping:
                 self.now["wiped"] += self.now["version"] == sum(x._version for x in weights)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
@@ -895,7 +895,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         self.record("schedule", name=type(scheduler).__name__, **values)
 
     def note_clip(self, *args, **kwargs):
-        self.now["clipped"] = 1 + self.now["scaled"] if self.now["backward"] else 3
+        self.now["clipped"] = 1 + self.now["scaled"] if self.now["backward"] else 3  # 2, 3: wrong
 
     def note_ddp(self, result, ddp, *args, **kwargs):
         self.ddps |= {id(x): weakref.ref(ddp) for x in ddp.module.parameters()}
@@ -990,7 +990,7 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
     return job
 
 
-class Job(Kinds):  # what the processes of a job saw
+class Job(Kinds):  # its `ranks` are the Processes that train, `seen` all, `first` is rank 0
     def __init__(self, folder, status):
         paths = sorted(folder.glob("*[0-9]"), key=lambda path: path.stat().st_ctime)
         self.seen = {path.name: Process(path) for path in paths}
@@ -1040,7 +1040,7 @@ class Job(Kinds):  # what the processes of a job saw
                 yield Family(one, is_split=False, has_data=fsdp or not start["mesh"])
 
 
-class Process(defaultdict):  # what one process saw: its records, by kind
+class Process(defaultdict):  # one process: by kind, what Watch.record() has noted there
     def __init__(self, path):
         super().__init__(list)
         self.path, self.name = path, path.name
