@@ -199,7 +199,7 @@ def finish(model, data, args, device):
 
 
 def num_weights(module):
-    return sum(weight.numel() for weight in module.parameters())
+    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
 
 
 def split_model(model, devices):

@@ -72,7 +72,7 @@ def seen(items, words):  # the last row of a kind, which is shown if nothing is 
 def findings(kind, *jobs):
     """Returns the rows of a kind: all that is wrong or else, in one line, that it is right."""
     try:
-        found = sorted({*kind(*jobs)}, key=lambda row: LEVELS.index(row[0]))
+        found = sorted(dict.fromkeys(kind(*jobs)), key=lambda row: LEVELS.index(row[0]))
     except Exception as error:  # of this file: it says nothing of the training
         line = error.__traceback__.tb_next.tb_lineno
         found = [("not seen", f"check.py failed itself, line {line}: {error!r}")]
@@ -159,7 +159,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
                 _, name, last = max(still)
                 words = f"{name} stands still from step {last + 1} on, {len(still)} of {count} do."
                 yield "ERROR" if 2 * len(still) >= count else "warning", words + " Steps too small?"
-            yield "ok", f"{moving} tensors change, {frozen} are frozen"
+            yield "ok", f"{moving} of the optimizer's tensors change, {frozen} are frozen"
 
     def gradients(self):
         """Each weight is in an optimizer, and has a gradient when the optimizer steps."""
@@ -171,7 +171,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
             never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
             unused = [start["names"][i] for i in never if start["trainable"][i]]
             level = "ERROR" if len(unused) == count else "warning"
-            if unused and len(never) == count and any(x["had_gradients"] for x in steps):
+            if unused and len(never) == count and any(x["had_grads"] for x in steps):
                 yield "ERROR", "none is left at step() of backward()'s. Call zero_grad() after it."
             elif unused:
                 yield level, f"{len(unused)} of {count} weights never have a gradient: {unused[0]}."
@@ -329,7 +329,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
                 if old.setdefault((rank, x["data"], x["size"], index), hashes) != hashes:
                     yield "ERROR", f"sample {index} of {x['data']} has other bytes later. Copy it."
                     return
-        yield seen(old, "validated samples have the same bytes each time")
+        yield seen(old, "samples were validated, each time with the same bytes")
 
     def augmentation(self):
         """Random numbers of data sets differ in workers, ranks and epochs."""
@@ -371,7 +371,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
             yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
         elif len(counts) < size and is_shared and len(tests) == len(ranks):
             yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
-        yield seen(counts, "samples in whole passes over a DataLoader without gradients")
+        yield seen(counts, "samples in whole validations by a DataLoader")
 
     def snapshot(self):
         """One process writes a snapshot, under another name first."""
@@ -428,7 +428,7 @@ def cause(start, indices, one, two, family):
     return next(words for is_so, words in causes if is_so)
 
 
-def against(job, other, skip=0, advice="Mean, rate?"):
+def against(job, other, skip=0, advice=""):
     """The samples and the weights are those of another run, as far as rounding lets them."""
     both = common_weights(job.first.start, other.first.start) if other.ranks else []
     if not both:
@@ -460,7 +460,8 @@ def against(job, other, skip=0, advice="Mean, rate?"):
         if not is_near and not 0 < at <= step:
             why = "computation: from equal samples," if step else "start:"
             by = f"after step {step}, by {apart / (way or size or 1):.0%} of its way."
-            yield "ERROR", f"{why} {names[index]} differs {by} {advice}"
+            rates = [x.get("rates") for x in (mine[step], theirs[step - skip])]
+            yield "ERROR", f"{why} {names[index]} differs {by} " + (advice or f"Rates: {rates}.")
             return
     yield "ok", f"the same weights in {len(steps) - 1} steps" + ", to rounding" * (not skip)
 
@@ -526,7 +527,7 @@ def bits(tensor):  # a number for all of them, on their device
     flat = tensor.contiguous().flatten().view(torch.uint8)
     flat = flat.clone() if flat.storage_offset() % 8 else flat  # else it cannot be viewed so
     flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
-    if hash_tensor and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
+    if hash_tensor and flat.numel() and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
         return change(hash_tensor(flat), torch.int64)
     return flat.long().sum()
 
@@ -547,7 +548,7 @@ def directions(length, device):  # random numbers of mean 0 and variance 1. Sign
 def sketch(tensor):  # random projections: about as large as the tensor
     if os.environ["CHECK_COMPARES"] and hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # all ranks of its mesh come here
-    return project(local(tensor).reshape(1, -1))[0]
+    return project(local(tensor).flatten()[None])[0]
 
 
 def numbers_of(batch):  # for each tensor, of each sample: a hash, and a random projection
@@ -721,7 +722,7 @@ class Watch:  # what is known in a process; its methods are the hooks
             grads = [x.grad for x in weights if x.grad is not None]
             clean = not grads or not any(torch.stack([bits(x) for x in grads]).tolist())
             known["clean"] = clean or bool(known["clean"])  # None: no backward since the step
-            if clean and self.now["had_gradients"] and len(self.made) == 1 and not self.stepping:
+            if clean and self.now["had_grads"] and len(self.made) == 1 and not self.stepping:
                 self.now["wiped"] += self.now["version"] == sum(x._version for x in weights)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         value = local(loss).double() if loss.numel() == 1 else 0
@@ -733,7 +734,7 @@ class Watch:  # what is known in a process; its methods are the hooks
     def after_backward(self, result, *args, **kwargs):
         self.state["in_backward"] = 0
         weights = [x for optimizer in self.made for x in weights_of(optimizer)]
-        self.now["had_gradients"] = any(x.grad is not None for x in weights)
+        self.now["had_grads"] = any(x.grad is not None for x in weights)
         self.now["version"] = sum(x._version for x in weights)
         if not self.optimizers and self.state["backwards"] >= 20 * self.limit:
             self.end()  # a script without an optimizer
@@ -757,8 +758,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         weights, scheduler = weights_of(optimizer), known.get("scheduler", lambda: None)()
         grads = [None if x.grad is None else local(x.grad) for x in weights]
         finite = [x is None or (x._values() if x.is_sparse else x).isfinite().all() for x in grads]
-        names = "ddp averaged in_no_sync wiped clipped had_gradients".split()
-        values = {name: self.now[name] for name in names}
+        values = {x: self.now[x] for x in "ddp averaged in_no_sync wiped clipped had_grads".split()}
         values["grads"] = [None if x is None else bits(x) for x in grads]
         values["infinite"] = [i for i, is_finite in enumerate(finite) if not is_finite]
         values["rates"] = [float(group.get("lr", 1)) for group in optimizer.param_groups]
