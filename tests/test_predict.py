@@ -211,7 +211,7 @@ JOBS = [  # device, script, job file, and its first arguments: those that the sc
 
 @pytest.mark.parametrize("device, script, job, arguments", JOBS)
 def test_jobs(log, link, device, script, job, arguments):
-    """A job has the run's own arguments, as far as its script has them, and the batch of its row."""
+    """It has the run's own arguments, as far as its script has them, and the batch of its row."""
     links = link("i", device=device), link("b", 4, nodes=2, device=device)
     flags = {"model": "my net", "batch_size": 66, "dropout": 0.0, "pretrained": True, "mine": None}
     more = {"settings": flags, "batch_size": 66, "epochs": 3, "max_steps": 9, "log": "a.jsonl"}
