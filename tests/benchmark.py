@@ -2,7 +2,7 @@
 
     python tests/benchmark.py ratio "OLD/singlegpu/images.py WORDS" "singlegpu/images.py WORDS"
     python tests/benchmark.py predict --nodes 2 4 8     # speedup on slow links; as root, on Linux
-    python tests/benchmark.py changes --nodes 4         # what would help there, and what does
+    python tests/benchmark.py predict --nodes 4 --changes "twice the batch"    # which would help
 
 They measure in rounds, in which the sides take turns, and print medians. OLD is a checkout of an
 earlier version. `ratio` compares the samples/s of the logs. A side is a command without `python`,
@@ -84,37 +84,38 @@ def nanogpt(options):
     Path(options.log).write_text(json.dumps(row) + "\n")
 
 
-def on_links(options):
+def predict(options):
     import prediction  # here, as the other commands need no torch
 
-    prediction.compare(options)
+    prediction.predict(options)
 
 
 def main():
     wide = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=wide)
-    commands = parser.add_subparsers(required=True, dest="command")
+    commands = parser.add_subparsers(required=True)
     add = {}
-    runs = {"ratio": ratio, "nanogpt": nanogpt, "predict": on_links, "changes": on_links}
-    for name, run in runs.items():
-        words = commands.add_parser(name)
+    for run in ratio, nanogpt, predict:
+        words = commands.add_parser(run.__name__)
         words.set_defaults(run=run)
-        add[name] = words.add_argument
-    add["ratio"]("sides", nargs="+")
-    add["ratio"]("--rounds", type=int, default=5)
-    add["ratio"]("--columns", nargs="+", default=[], help="further columns of the logs")
-    add["nanogpt"]("--log", required=True)
-    add["nanogpt"]("--folder", default="nanoGPT")
-    add["nanogpt"]("--max_steps", type=int, default=300)
-    add["nanogpt"]("--compile", action="store_true")
-    add["predict"]("--grad_accum_steps", type=int, nargs="+", default=[1], help="micro-batches")
-    for name in ("predict", "changes"):
-        add[name]("--nodes", type=int, nargs="+", default=[2, 4, 8])
-        add[name]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
-        add[name]("--models", nargs="+", help='as "images, mlp"; all by default')
-        add[name]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
-        add[name]("--seconds", type=float, default=4, help="of a training, about")
-        add[name]("--logs", metavar="FOLDER", help="keep the logs and the links there")
+        add[run] = words.add_argument
+    add[ratio]("sides", nargs="+")
+    add[ratio]("--rounds", type=int, default=5)
+    add[ratio]("--columns", nargs="+", default=[], help="further columns of the logs")
+    add[nanogpt]("--log", required=True)
+    add[nanogpt]("--folder", default="nanoGPT")
+    add[nanogpt]("--max_steps", type=int, default=300)
+    add[nanogpt]("--compile", action="store_true")
+    add[predict]("--models", nargs="+", help='as "images, mlp"; all by default')
+    add[predict]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
+    add[predict]("--nodes", type=int, nargs="+", default=[2, 4, 8])
+    add[predict]("--grad_accum_steps", type=int, nargs="+", default=[1], help="micro-batches")
+    add[predict](
+        "--changes", nargs="+", default=["as it is"], help="of those that predict.py tells"
+    )
+    add[predict]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
+    add[predict]("--seconds", type=float, default=4, help="of a training, about")
+    add[predict]("--logs", metavar="FOLDER", help="keep the logs and the links there")
     options = parser.parse_args()
     options.run(options)
 
