@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+TABLE = (ROOT / "examples/table.py").read_text()
 LAUNCHES = (("multigpu", 2), ("multinode", 3))
 WORDS = [f"w{number}" for number in range(40)]  # those of the texts in `data`
 
@@ -87,9 +88,8 @@ def test_each_example_is_tried():
 
 def test_two_functions_of_one_name_are_found(changed):
     """By ruff, where somebody pastes an example and deletes nothing."""
-    example = (ROOT / "examples/table.py").read_text()
-    found = misnamed(changed("multigpu/images.py", {RUN: f"{example}\n\n{RUN}"}))
-    names = {*re.findall(r"^def (\w+)", example, re.M)}
+    found = misnamed(changed("multigpu/images.py", {RUN: f"{TABLE}\n\n{RUN}"}))
+    names = {*re.findall(r"^def (\w+)", TABLE, re.M)}
     assert {*re.findall(r"^F811 .* `(\w+)`", found, re.M)} == names and len(names) == 4
 
 
@@ -151,12 +151,12 @@ def test_examples_train_with_one_loss_curve(logged, request, paste, tmp_path, na
 
 def test_a_table_of_unlike_columns(logged, paste, table):
     """Unix times, which float32 rounds to 128 s, and others: they explain most of the variance."""
-    script = paste((ROOT / "examples/table.py").read_text(), "singlegpu")
+    script = paste(TABLE, "singlegpu")
     row = rows(logged(script, "--table", table, "--epochs", 10))[-1]
     assert row["val_loss"] < 0.3 and row["val_mae"] < 0.5, row
 
 
-# What follows changes a copy that has table.py: text that stands there once, and another.
+# Texts of table.py, and others in their place.
 DATA = "return [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]"
 DRAWING = """data, val = [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]
     class Augmented(torch.utils.data.Dataset):
@@ -168,31 +168,6 @@ DRAWING = """data, val = [TensorDataset(part[:, :-1], part[:, -1:]) for part in 
                 print(number, file=file)
             return data[index][0] + number, data[index][1]
     return Augmented(), val"""
-
-
-@pytest.fixture
-def mine(table, paste):
-    """mine({text: another, ...}) is the path of a script with table.py, changed so."""
-    example = (ROOT / "examples/table.py").read_text().replace("table.csv", str(table))
-
-    def mine(changes):
-        script = paste(example, "multigpu")
-        script.write_text(replaced(script.read_text(), changes))
-        return script
-
-    return mine
-
-
-def test_what_workers_draw(run, mine, tmp_path):
-    """Augmentation differs between processes, workers, steps and epochs."""
-    (drawn := tmp_path / "drawn").mkdir()
-    script = mine({DATA: DRAWING.replace("FOLDER", str(drawn))})
-    words = ("--batch_size", 240, "--max_steps", 4, "--num_workers", 2)  # two steps an epoch
-    run(script, *words, processes=3)
-    drawn = [number for path in drawn.iterdir() for number in path.read_text().split()]
-    assert len(drawn) >= 4 * 240 and len({*drawn}) > 0.99 * len(drawn), "few are alike by chance"
-
-
 NESTED = {  # a list of dictionaries, in place of tensors
     DATA: """return [
         [{"features": row[:-1], "list": [row[-1:], index % 2]} for index, row in enumerate(part)]
@@ -205,7 +180,20 @@ NESTED = {  # a list of dictionaries, in place of tensors
 }
 
 
-def test_a_batch_is_what_the_data_makes_of_it(logged, mine):
+def test_what_workers_draw(run, paste, table, tmp_path):
+    """Augmentation differs between processes, workers, steps and epochs."""
+    (drawn := tmp_path / "drawn").mkdir()
+    script = paste(replaced(TABLE, {DATA: DRAWING.replace("FOLDER", str(drawn))}), "multigpu")
+    words = ("--batch_size", 240, "--max_steps", 4, "--num_workers", 2)  # two steps an epoch
+    run(script, "--table", table, *words, processes=3)
+    drawn = [number for path in drawn.iterdir() for number in path.read_text().split()]
+    assert len(drawn) >= 4 * 240 and len({*drawn}) > 0.99 * len(drawn), "few are alike by chance"
+
+
+def test_a_batch_is_what_the_data_makes_of_it(logged, paste, table):
     """Whatever a sample is, and whatever holds them, the losses are the same."""
-    plain, other = (curve(logged(mine(changes), processes=2)) for changes in ({}, NESTED))
-    np.testing.assert_allclose(other, plain, rtol=1e-6)
+    curves = []
+    for changes in {}, NESTED:
+        script = paste(replaced(TABLE, changes), "multigpu")
+        curves.append(curve(logged(script, "--table", table, processes=2)))
+    np.testing.assert_allclose(*curves, rtol=1e-6)

@@ -194,39 +194,30 @@ def test_what_is_one_run(tmp_path):
     assert (hooked, plain) == ("1.00 0.500 6.00", "1.00 0.500 1.00 3.00")
 
 
-def test_stages_and_shards_are_of_the_launch(tmp_path):
-    """Such runs stand beside those of the whole model. Of stages, sending is not known."""
-    gpt = {"script": "multinode/gpt.py", "grad_accum_steps": 1}
-    stages = {"script": "hybrid/gpt_pipeline.py", "num_microbatches": 4}
-    runs = [rows_of("one", 1, [8], **gpt), rows_of("ddp", 2, [4], **gpt)]
-    runs += [rows_of("fsdp", 2, [5], script="hybrid/gpt_fsdp.py", shard_size=2)]
-    runs += [rows_of(f"{n} stages", n, [6], **stages, num_stages=n) for n in (2, 4)]
-    _, group = tables(write(tmp_path / "a.jsonl", *runs))
-    assert [row["split"] for row in group] == ["-", "-", "2 shards", "2 stages", "4 stages"]
-    assert column(group, "speedup (x)") == "1.00 2.00 1.60 1.33 1.33"
-    for name in "sending (s)", "waiting (s)", "R (x)", "late rank":
-        known = [row[name] != "-" for row in group]
-        assert known == [False, True, True, False, False], "not of one process, nor of stages"
+def test_launches_are_compared(tmp_path):
+    """Stages and shards are of the launch: such runs stand beside those of the whole model.
 
-
-def test_devices_are_counted(tmp_path):
-    """A stage is a GPU: of 2 x 2, half would do. Starts with other workers are not averaged.
-
-    What communication holds up FSDP on GPUs is not known, so it is not told.
+    Starts with other workers are not averaged. Of 2 processes of 2 GPUs, half would do. What
+    communication holds up FSDP on GPUs, and what stages send, is not known.
     """
-    stages = {"script": "hybrid/images.py", "num_stages": 2, "stages": [5, 5], "device": "H100"}
-    runs = [rows_of("one", 1, [8], device="H100")]
-    runs += [rows_of("two", 2, [t], num_workers=n, device="H100") for n, t in ((0, 8), (4, 5))]
-    runs += [rows_of("stages", 2, [4], **stages)]
-    runs += [rows_of("fsdp", 2, [4], script="hybrid/gpt_fsdp.py", shard_size=2, device="H100")]
-    text, group, *alone = tables(write(tmp_path / "b.jsonl", *runs))
-    assert column(group, "speedup (x)") == "1.00 1.00 1.60 2.00"
-    assert column(group, "efficiency (%)") == "100 50.0 80.0 50.0"
-    assert group[3]["device-hours"] == "0.00444", "four devices"
-    assert "It pays up to 2 GPUs: 4 are 1.25 times as fast as 2 (rule: 1.50 or more pays)." in text
-    assert "num_workers 0 / 4" in text
-    names = {name for [row] in alone for name in row}
-    assert names and not {"comm (%)", "hidden (%)", "R (x)"} & names
+    launches = {  # processes, seconds, and what differs
+        "one": (1, 8, {}),
+        "slow": (2, 8, {"num_workers": 0}),
+        "ddp": (2, 4, {"num_workers": 4}),
+        "fsdp": (2, 5, {"script": "hybrid/gpt_fsdp.py", "shard_size": 2}),
+        "pipeline": (2, 6, {"num_stages": 2, "num_microbatches": 4}),
+        "stages": (2, 2, {"num_stages": 3, "stages": [5, 5]}),
+    }
+    gpt = {"script": "multinode/gpt.py", "device": "H100"}
+    runs = [rows_of(run, n, [time], **gpt | more) for run, (n, time, more) in launches.items()]
+    text, group = tables(write(tmp_path / "a.jsonl", *runs))
+    assert [row["split"] for row in group] == ["-", "-", "-", "2 shards", "2 stages", "3 stages"]
+    assert column(group, "speedup (x)") == "1.00 1.00 2.00 1.60 1.33 4.00"
+    assert column(group, "efficiency (%)") == "100 50.0 100 80.0 66.7 100"
+    assert group[-1]["device-hours"] == "0.00222" and "num_workers 0 / 4" in text
+    for name, unknown in {"sending (s)": [0, 4], "R (x)": [0, 3, 4], "comm (%)": [3]}.items():
+        assert [n for n, row in enumerate(group) if row[name] == "-"] == unknown, name
+    assert "It pays up to 4 GPUs. More were not tried." in text
 
 
 def test_the_last_step_is_drawn(tmp_path, drawn):
