@@ -17,6 +17,7 @@ TINY = {  # the sizes of gpu.py; few steps must change the loss
     "translation": f"{TABLES} --source number --target name",
     "gpt2": f"{GPT} --n_heads 2 --num_layers 1",
     "loop": "--max_steps 4 --warmup 2 --matmul 64",
+    "rows": "--max_steps 8 --eval_every 4",
 }
 NUMBER, RATE = r"\d+\.\d+", r"[\d,]+"
 
@@ -37,15 +38,17 @@ TOLD = {  # part, or a check of it: patterns of lines of gpu.md, without "- "
         ran("CUDA_VISIBLE_DEVICES='' .*gpt.py .*", 1, rf"validation loss {NUMBER} on CPU, .*"),
         *[alike(f"gpt.py .* {each}", 1) for each in ("--precision fp16", "--compile")],
     ],
-    "stops:cnn": [ran("tools/check.py --steps 8 --resume -- .*", 1, r"ok: \d+ kinds")],
+    "stops:resumed": [ran("tools/check.py --steps 8 --resume -- .*", 1, r"ok: \d+ kinds")],
     "processes": [
         alike("multigpu/images.py", 2),
         alike("multinode/gpt.py", 2),
         alike("hybrid/gpt_fsdp.py", 2),
         alike("hybrid/images.py", 1),
     ],
-    "ranks:multigpu/images.py": [alike("NCCL_MULTI_RANK_GPU_ENABLE='1' .*multigpu/images.py", 4)],
-    "ranks:killed": [ran("changed_.*/multigpu/images.py", 2, "it said: .*SIGKILL.*")],
+    "ranks:multigpu/images.py": [
+        alike("NCCL_MULTI_RANK_GPU_ENABLE='1' .*multigpu/images.py", 4),
+        ran("changed_.*/multigpu/images.py", 2, "it said: .*SIGKILL.*"),
+    ],
     "gpt:8": [rf"\| 8 \| {RATE} \| .* \| {RATE} \| {NUMBER} \|"],
 }
 
@@ -65,7 +68,7 @@ def test_each_kind_of_command_runs(monkeypatch, data, tmp_path, part):
         return max(map(abs, statuses)), "".join(outs), "".join(errs)
 
     tiny = {name: words.format(data=data) for name, words in TINY.items()}
-    for name, value in {"SIZES": tiny, "STEPS": 4, "NUM_TOKENS": 1 << 14, "RANKS": (4,)}.items():
+    for name, value in {"SIZES": tiny, "NUM_TOKENS": 1 << 14, "RANKS": (4,)}.items():
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(gpu, "execute", execute)
     monkeypatch.setattr(gpu, "gpus", lambda: (count, "emulated GPU", 23000))

@@ -85,23 +85,6 @@ def test_without_its_timing(run, data, trained, tmp_path, folder):
     )
 
 
-def test_a_late_process_is_named(run, data, changed, tmp_path):
-    """Rank 1 of 3 sleeps in each forward pass: the others wait for it in comm.
-
-    All sleep before the last gradient, that of the first layer: this is backward, not comm.
-    """
-    sleep = 'time.sleep(0.04 * (rank == 1))\n            mark("forward")'
-    ddp = "    model = nn.parallel.DistributedDataParallel(model)"
-    slow = "    layers[0].weight.register_hook(lambda _: time.sleep(0.01))\n"
-    copy = changed("multigpu/mnist.py", {'mark("forward")': sleep, ddp: slow + ddp})
-    words = ("--batch_size", 48, "--epochs", 1, "--data_dir", data)
-    out = run(copy, *words, processes=3, cwd=tmp_path)
-    comm, forward, backward = (times(out)[name][1:] for name in ("comm", "forward", "backward"))
-    slept = 25 * 0.04
-    assert forward[1] > slept and min(comm[0], comm[2]) > comm[1] + 0.3 * slept
-    assert "Rank 1 came last." in out and min(backward) > 25 * 0.01
-
-
 def test_make_demo_and_int8(run, data, tmp_path, trained):
     """`make demo`: one process, two, the speedup, and int8. The images can be learned, not at once.
 
@@ -133,16 +116,3 @@ def test_make_demo_and_int8(run, data, tmp_path, trained):
         (fp32_size, fp32_acc, *speeds), (int8_size, int8_acc, *_) = rows["fp32"], rows["int8"]
         assert int8_size < fp32_size / 3 and abs(int8_acc - fp32_acc) < 0.02 and min(speeds) > 0
         assert fp32_acc == pytest.approx(numbers("val_acc", before)[-1], abs=1e-4)
-
-
-REFUSED = {  # folder, processes: what is said
-    ("multigpu", 2): "a multiple of 2 processes, up to 1200",
-    ("multinode", 2): "a multiple of 2 processes, up to 1200",
-    ("hybrid", 3): "each replica needs two processes",
-}
-
-
-@pytest.mark.parametrize(("folder", "processes"), REFUSED)
-def test_sizes_that_do_not_fit(refused, data, folder, processes):
-    words = (f"{folder}/mnist.py", "--data_dir", data, "--batch_size", 47)
-    refused(REFUSED[folder, processes], *words, processes=processes)

@@ -38,10 +38,9 @@ class Network:
         self.options = options
         self.numbers = itertools.count()
         self.known = {}  # what predict.py knows: the run of one process by model, the link by speed
-        (self.folder / "multinode").mkdir(parents=True)
-        script = (ROOT / "multinode/images.py").read_text().replace(RUN, SLEEPING)
-        for name in ("text", "images", "gpt"):
-            (self.folder / f"multinode/{name}.py").write_text(script)
+        self.script = self.folder / "multinode/sleeper.py"
+        self.script.parent.mkdir(parents=True)
+        self.script.write_text((ROOT / "multinode/images.py").read_text().replace(RUN, SLEEPING))
         os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(self, nodes, script, *words):
@@ -55,8 +54,7 @@ class Network:
         steps = max(5, min(50, round(self.options.seconds / seconds)))
         log = self.folder / f"{next(self.numbers)}.jsonl"
         words = ["--model", model, "--batch_size", batch, "--max_steps", 3 + steps, "--log", log]
-        script = self.folder / f"multinode/{model.split(',')[0]}.py"
-        self.run(nodes, script, *words, *more)
+        self.run(nodes, self.script, *words, *more)
         return foretell.runs_of(foretell.read_logs([log]))
 
     def one_process(self, model, passes):
