@@ -8,31 +8,15 @@ and the TFLOP/s of a bf16 matmul, which no model is faster than.
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "singlegpu"))
 import gpt  # noqa: E402
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def seconds_of(work, count, warmup):
-    """Returns the seconds of one call of this function, without those that warm up."""
-    for number in range(warmup + count):
-        if number == warmup:
-            begin = now()
-        work()
-    return (now() - begin) / count
-
-
-def now():
-    """The moment (s) at which the GPU has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":
@@ -59,6 +43,10 @@ if __name__ == "__main__":
         optimizer.step()
         optimizer.zero_grad()
 
-    speed = args.batch_size / seconds_of(step, args.max_steps, args.warmup)
-    tflops = 2 * args.matmul**3 / seconds_of(lambda: matrix @ matrix, 20, 3) / 1e12
-    args.log.write_text(json.dumps({"samples/s": speed, "matmul": tflops}))
+    for _ in range(args.warmup):
+        step()
+    seconds = Timer("step()", globals={"step": step}).timeit(args.max_steps).mean
+    of_matmul = Timer("matrix @ matrix", globals={"matrix": matrix}).timeit(20).mean
+    row = {"samples/s": args.batch_size / seconds}
+    row["matmul"] = 2 * args.matmul**3 / of_matmul / 1e12
+    args.log.write_text(json.dumps(row))
