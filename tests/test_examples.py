@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 TEXTS = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.py")}
 README = (ROOT / "README.md").read_text()
 [TEXTS["README"]] = re.findall(r"^```python\n(def read_data.*?)^```", README, re.M | re.S)
-TABLE = TEXTS["table"]
 LAUNCHES = (("multigpu", 2), ("multinode", 3))
 WORDS = [f"w{number}" for number in range(40)]  # those of the texts in `data`
 
@@ -95,8 +94,9 @@ def test_each_example_is_tried():
 
 def test_two_functions_of_one_name_are_found(changed):
     """By ruff, where somebody pastes an example and deletes nothing."""
-    found = misnamed(changed("multigpu/images.py", {RUN: f"{TABLE}\n\n{RUN}"}))
-    names = {*re.findall(r"^def (\w+)", TABLE, re.M)}
+    example = TEXTS["table"]
+    found = misnamed(changed("multigpu/images.py", {RUN: f"{example}\n\n{RUN}"}))
+    names = {*re.findall(r"^def (\w+)", example, re.M)}
     assert {*re.findall(r"^F811 .* `(\w+)`", found, re.M)} == names and len(names) == 4
 
 
@@ -161,7 +161,6 @@ def test_a_table_of_unlike_columns(logged, paste, table, name):
     assert rows(logged(script, *words))[-1]["val_loss"] < 0.3, "in squared deviations"
 
 
-# Texts of table.py, and others in their place.
 DATA = "return [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]"
 DRAWING = """class Drawing(TensorDataset):
         def __getitem__(self, indices):  # of a whole batch
@@ -169,30 +168,11 @@ DRAWING = """class Drawing(TensorDataset):
                 print(f"drawn {torch.rand(())}\\n", end="", flush=True)
             return super().__getitem__(indices)
     return [Drawing(part[:, :-1], part[:, -1:]) for part in parts]"""
-NESTED = {  # a list of dictionaries, in place of tensors
-    DATA: """return [
-        [{"features": row[:-1], "list": [row[-1:], index % 2]} for index, row in enumerate(part)]
-        for part in parts
-    ]""",
-    "features, targets = batch\n": """features, (targets, odd) = batch["features"], batch["list"]
-    assert odd.shape == (len(features),)
-""",
-    "features, _ = data[0]": "features = data[0]['features']",
-}
 
 
 def test_what_workers_draw(run, paste, table):
     """Augmentation differs between processes, workers, steps and epochs."""
-    script = paste(replaced(TABLE, {DATA: DRAWING}), "multigpu")
+    script = paste(replaced(TEXTS["table"], {DATA: DRAWING}), "multigpu")
     words = ("--batch_size", 120, "--max_steps", 8, "--num_workers", 2)  # four steps an epoch
     drawn = re.findall("^drawn (.*)", run(script, "--table", table, *words, processes=3), re.M)
     assert len({*drawn}) == len(drawn) > 8 * 3
-
-
-def test_a_batch_is_what_the_data_makes_of_it(logged, paste, table):
-    """Whatever a sample is, and whatever holds them, the losses are the same."""
-    curves = []
-    for changes in {}, NESTED:
-        script = paste(replaced(TABLE, changes), "multigpu")
-        curves.append(curve(logged(script, "--table", table, processes=2)))
-    np.testing.assert_allclose(*curves, rtol=1e-6)
