@@ -77,7 +77,7 @@ def misnamed(script):
     return subprocess.run(ruff, capture_output=True, text=True).stdout
 
 
-EXAMPLES = {  # name: its flags; a word in braces is what the fixture of this name returns
+EXAMPLES = {  # name: its flags
     "README": "",
     "table": "",
     "huggingface": "--network {hub}/bert --texts {data}/tables --seq_len 8 --learning_rate 1e-2",
@@ -136,12 +136,11 @@ def test_rows_of_a_log_in_tensorboard(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_train_with_one_loss_curve(logged, request, paste, table, tmp_path, name):
+def test_examples_train_with_one_loss_curve(logged, paste, hub, data, table, tmp_path, name):
     """They train on one process and on several, two workers each."""
-    example, flags = TEXTS[name].replace("table.csv", str(table)), EXAMPLES[name]
-    for fixture in {*re.findall(r"\{(\w+)\}", flags)}:
-        flags = flags.replace(f"{{{fixture}}}", str(request.getfixturevalue(fixture)))
-    words = (*flags.split(), "--num_workers", 2, "--batch_size", 12, "--max_steps", 24)
+    example = TEXTS[name].replace("table.csv", str(table))
+    flags = EXAMPLES[name].format(hub=hub, data=data).split()
+    words = (*flags, "--num_workers", 2, "--batch_size", 12, "--max_steps", 24)
     several = [*EXAMPLES].index(name) % 2  # each has its turn in multigpu or multinode
     curves = []
     for folder, processes in (("singlegpu", 1), LAUNCHES[several]):
