@@ -39,6 +39,5 @@ def test_a_process_holds_its_share(monkeypatch):
         assert [sum(x.to_local().nbytes for x in each) for each in held] == [4 * count // 4] * 4
     dist.destroy_process_group()
     block = 4 * sum(weight.numel() for weight in model.blocks[0].parameters())
-    print(f"{count:,} parameters; whole, for a moment: a block of {block:,} bytes")
     assert 6.4e9 < count < 6.5e9
     assert max(4 * size for name, _, _, size in script.sent if name == "all-gather") == block

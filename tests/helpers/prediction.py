@@ -27,16 +27,12 @@ COLUMNS = ["model", "Mbit/s", "nodes", "micro-batches", "change", "predicted", "
 
 
 class Network:
-    """Runs scripts of multinode on nodes of one process, which fork from one that has torch.
-
-    Logs and links are files in `folder`, which a picture can be made of.
-    """
+    """Nodes of one process, which fork from one that has torch. Logs and links are in `folder`."""
 
     def __init__(self, spaces, folder, options):
-        self.spaces = spaces
+        self.spaces, self.options = spaces, options
         self.folder = Path(folder).resolve()
-        self.options = options
-        self.numbers = itertools.count()
+        self.numbers = itertools.count()  # of its files
         self.known = {}  # what predict.py knows: the run of one process by model, the link by speed
         self.script = self.folder / "multinode/sleeper.py"
         self.script.parent.mkdir(parents=True)
