@@ -145,11 +145,9 @@ def check_losses(*cases):
         rows, names = run(*command)[0], ("train_loss", "val_loss")
         losses = [row[name] for row in rows if row["rank"] == 0 for name in names]
         expected = expected or losses
-        tell(
-            f"- validation loss {losses[-1]:.4f} on {rows[0]['device']}, "
-            f"{expected[-1]:.4f} of the first; {rows[-1]['samples/s']:,.0f} samples/s; "
-            f"largest peak {max(row['peak_MB'] for row in rows):.0f} MB"
-        )
+        first, speed = f"{expected[-1]:.4f} of the first", f"{rows[-1]['samples/s']:,.0f} samples/s"
+        peak = f"largest peak {max(row['peak_MB'] for row in rows):.0f} MB"
+        tell(f"- validation loss {losses[-1]:.4f} on {rows[0]['device']}, {first}; {speed}; {peak}")
         if not np.allclose(losses, expected, rtol=tolerance, atol=0):
             wrong.append(" ".join(command[:2]))
     assert not wrong, f"other losses: {', '.join(wrong)}"
@@ -177,10 +175,8 @@ def check_gpt(batch):
     # of a token: 6 a parameter, and the attention (Chowdhery et al. 2022, "PaLM", appendix B)
     flops = 6 * row["parameters"] + 12 * row["num_layers"] * row["d_model"] * row["seq_len"]
     tflops = flops * speed / 1e12  # a second
-    told = (batch, f"{speed:,.0f}", f"{tflops:.3g}", f"{tflops / before['matmul']:.1%}")
-    told = (*told, f"{of_loop:,.0f}", f"{speed / of_loop:.2f}")
-    head = "batch | tokens/s | TFLOP/s | of a matmul | plain loop | ours to it".split(" | ")
-    tell("", *["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * 6, told)])
+    told = f"{tflops:.3g} TFLOP/s, {tflops / before['matmul']:.1%} of a matmul's"
+    tell(f"- {speed:,.0f} tokens/s, {speed / of_loop:.2f} of the loop's {of_loop:,.0f}; {told}")
 
 
 # == Parts: tables of checks ==

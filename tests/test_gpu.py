@@ -32,7 +32,7 @@ TOLD = {  # part, or a check of it: patterns of lines of gpu.md
     "stops:resumed": [r"- ran .*tools/check.py .* --resume .*\n- ok: \d+ kinds$"],
     "processes": [on_gpus(script) for script in gpu.PARALLEL],
     "ranks:multigpu/images.py": [on_gpus("multigpu/images.py .*`, 4"), "- it said: .*SIGKILL"],
-    "gpt:8": [r"\| 8 \| [\d,]+ \| .* \|$"],
+    "gpt:8": [r"- [\d,]+ tokens/s, [\d.]+ of the loop's [\d,]+; .* of a matmul's$"],
 }
 
 

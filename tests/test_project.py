@@ -117,8 +117,10 @@ def test_readme_commands(tmp_path):
     lines = "".join(blocks).splitlines() + re.findall(r"`([^`]+)`", text)
     lines = [" ".join(line.split("  #")[0].split()) for line in lines]
     # OMP_NUM_THREADS=1, before a command, holds for all tests.
-    command = re.compile(r"(?:\w+=\d+ )?((?:python|torchrun) (?!.*(?:mnist|tools/check|tests/)).*)")
-    commands = [found[1] for found in map(command.fullmatch, lines) if found]
+    is_command = re.compile(
+        r"(?:\w+=\d+ )?((?:python|torchrun) (?!.*(?:mnist|tools/check|tests/)).*)"
+    )
+    commands = [found[1] for found in map(is_command.fullmatch, lines) if found]
     assert len(commands) > 15
     printed = ""
     for command in commands:

@@ -1,6 +1,5 @@
 """report.py on logs whose answers are known, and the last step that the scripts log."""
 
-import csv
 import itertools
 import json
 import re
@@ -114,11 +113,10 @@ def test_speedup_and_efficiency_by_hand(tmp_path, drawn):
     assert "threads 4 / 2 / 1" in " ".join(text.split())
     assert "Not to be trusted" not in text and "note:" not in text
     assert (out / "report.md").read_text().strip() == text.strip()
-    found = list(csv.DictReader((out / "epochs.csv").read_text().splitlines()))
+    found = pd.read_csv(out / "epochs.csv").set_index("processes")
     assert len(found) == 2 * (2 + 1 + 1 + 1), "one process is in both groups"
-    last = [row for row in found if row["processes"] == "4"][-1]
-    names = "epoch", "val_loss", "speedup (x)", "comm (s)"
-    assert [float(last[name]) for name in names] == pytest.approx([2, 1, 2.5, 0.4])
+    last = found.loc[4, ["epoch", "val_loss", "speedup (x)", "comm (s)"]].iloc[-1]
+    assert [*last] == pytest.approx([2, 1, 2.5, 0.4])
     assert [path.name for *_, path in drawn] == ["scaling.png", "scaling_2.png"]
     axes = drawn[0][0].axes
     *bars, phases = [[bar.get_height() for bar in each.patches] for each in axes]
