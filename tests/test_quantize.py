@@ -23,7 +23,7 @@ def trained(run, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     snapshot, text, log = (folder / name for name in ("s.pt", "moved.txt", "log.jsonl"))
     (folder / "words.txt").write_bytes((data / "words.txt").read_bytes())
-    words = "--d_model 64 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --epochs 2"
+    words = "--d_model 64 --n_heads 2 --num_layers 2 --seq_len 32 --batch_size 24 --epochs 8"
     words = ("singlegpu/gpt.py", *words.split(), "--learning_rate", 3e-3)
     run(*words, "--dataset", folder / "words.txt", "--snapshot", snapshot, "--log", log)
     (folder / "words.txt").rename(text)
