@@ -11,6 +11,12 @@ or several that run at the same time, joined by " & "; variables may stand befor
     ratio "MALLOC_TOP_PAD_=268435456 singlegpu/images.py" "singlegpu/images.py"
     ratio "singlegpu/gpt.py --batch_size 8 & singlegpu/gpt.py --batch_size 8" \\
         "multigpu/gpt.py --num_gpus 2 --batch_size 16" --columns forward backward comm
+
+train.py of karpathy/nanoGPT, in its setting for a CPU, writes such a log, too, and can be a side:
+
+    ratio "tests/benchmark.py nanogpt --folder NANOGPT" \\
+        "singlegpu/gpt.py --dataset TEXT --vocab_size 128 --seq_len 64 --d_model 128 --n_heads 4 \\
+        --num_layers 4 --batch_size 12"
 """
 
 import argparse
@@ -64,6 +70,20 @@ def ratio(options):
         print("|", " | ".join(cells), "|")
 
 
+def nanogpt(options):
+    """train.py of karpathy/nanoGPT in the setting that its README gives for a CPU."""
+    words = "train.py config/train_shakespeare_char.py --device=cpu --eval_iters=1 "
+    words += "--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 "
+    words += "--dropout=0.0 --lr_decay_iters=2000 --eval_interval=100000 --dtype=float32 "
+    words += f"--compile={options.compile} --max_iters={options.max_steps} "
+    words += f"--out_dir={tempfile.gettempdir()}"
+    told = subprocess.check_output([sys.executable, *words.split()], cwd=options.folder, text=True)
+    times = [float(found) for found in re.findall(r"iter \d+: .* time ([\d.]+)ms", told)]
+    later = times[min(20, len(times) // 2) :]
+    row = {"rank": 0, "samples/s": 12 * 1000 * len(later) / sum(later)}
+    Path(options.log).write_text(json.dumps(row) + "\n")
+
+
 def predict(options):
     import prediction  # here, as the other commands need no torch
 
@@ -75,13 +95,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=wide)
     commands = parser.add_subparsers(required=True)
     add = {}
-    for run in ratio, predict:
+    for run in ratio, nanogpt, predict:
         words = commands.add_parser(run.__name__)
         words.set_defaults(run=run)
         add[run] = words.add_argument
     add[ratio]("sides", nargs="+")
     add[ratio]("--rounds", type=int, default=5)
     add[ratio]("--columns", nargs="+", default=[], help="further columns of the logs")
+    add[nanogpt]("--log", required=True)
+    add[nanogpt]("--folder", default="nanoGPT")
+    add[nanogpt]("--max_steps", type=int, default=300)
+    add[nanogpt]("--compile", action="store_true")
     add[predict]("--models", nargs="+", help='as "images, mlp"; all by default')
     add[predict]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
     add[predict]("--nodes", type=int, nargs="+", default=[2, 4, 8])

@@ -1,5 +1,9 @@
 """benchmark.py compares commands, at a tiny size. Its commands on links: tests/soak."""
 
+NANOGPT = """
+print("iter 1: loss 1.0, time 9.00ms, mfu 0%")
+print("iter 2: loss 1.0, time 5.00ms, mfu 0%")
+"""
 SCRIPT = """
 import json, os, sys
 for rank in (0, 1):
@@ -9,13 +13,14 @@ for rank in (0, 1):
 
 
 def test_sides_of_a_ratio(run, tmp_path):
-    """A side may be two commands at once. Not each log has each column."""
-    (script := tmp_path / "script.py").write_text(SCRIPT)
-    one = f"SPEED=1200 {script}"
-    sides = [one, f"{one} & {one}", f"SPEED=600 {script}"]
-    out = run("tests/benchmark.py", "ratio", *sides, "--rounds", 2, "--columns", "forward", "comm")
+    """They are train.py, whose first steps do not count, two of them at once, and a script."""
+    (tmp_path / "train.py").write_text(NANOGPT)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    nanogpt = f"tests/benchmark.py nanogpt --folder {tmp_path}"
+    sides = [nanogpt, f"{nanogpt} & {nanogpt}", f"SPEED=1200 {tmp_path}/script.py"]
+    out = run("tests/benchmark.py", "ratio", *sides, "--rounds", 2, "--columns", "forward")
     assert [line.strip("| ").split(" | ") for line in out.splitlines()[-3:]] == [
-        [sides[0], "1200.0", "1.000 (1.00 to 1.00)", "2.5", "nan"],
-        [sides[1], "2400.0", "2.000 (2.00 to 2.00)", "2.5", "nan"],
-        [sides[2], "600.0", "0.500 (0.50 to 0.50)", "2.5", "nan"],
+        [sides[0], "2400.0", "1.000 (1.00 to 1.00)", "nan"],
+        [sides[1], "4800.0", "2.000 (2.00 to 2.00)", "nan"],
+        [sides[2], "1200.0", "0.500 (0.50 to 0.50)", "2.5"],
     ]
