@@ -27,11 +27,14 @@ def on_gpus(command):
 
 
 TOLD = {  # part, or a check of it: patterns of lines of gpu.md
-    "check:multigpu/images.py": [r"- ran .*tools/check.py .*`, 1 process, .*\n- ok: 1\d kinds$"],
     "losses:gpt": ["on CPU, .* of the first", on_gpus("--precision fp16"), on_gpus("--compile")],
     "stops:resumed": [r"- ran .*tools/check.py .* --resume .*\n- ok: \d+ kinds$"],
     "processes": [on_gpus(script) for script in gpu.PARALLEL],
-    "ranks:multigpu/images.py": [on_gpus("multigpu/images.py .*`, 4"), "- it said: .*SIGKILL"],
+    "ranks:multigpu/images.py": [
+        r"- ran .*tools/check.py .*`, 1 process, .*\n- ok: 1\d kinds$",
+        on_gpus("multigpu/images.py .*`, 4"),
+        "- it said: .*SIGKILL",
+    ],
     "gpt:8": [r"- [\d,]+ tokens/s, [\d.]+ of the loop's [\d,]+; .* of a matmul's$"],
 }
 
