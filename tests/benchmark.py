@@ -2,7 +2,7 @@
 
     python tests/benchmark.py ratio "OLD/singlegpu/images.py WORDS" "singlegpu/images.py WORDS"
     python tests/benchmark.py predict --nodes 2 4 8     # speedup on slow links; as root, on Linux
-    python tests/benchmark.py changes                   # what would help there, and what does
+    python tests/benchmark.py predict --nodes 4 --changes "twice the batch"    # which would help
 
 They measure in rounds, in which the sides take turns, and print medians. OLD is a checkout of an
 earlier version. `ratio` compares the samples/s of the logs. A side is a command without `python`,
@@ -22,14 +22,13 @@ train.py of karpathy/nanoGPT, in its setting for a CPU, writes such a log, too, 
 import argparse
 import itertools
 import json
-import math
 import re
-import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pandas as pd
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests/helpers"))
@@ -37,39 +36,37 @@ sys.path.append(str(ROOT / "tests/helpers"))
 
 def run_side(side, folder):
     """Runs the commands of a side at the same time. Returns the last row of rank 0 of each log."""
-    processes = []
-    logs = []
+    logs, processes = [], []
     for number, command in enumerate(side.split(" & ")):
-        variables, words = re.fullmatch(r"((?:[A-Z_]+=\S* )*)(.*)", command.strip()).groups()
         logs.append(Path(folder, f"{number}.jsonl"))
         logs[-1].unlink(missing_ok=True)
-        words = ["env", *shlex.split(variables), sys.executable, *shlex.split(words)]
-        words += ["--log", logs[-1]]
-        processes.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, cwd=ROOT))
+        command = re.sub(r"^(\s*[A-Z_]+=\S* )*", rf"\g<0>{sys.executable} ", command)
+        command = f"{command} --log {logs[-1]}"
+        processes.append(subprocess.Popen(command, shell=True, stdout=subprocess.DEVNULL, cwd=ROOT))
     if any([process.wait() for process in processes]):
         sys.exit(f"failed: {side}")
-    texts = [log.read_text().splitlines() for log in logs]
-    return [[row for row in map(json.loads, text) if row["rank"] == 0][-1] for text in texts]
+    rows = [map(json.loads, log.read_text().splitlines()) for log in logs]
+    return [[row for row in each if row["rank"] == 0][-1] for each in rows]
 
 
 def ratio(options):
-    """Compare the samples/s of commands."""
-    found = {side: [] for side in options.sides}  # of each round, the rows of the side's commands
+    """Prints the samples/s of the sides. Other columns are those of a side's first command."""
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        for _, side in itertools.product(range(options.rounds), options.sides):
-            found[side].append(run_side(side, folder))
-    rates = {}
+        for number, side in itertools.product(range(options.rounds), options.sides):
+            rows = run_side(side, folder)
+            rate = sum(row["samples/s"] for row in rows)
+            found.append(rows[0] | {"round": number, "side": side, "rate": rate})
+    found = pd.DataFrame(found).set_index("round")
+    first = found["rate"][found["side"] == options.sides[0]]
     names = ["side", "samples/s", "to the first", *options.columns]
     print("|", " | ".join(names), "|")
     print("|" + " --- |" * len(names))
-    for side in options.sides:
-        rates[side] = [sum(row["samples/s"] for row in rows) for rows in found[side]]
-        ratios = [rate / first for rate, first in zip(rates[side], rates[options.sides[0]])]
-        cells = [side, f"{statistics.median(rates[side]):.1f}"]
-        cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        for name in options.columns:
-            value = statistics.median(rows[0].get(name, math.nan) for rows in found[side])
-            cells.append(f"{value:.4g}")
+    for side, rows in found.groupby("side", sort=False):
+        ratios = rows["rate"] / first
+        cells = [side, f"{rows['rate'].median():.1f}"]
+        cells.append(f"{ratios.median():.3f} ({ratios.min():.2f} to {ratios.max():.2f})")
+        cells += [f"{value:.4g}" for value in rows.reindex(columns=options.columns).median()]
         print("|", " | ".join(cells), "|")
 
 
@@ -83,48 +80,42 @@ def nanogpt(options):
     told = subprocess.check_output([sys.executable, *words.split()], cwd=options.folder, text=True)
     times = [float(found) for found in re.findall(r"iter \d+: .* time ([\d.]+)ms", told)]
     later = times[min(20, len(times) // 2) :]
-    row = {"rank": 0, "samples/s": 12 * 1000 / statistics.mean(later)}
+    row = {"rank": 0, "samples/s": 12 * 1000 * len(later) / sum(later)}
     Path(options.log).write_text(json.dumps(row) + "\n")
 
 
-def on_links(options):
-    """Held against training on slow links: what predict.py says."""
+def predict(options):
     import prediction  # here, as the other commands need no torch
 
-    getattr(prediction, options.command)(options)
+    prediction.predict(options)
 
 
 def main():
     wide = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=wide)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True)
     add = {}
-    runs = {"ratio": ratio, "nanogpt": nanogpt, "predict": on_links, "changes": on_links}
-    for name, run in runs.items():
-        words = commands.add_parser(name, help=run.__doc__)
+    for run in ratio, nanogpt, predict:
+        words = commands.add_parser(run.__name__)
         words.set_defaults(run=run)
-        add[name] = words.add_argument
-    add["ratio"]("sides", nargs="+")
-    add["ratio"]("--rounds", type=int, default=5)
-    add["ratio"]("--columns", nargs="+", default=[], help="further columns of the logs")
-    add["nanogpt"]("--log", required=True)
-    add["nanogpt"]("--folder", default="nanoGPT")
-    add["nanogpt"]("--max_steps", type=int, default=300)
-    add["nanogpt"]("--compile", action="store_true")
-    add["predict"]("--nodes", type=int, nargs="+", default=[2, 4, 8])
-    add["predict"]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
-    add["predict"]("--models", nargs="+", help='as "images, mlp"; all by default')
-    add["predict"]("--grad_accum_steps", type=int, nargs="+", default=[1], help="micro-batches")
-    four = ["text, small", "text, large", "images, cnn", "gpt, 10 M"]
-    two = ["--comm_hook bf16", "twice the batch"]
-    add["changes"]("--nodes", type=int, nargs="+", default=[4])
-    add["changes"]("--mbit", type=int, nargs="+", default=[100, 400], help="of each link")
-    add["changes"]("--models", nargs="+", default=four)
-    add["changes"]("--changes", nargs="+", default=two, help="of those that predict.py tells")
-    for name in ("predict", "changes"):
-        add[name]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
-        add[name]("--seconds", type=float, default=4, help="of a training, about")
-        add[name]("--logs", metavar="FOLDER", help="keep the logs and the links there")
+        add[run] = words.add_argument
+    add[ratio]("sides", nargs="+")
+    add[ratio]("--rounds", type=int, default=5)
+    add[ratio]("--columns", nargs="+", default=[], help="further columns of the logs")
+    add[nanogpt]("--log", required=True)
+    add[nanogpt]("--folder", default="nanoGPT")
+    add[nanogpt]("--max_steps", type=int, default=300)
+    add[nanogpt]("--compile", action="store_true")
+    add[predict]("--models", nargs="+", help='as "images, mlp"; all by default')
+    add[predict]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
+    add[predict]("--nodes", type=int, nargs="+", default=[2, 4, 8])
+    add[predict]("--grad_accum_steps", type=int, nargs="+", default=[1], help="micro-batches")
+    add[predict](
+        "--changes", nargs="+", default=["as it is"], help="of those that predict.py tells"
+    )
+    add[predict]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
+    add[predict]("--seconds", type=float, default=4, help="of a training, about")
+    add[predict]("--logs", metavar="FOLDER", help="keep the logs and the links there")
     options = parser.parse_args()
     options.run(options)
 

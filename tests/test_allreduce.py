@@ -31,12 +31,12 @@ def test_table_is_that_of_the_file(run, changed, tmp_path):
         assert 3 * np.dot(repeats, found["seconds"]) < took, "three of five took that or longer"
         counts.append(sum(repeats))
     assert counts[0] == 3 < counts[1], "one for each size"
-    table = [line.split("|")[1:-1] for line in out.splitlines() if line[:1] == "|"]
-    assert [cell.strip() for cell in table[0]] == "bytes time_us algbw_GB/s busbw_GB/s".split()
-    for row, size, seconds in zip(table[2:], found["sizes"], found["seconds"], strict=True):
-        rate = size / seconds / 1e9
-        assert float(row[1]) == pytest.approx(1e6 * seconds, abs=0.06)
-        assert list(map(float, row[2:])) == pytest.approx([rate, 4 / 3 * rate], abs=6e-4)
+    head, _, *rows = [line.strip("| ").split("|") for line in out.splitlines() if line[:1] == "|"]
+    assert [cell.strip() for cell in head] == "bytes time_us algbw_GB/s busbw_GB/s".split()
+    sizes, seconds = np.array(found["sizes"]), np.array(found["seconds"])
+    rates = sizes / seconds / 1e9
+    expected = np.stack((sizes, 1e6 * seconds, rates, 4 / 3 * rates), axis=1)
+    assert (abs(np.array(rows, float) - expected) < (0.5, 0.06, 6e-4, 6e-4)).all()
     assert (found["processes"], found["nodes"]) == (3, 1) and 0 < found["compute_rate"] <= 1
 
 
@@ -51,17 +51,26 @@ def test_fit_finds_the_line():
 
 
 CHECK = "        if (buffer !="
-FAULTS = {  # in one element on one process; a process that hangs, though its threads live
-    "buffer[5] += dist.get_rank()": "rank 1: an all-reduce of 4096 bytes gave a wrong sum",
-    "time.sleep(100 * dist.get_rank())": "no sign of life for 3 s from the links: all processes",
+# A stopped process is ended when the others have ended.
+STOP = "(os.system(f'(sleep 14; kill -9 {os.getpid()}) &') or os.kill(os.getpid(), 19))"
+FAULTS = {  # of five processes: one element is wrong; one hangs, though its threads live; they stop
+    "buffer[5] += 5 * (rank == 1)": "rank 1: an all-reduce of 4096 bytes gave a wrong sum",
+    "time.sleep(100 * (rank == 1))": "from the links: all processes live",
+    f"rank in (2, 3) and {STOP}": "from rank 2 ({host}), rank 3 ({host})",
+    f"rank == 0 and {STOP}": "from rank 0",  # which holds the store
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_the_measurement(attempt, changed, fault):
-    copy = changed(SCRIPT, {CHECK: f"        {fault}\n{CHECK}"})
-    status, _, err = attempt(copy, *SIZES, "--timeout", 3, processes=2)
-    assert status and FAULTS[fault] in err, err
+def test_a_fault_ends_the_measurement(changed, tmp_path, fault):
+    """It is named in one line, by one process, three seconds after --timeout."""
+    script = changed(SCRIPT, {CHECK: f"        {fault}\n{CHECK}"})
+    commands, envs = forks_of(script, [*SIZES, "--timeout", 3], 5)
+    is_exit = "wrong sum" in FAULTS[fault]
+    answers = run_all(commands, envs, tmp_path, 30, ends_others=is_exit)
+    [told] = [err for status, _, err in answers if status == 1 and err]
+    expected = FAULTS[fault].format(host=os.uname().nodename)
+    assert told.count("\n") == 1 and told.endswith(f"{expected}\n"), told
 
 
 def test_on_an_accelerator(run, changed, emulator):
@@ -69,11 +78,6 @@ def test_on_an_accelerator(run, changed, emulator):
     copy = changed(SCRIPT, {"4096 if ON_GPU": "256 if ON_GPU"})
     out = run(copy, *SIZES, "--seconds", 0.02, processes=2, EMU_DEVICES="2")
     assert out.startswith("processes 2, nodes 1, device Emulator, ") and "\nbeside an all-re" in out
-
-
-def test_what_it_needs(refused):
-    refused("two processes or more", SCRIPT)
-    refused("--pairs two nodes", SCRIPT, "--pairs", processes=2)
 
 
 def test_pairs_name_the_slow_node_and_link(attempt, changed):
@@ -84,12 +88,14 @@ def test_pairs_name_the_slow_node_and_link(attempt, changed):
     words = ("--pairs", "--seconds", 0.05, "--expect", 0.001)
     status, out, err = attempt(copy, *words, processes=(5, 1))
     assert status == 1 and not err, err
-    named = re.findall(r"^(\S+(?: sends| -> \S+)) at 0\.[01]\d of the median$", out, re.M)
-    assert {"n4 sends", "n1 -> n3", "n3 -> n1"} <= {*named}, out
+    named = {*re.findall(r"^(n\d.*) at 0\.\d\d of the median$", out, re.M)}
+    # On a busy machine, others may be slow, too: then all that a node receives.
+    for names in ["n4 sends"], ["n1 -> n3", "n3 receives"], ["n3 -> n1", "n1 receives"]:
+        assert named.intersection(names), out
     lines = [line for line in out.splitlines() if " sends GB/s to " in line]
-    rates = [{to: float(rate) for to, rate in re.findall(r"n(\d) ([\d.]+)", row)} for row in lines]
-    for a, b in [*itertools.product([4], range(4)), (1, 3), (3, 1)]:
-        assert rates[a][str(b)] < 0.011, "1 MiB in 0.1 s"
+    rates = [dict(re.findall(r"n(\d) ([\d.]+)", line)) for line in lines]
+    for a, b in [(4, 0), (4, 1), (4, 2), (4, 3), (1, 3), (3, 1)]:
+        assert float(rates[a][str(b)]) < 0.011, "1 MiB in 0.1 s"
 
 
 def test_what_is_slow_is_named(capsys):
@@ -105,36 +111,3 @@ def test_what_is_slow_is_named(capsys):
     two = {(0, 1): 10e9, (1, 0): 2e9}  # who is to blame is open
     assert script.print_pairs(two, hosts[:2], expect=0) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "n1 -> n0 at 0.20 of the median"
-
-
-THERE = '        progress["moment"] = time.monotonic()\n    dist.'  # after a turn of --pairs
-STOP = """
-        if turn == 1 and rank in (LOST):
-            if os.fork() == 0:  # a child ends what hangs, when the others have ended
-                time.sleep(15)
-                os.kill(os.getppid(), 9)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-"""
-LOST = {  # ranks that are not started, and that hang, of five: what is said
-    ((2,), ()): "from rank 2 (unseen)",
-    ((), (2, 3)): "from rank 2 ({host}), rank 3 ({host})",
-    ((), (0,)): "from rank 0",  # it holds the store
-}
-
-
-@pytest.mark.parametrize(("missing", "hang"), LOST)
-def test_who_is_missing_is_named(changed, tmp_path, missing, hang):
-    """One line, from one process, three seconds after --timeout."""
-    stop = f"{STOP.replace('LOST', str(hang)[1:-1])}{THERE}"
-    script = changed(SCRIPT, {THERE: stop, "import os\n": "import os\nimport signal\n"})
-    words = "--pairs --seconds 0.05 --timeout 4".split()
-    commands, envs = forks_of(script, words, (5, 1))
-    started = [rank for rank in range(5) if rank not in missing]
-    envs = [envs[rank] for rank in started]
-    answers = run_all(commands[: len(envs)], envs, tmp_path, 30, ends_others=False)
-    answers = [answer for rank, answer in zip(started, answers) if rank not in hang]
-    assert {status for status, *_ in answers} == {1}
-    [told] = [err for *_, err in answers if err]
-    expected = LOST[missing, hang].format(host=os.uname().nodename)
-    assert told.count("\n") == 1 and told.endswith(f"{expected}\n"), told

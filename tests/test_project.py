@@ -6,22 +6,23 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
-from conftest import FOLDERS, LOOPBACK, ROOT, RUN, SCRIPTS, TRAINING, curve, free_port, rows
+from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, free_port, rows
 from fork_server import run_all
 from PIL import Image
 from torchvision.models import ResNet18_Weights, resnet18
 
+MLP = "--dataset mnist --data_dir {data} --model mlp --max_steps 6"
+GPT = "--dataset my.txt --d_model 16 --n_heads 2 --num_layers 1 --seq_len 16"
 TINY = {  # how a command begins: flags that make it small. The first that fits counts.
     "singlegpu/images.py --dataset photos": "--image_size 32 --batch_size 6 --snapshot none.pt",
     "images.py --dataset photos": "--image_size 32 --batch_size 6 --epochs 1 --log photos.jsonl",
-    "images.py --log run.jsonl": "--model mlp --max_steps 6",
-    "images.py": "--model mlp --max_steps 6 --log one.jsonl",
-    "singlegpu/gpt.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --max_steps 2",
-    "multigpu/gpt.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16",
-    "hybrid/gpt_fsdp.py": "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 16 --max_steps 2",
+    "images.py --log run.jsonl": MLP,
+    "images.py": f"{MLP} --log one.jsonl",
+    "multigpu/gpt.py": GPT,
+    "singlegpu/gpt.py": f"{GPT} --max_steps 2",
+    "hybrid/gpt_fsdp.py": f"{GPT} --max_steps 2",
     "quantize/gpt.py": "--rounds 1 --eager --num_samples 8",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
@@ -29,34 +30,23 @@ README = (ROOT / "README.md").read_text()
 LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository")
 def test_an_edit_is_carried_to_its_copies(tmp_path):
     """By --fix, in all folders; not if two copies are new. What differs or is too long is told."""
-    for name in ("multigpu", "multinode", "slurm"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests/check_copies.py", tmp_path / "tests")
-    me = "git -c user.name=me -c user.email=me -c commit.gpgsign=false"
-    commit = f"git init -q && git add . && {me} commit -qm all"
-    subprocess.run(commit, shell=True, cwd=tmp_path, check=True)
+    subprocess.run(["git", "clone", "-q", ROOT, tmp_path], check=True)
     copies, head = [*tmp_path.glob("multi*/[!m]*.py")], '    """Ends the workers.'
-    count = sum(head in path.read_text() for path in copies)
 
-    def fix(*new):
-        for path, old, text in new:
-            (tmp_path / path).write_text((tmp_path / path).read_text().replace(old, text))
+    def fix(path, old, new):
+        path = tmp_path / path
+        path.write_text(path.read_text().replace(old, new))
         command = [sys.executable, tmp_path / "tests/check_copies.py", "--fix"]
         return subprocess.run(command, capture_output=True, text=True).stderr
 
-    assert fix(("multigpu/gpt.py", head, f"{head} One.")) == ""
-    assert sum(f"{head} One." in path.read_text() for path in copies) == count >= 4
-    told = fix(("multigpu/gpt.py", "One.", "Two."), ("multinode/text.py", "One.", "Three."))
-    assert "kill_workers\ndiffers" in told, told
-    assert sum(f"{head} One." in path.read_text() for path in copies) == count - 2
-    told = fix(("slurm/multinode_gpt.slurm", "\nstatus=", "\nsleep 1\nstatus="))
-    assert re.search("multinode_gpt.slurm.* differ in more than a name", told), told
-    told = fix(("multigpu/mnist.py", "import torch\n", "import torch\n" * 100))
-    assert re.search(r"multigpu/mnist.py has \d+ lines, and a budget of", told), told
+    assert fix("multigpu/gpt.py", head, f"{head} One.") == ""
+    assert sum(f"{head} One." in path.read_text() for path in copies) == len(copies) >= 4
+    assert "kill_workers\ndiffers" in fix("multigpu/gpt.py", "One.", "Two.")
+    assert "differ in more than a name" in fix("slurm/multinode_gpt.slurm", "status=", "\nstatus=")
+    assert "and a budget of" in fix("multigpu/mnist.py", "import os\n", "import os\n" * 100)
 
 
 def test_scripts_stand_alone():
@@ -105,16 +95,18 @@ def test_a_page_names_what_exists(page):
     assert not missing
 
 
-def test_readme_commands(tmp_path):
+def test_readme_commands(data, tmp_path):
     """Each command with python or torchrun runs as it stands, but tiny: of blocks, then in text.
 
-    A --pretrained network trains on photographs, and predicts. --epochs 0 gets its weights alone.
-    test_mnist.py runs mnist.py, test_check.py check.py.
+    One with which another one begins is left out; test_mnist.py runs mnist.py, test_check.py
+    check.py. A --pretrained network trains on photographs, and predicts. --epochs 0 gets its
+    weights alone.
     """
     for number in range(24):
         names = ("photos/val", "photos/train")[number % 2], ("cat", "dog")[number % 4 // 2]
         (path := tmp_path.joinpath(*names)).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 30), (number, 0, 0)).save(path / f"{number}.png")
+    Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
     weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]
     (tmp_path / "hub/checkpoints").mkdir(parents=True)
     pretrained = resnet18().state_dict()
@@ -123,26 +115,29 @@ def test_readme_commands(tmp_path):
     for name in (*FOLDERS, "examples", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my.txt").write_text(README)
-    Image.new("RGB", (40, 30)).save(tmp_path / "photo.jpg")
     blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
-    lines = "".join(blocks).splitlines() + re.findall(r"`([^`]+)`", without_blocks(README))
+    text = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S)
+    lines = "".join(blocks).splitlines() + re.findall(r"`([^`]+)`", text)
     lines = [" ".join(line.split("  #")[0].split()) for line in lines]
-    commands = re.compile(r"(?:\w+=\d+ )?(?:python|torchrun) (?!.*(?:mnist|tools/check|tests/))")
-    lines = [line for line in lines if commands.match(line)]
-    assert len(lines) > 15
+    # OMP_NUM_THREADS=1, before a command, holds for all tests.
+    is_command = re.compile(
+        r"(?:\w+=\d+ )?((?:python|torchrun) (?!.*(?:mnist|tools/check|tests/)).*)"
+    )
+    commands = [found[1] for found in map(is_command.fullmatch, lines) if found]
+    assert len(commands) > 15
+    commands = [each for each in commands if f"{each} " not in "\n".join(commands)]
     printed = ""
-    for line in lines:
-        small = (more for name, more in TINY.items() if f"{name} " in f"{line} ")
-        line += " " + next(small, "")
-        line = re.sub(r"\S+\*", lambda words: str(*tmp_path.glob(words[0])), line)
-        line = line.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
-        line = re.sub("^torchrun ", "torchrun -m torch.distributed.run ", line)
-        line = re.sub(r"^\w+=\d+ ", "", line)  # OMP_NUM_THREADS=1 holds for all tests
-        words = line.replace("node=4", "node=1").split()[1:]
-        nodes = [words] * (1 + ("--nnodes=2" in line))
+    for command in commands:
+        small = (more for name, more in TINY.items() if f"{name} " in f"{command} ")
+        command += " " + next(small, "").format(data=data)
+        command = re.sub(r"\S+\*", lambda words: str(*tmp_path.glob(words[0])), command)
+        command = command.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
+        command = command.replace("torchrun", "torchrun -m torch.distributed.run")
+        words = command.replace("node=4", "node=1").split()[1:]
+        nodes = [words] * (1 + ("--nnodes=2" in words))
         env = LOOPBACK | {"TORCH_HOME": str(tmp_path)}
         for status, out, err in run_all(nodes, [env] * len(nodes), tmp_path):
-            assert status == 0, (line, err)
+            assert status == 0, (command, err)
             printed += out
     assert (tmp_path / "gpt.pt").exists() and not (tmp_path / "none.pt").exists()
     assert {row["processes"] for row in rows(tmp_path / "run.jsonl")} == {2}, "no GPU: two"
@@ -152,67 +147,13 @@ def test_readme_commands(tmp_path):
     assert int(share) >= 50, printed
 
 
-def without_blocks(text):
-    """A page without its blocks of code."""
-    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-
-
-def block_with(word):
-    """The lines of Python in README that have this word."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    [found] = [block for block in blocks if word in block]
-    return found
-
-
 def test_readme_shows_what_ddp_adds():
     """Each line of this block is in multigpu's mnist.py and not in singlegpu's; none is missing."""
-
-    def lines_of(text):
-        return [line.split("  #")[0] for line in text.splitlines()]
-
-    shown = lines_of(block_with("spawn("))
-    alone, ddp = (lines_of((ROOT / f"{name}/mnist.py").read_text()) for name in FOLDERS[:2])
+    [block] = re.findall(r"^```python\n(def main.*?)^```", README, re.M | re.S)
+    texts = [block, *[(ROOT / f"{name}/mnist.py").read_text() for name in FOLDERS[:2]]]
+    shown, alone, ddp = ([x.split("  #")[0] for x in text.splitlines()] for text in texts)
     added = [line for line in ddp if line not in alone]
     assert shown == [line for line in added if line in shown], "and in this order"
     main = added[added.index(shown[0]) : added.index("    dist.destroy_process_group()")]
     words = re.compile(r"rank|world_size|dist\.|\bDist")
     assert {line for line in main if words.search(line) and "mark" not in line} <= {*shown}
-
-
-def test_readme_table(logged, changed, tmp_path):
-    """The functions of "Your own data and model" train alike in each folder: a later def counts.
-
-    They learn from columns that differ in size, such as Unix times, which float32 rounds to 128 s.
-    """
-    example, curves = block_with("table.csv"), []
-    ages, times, noise = np.random.default_rng(0).standard_normal((3, 600))
-    target = 150 + 40 * ages + 50 * times + 8 * noise
-    columns = np.stack([50 + 10 * ages, np.round(1_764_300_000 + 30 * times), 0 * ages, target], 1)
-    np.savetxt(tmp_path / "table.csv", columns, "%.12g", ",", header="age,time,zero,target")
-    example = example.replace("table.csv", str(tmp_path / "table.csv"))
-    words = ("--batch_size", 24, "--epochs", 10, "--learning_rate", 0.01)
-    for processes, folder in enumerate(("singlegpu", "multinode", "multigpu"), start=1):
-        copy = changed(f"{folder}/images.py", {RUN: f"{example}\n\n{RUN}"})
-        curves.append(curve(logged(copy, *words, processes=processes)))
-        assert curves[-1][-1, 1] < 0.3, "in squared standard deviations of the target"
-        np.testing.assert_allclose(curves[-1], curves[0], rtol=1e-3)
-
-
-@pytest.mark.parametrize("folder", ("multigpu", "hybrid"))
-def test_mnist_without_its_timing(run, data, tmp_path, folder):
-    """Without the last section, and each line with mark, the rest trains alike; it tells no times.
-
-    It names nothing that is not there.
-    """
-    (copy := tmp_path / f"{folder}/mnist.py").parent.mkdir()
-    lines = (ROOT / f"{folder}/mnist.py").read_text().splitlines(keepends=True)
-    *_, start = [number for number, line in enumerate(lines) if line.startswith("# ==")]
-    end = lines.index('if __name__ == "__main__":\n')
-    copy.write_text("".join(line for line in lines[:start] + lines[end:] if "mark" not in line))
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", copy]
-    assert subprocess.run(ruff).returncode == 0
-    words = ("--data_dir", data, "--batch_size", 48)
-    outs = [run(each, *words, processes=2, cwd=tmp_path) for each in (f"{folder}/mnist.py", copy)]
-    losses = [re.findall(r"train_loss ([\d.]+)", out) for out in outs]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
-    assert [bool(re.search("^backward", out, re.M)) for out in outs] == [True, False]

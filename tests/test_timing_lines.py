@@ -26,22 +26,6 @@ if torch.accelerator.is_available():
 dist.init_process_group(dist.get_default_backend_for_device(device))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 10)
-
-    def forward(self, inputs):
-        hidden = self.first(inputs)
-        hidden.register_hook(lambda _: pause(0.015))
-        pause(0.01)
-        return self.last(hidden)
-
-
-def validate(model):
-    pause(0.03)
-
-
 class Loader:
     def __iter__(self):
         for _ in range(10):
@@ -49,74 +33,60 @@ class Loader:
             yield torch.randn(32, 64), torch.randint(10, (32,))
 
 
+def validate(model):
+    pause(0.03)
+
+
 num_epochs, loader, loss_function = 2, Loader(), nn.functional.cross_entropy
-model = Model().to(device)
+model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10)).to(device)
+model.register_forward_pre_hook(lambda *_: pause(0.01))
+model[1].register_full_backward_hook(lambda *_: pause(0.015))  # before that of the first layer
 """
 OPTIMIZER = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer.register_step_post_hook(lambda *_: pause(0.02))
 """
 PAUSE = "    pause(0.05)\n"
-
-
-def pasted(changes):
-    """README's lines with those parts, and then with these changes."""
-    [difference] = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
-    assert len(re.findall(r"^\+", difference, re.M)) == 11
-    lines = re.sub("^[+ ]", "", difference, flags=re.M)
-    first, model, loop, end = lines.split("...\n")
-    return replaced(first + START + model + OPTIMIZER + loop + PAUSE + end, changes)
-
-
-def phases_of(out):
-    """The seconds of each phase, of rank 0 and rank 1, which sum to the total."""
-    phases = {}
-    for name, *seconds in re.findall(r"^(\w+) .* s .*% +([\d.]+) +([\d.]+)$", out, re.M):
-        phases[name] = [float(value) for value in seconds]
-    for rank, total in enumerate(phases.pop("total")):
-        assert abs(sum(each[rank] for each in phases.values()) - total) < 0.01, "but for rounding"
-    return phases
-
-
-LAYERS = "self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 10)"
-DDP = "model = DistributedDataParallel(model)\n"
 OTHERS = {  # what differs in the train.py of others
     "the device is emulated": {},
-    "the first layer is unused": {
-        LAYERS: f"self.unused = nn.Linear(1, 1)\n        {LAYERS}",
-        DDP: DDP.replace("model)", "model, find_unused_parameters=True)"),
-    },
     "rank 0 alone validates": {"if step % 100 == 0": "if step % 100 == dist.get_rank() * 50"},
-    "the first epoch warms up": {"    pause(0.05)": "    if epoch == 0:\n        marks.clear()"},
+    "the first epoch warms up": {PAUSE: "    if epoch == 0:\n        marks.clear()\n"},
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_lines_in_a_script_of_ones_own(attempt, request, tmp_path, name):
+def test_lines_in_a_script_of_ones_own(run, request, tmp_path, name):
     """They tell each pause by its phase, and phases sum to the total; nothing is read too early.
 
-    The backward pass ends with the last gradient, whichever parameter has it. timing.py works
-    without torchvision, as README says.
+    Who comes last is named. timing.py works without torchvision, as README says.
     """
+    [difference] = re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S)
+    assert len(re.findall(r"^\+", difference, re.M)) == 11
+    lines = re.sub("^[+ ]", "", difference, flags=re.M)
+    first, model, loop, end = lines.split("...\n")
     (train := tmp_path / "multinode/train.py").parent.mkdir()
-    train.write_text(pasted(OTHERS[name]))
+    text = first + START + model + OPTIMIZER + loop + PAUSE + end
+    train.write_text(replaced(text, OTHERS[name]))
     source, copy = re.search(r"`cp (\S+) \S*/(\S+)`", README).groups()
-    lines = (ROOT / source).read_text().splitlines(keepends=True)
-    kept = [line for line in lines if "torchvision" not in line]
-    assert len(kept) == len(lines) - 1
-    train.with_name(copy).write_text("".join(kept))
+    timing = {"from torchvision.datasets import MNIST\n": ""}
+    train.with_name(copy).write_text(replaced((ROOT / source).read_text(), timing))
     env = {}
     if "emulated" in name:
         request.getfixturevalue("emulator")
         env = {"EMU_DEVICES": "4", "EMU_SIM": "kernel=100,launch=5,comm=1000"}
-    status, out, err = attempt(train, processes=2, **env)
-    assert status == 0, err
-    phases = phases_of(out)
+    out = run(train, processes=2, **env)
+    table = re.findall(r"^(\w+) .* s .*% +([\d.]+) +([\d.]+)$", out, re.M)
+    phases = {name: (float(a), float(b)) for name, a, b in table}  # seconds of ranks 0 and 1
+    total = phases.pop("total")
+    sums = [sum(seconds) for seconds in zip(*phases.values())]
+    assert sums == pytest.approx(total, abs=0.01), "but for rounding"
     pauses = dict(PAUSES)
     if "warms up" in name:  # the second epoch is left, and nothing between the two
         pauses = {phase: pause / 2 for phase, pause in PAUSES.items() if phase != "other"}
     if "validates" in name:
         assert phases["eval"][0] >= pauses.pop("eval") and phases.pop("eval")[1] == 0, out
+        assert phases["comm"][1] > phases["comm"][0] + 0.5 * PAUSES["eval"], "it waits"
+        assert "Rank 0 came last." in out
     assert phases.keys() == pauses.keys() | {"comm"} and min(phases["comm"]) > 0, out
     for phase, pause in pauses.items():
         assert min(phases[phase]) >= 0.999 * pause, (phase, out)

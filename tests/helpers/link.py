@@ -21,8 +21,8 @@ def what_is_missing():
         return f"needs root on Linux, and {' and '.join(missing) or 'ip and tc'}"
 
 
-def command(*words):
-    subprocess.run(list(map(str, words)), check=True)
+def command(words):
+    subprocess.run(words.split(), check=True)
 
 
 @contextlib.contextmanager
@@ -31,31 +31,28 @@ def nodes(count):
     hub, *spaces = [f"link{os.getpid()}n{number}" for number in range(count + 1)]
     try:
         for space in (hub, *spaces):
-            command("ip", "netns", "add", space)
-            command("ip", "-n", space, "link", "set", "lo", "up")
-        command("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
-        command("ip", "-n", hub, "link", "set", "bridge", "mtu", 9000, "up")
+            command(f"ip netns add {space}")
+            command(f"ip -n {space} link set lo up")
+        # Of packets of 9000 bytes, 0.7% are headers; of 1500 bytes 4.4%.
+        command(f"ip -n {hub} link add bridge mtu 9000 up type bridge")
         for number, space in enumerate(spaces, start=1):
-            peer = ("type", "veth", "peer", "name", "veth", "netns", space)
-            command("ip", "-n", hub, "link", "add", f"port{number}", *peer)
-            port = ("link", "set", f"port{number}", "master", "bridge", "mtu", 9000, "up")
-            command("ip", "-n", hub, *port)
-            command("ip", "-n", space, "address", "add", f"10.99.0.{number}/24", "dev", "veth")
-            # At this size 0.7% of what is sent are headers; at 1500 bytes 4.4%.
-            command("ip", "-n", space, "link", "set", "veth", "mtu", 9000, "up")
+            veth = f"port{number} mtu 9000 type veth peer name veth mtu 9000 netns {space}"
+            command(f"ip -n {hub} link add {veth}")
+            command(f"ip -n {hub} link set port{number} master bridge up")
+            command(f"ip -n {space} address add 10.99.0.{number}/24 dev veth")
+            command(f"ip -n {space} link set veth up")
         yield spaces
     finally:
         for space in (hub, *spaces):
             with contextlib.suppress(subprocess.CalledProcessError):
-                command("ip", "netns", "del", space)
+                command(f"ip netns del {space}")
 
 
 def shape(spaces, mbit):
     """Slow what these nodes send down to so many Mbit/s."""
-    limit = ("burst", max(100_000, int(mbit * 160)), "latency", "500ms")
+    limit = f"rate {mbit}mbit burst {max(100_000, int(mbit * 160))} latency 500ms"
     for space in spaces:
-        qdisc = ("tc", "-n", space, "qdisc", "replace", "dev", "veth", "root", "tbf")
-        command(*qdisc, "rate", f"{mbit}mbit", *limit)
+        command(f"tc -n {space} qdisc replace dev veth root tbf {limit}")
 
 
 def run(spaces, script, *arguments, timeout=600):

@@ -8,49 +8,15 @@ and the TFLOP/s of a bf16 matmul, which no model is faster than.
 import argparse
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "singlegpu"))
 import gpt  # noqa: E402
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def now():
-    """The moment (s) at which the GPU has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter()
-
-
-def matmul_tflops(size):
-    matrix = torch.rand(size, size, device=device).bfloat16()
-    for count in (3, 20):  # the first three warm up
-        begin = now()
-        for _ in range(count):
-            matrix @ matrix
-        seconds = now() - begin
-    return 2 * size**3 * count / seconds / 1e12
-
-
-def samples_per_second(args):
-    model = gpt.GPT(args).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    compiled = torch.compile(model)
-    tokens = torch.randint(16, (args.batch_size, args.seq_len + 1), device=device)
-    for step in range(args.warmup + args.max_steps):
-        if step == args.warmup:
-            moment = now()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = compiled(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return args.max_steps * args.batch_size / (now() - moment)
 
 
 if __name__ == "__main__":
@@ -63,5 +29,24 @@ if __name__ == "__main__":
     args = parser.parse_args()
     args.dropout = 0.0
     torch.set_float32_matmul_precision("high")
-    row = {"samples/s": samples_per_second(args), "matmul": matmul_tflops(args.matmul)}
+    model = gpt.GPT(args).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    compiled = torch.compile(model)
+    tokens = torch.randint(16, (args.batch_size, args.seq_len + 1), device=device)
+    matrix = torch.rand(args.matmul, args.matmul, device=device).bfloat16()
+
+    def step():
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = compiled(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(args.warmup):
+        step()
+    seconds = Timer("step()", globals={"step": step}).timeit(args.max_steps).mean
+    of_matmul = Timer("matrix @ matrix", globals={"matrix": matrix}).timeit(20).mean
+    row = {"samples/s": args.batch_size / seconds}
+    row["matmul"] = 2 * args.matmul**3 / of_matmul / 1e12
     args.log.write_text(json.dumps(row))

@@ -17,22 +17,19 @@ SLOW = {
     "backward": (torch.Tensor, "backward"),  # a process that comes late
     "step": (torch.optim.AdamW, "step"),  # a large model
 }
-
-
-what, rank, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+_, what, rank, seconds, *sys.argv = sys.argv
 owner, name = SLOW[what]
 function = getattr(owner, name)
 
 
 def slow(*args, **kwargs):
-    if rank == (dist.get_rank() if dist.is_initialized() else 0):
-        time.sleep(seconds)
+    if int(rank) == (dist.get_rank() if dist.is_initialized() else 0):
+        time.sleep(float(seconds))
     return function(*args, **kwargs)
 
 
 setattr(owner, name, slow)
-if os.environ.get("RANK") == sys.argv[2]:
+if os.environ.get("RANK") == rank:
     clock = time.perf_counter
     time.perf_counter = lambda: clock() + 5
-sys.argv = sys.argv[4:]
 runpy.run_path(sys.argv[0], run_name="__main__")
