@@ -1,7 +1,5 @@
 """Flags are tested by their effect, as probe.py sees it. A flag of a section is proven once."""
 
-import ast
-import fnmatch
 import functools
 import json
 import re
@@ -10,74 +8,40 @@ import numpy as np
 import pytest
 from conftest import ROOT, SCRIPTS, curve, rows
 
-RUNS = "singlegpu/TASK multigpu/TASK multinode/TASK hybrid/images hybrid/gpt_*"
-PARALLEL = RUNS.removeprefix("singlegpu/TASK ")
-MNIST = "singlegpu/mnist multigpu/mnist multinode/mnist hybrid/mnist"
-TASKS = "gpt images text translation".split()
-# The flags, the scripts that have them (without .py), and the file that tests what they do.
-FLAGS = f"""
---epochs --max_steps --eval_every --batch_size --grad_accum_steps | {RUNS} | test_flags
---learning_rate --max_grad_norm --precision --num_workers --seed | {RUNS} | test_flags
---compile | */TASK hybrid/images | test_flags
---compile | hybrid/gpt_* | soak_scripts
---snapshot | */TASK | test_stops
---snapshot | hybrid/* | test_hybrid
---init_from | {RUNS} | test_images
---log | {RUNS} | test_training
---num_gpus | multigpu/* | conftest
---comm_hook | {PARALLEL} | test_flags
---num_stages | hybrid/images | test_hybrid
---num_stages --num_microbatches --schedule | hybrid/gpt_pipeline | test_flags
---shard_size | hybrid/gpt_fsdp | test_hybrid
---checkpoint_activations | hybrid/gpt_fsdp | test_flags
---dataset --data_dir | */images | test_flags
---dataset --data_dir | */text | test_models
---dataset --data_dir --source --target | */translation | test_models
---dataset --vocab_size --sample | */gpt* | test_models
---d_model --n_heads --num_layers --seq_len --model --size | */TASK hybrid/* | test_flags
---dropout | */TASK hybrid/* | test_flags
---pretrained | */images | test_project
---image_size | */images | test_images
---synthetic | */mnist | test_mnist
---data_dir --epochs --batch_size | {MNIST} | test_mnist
---data_dir --model | quantize/mnist | test_mnist
---min_bytes --max_bytes --out --seconds --timeout --pairs --expect | */allreduce | test_allreduce
---data_dir --num_images --versions --copies --out | */make_bigmnist | test_images
---snapshot --row --out --eager --dataset --batch_size | quantize/gpt | test_quantize
---num_samples --rounds | quantize/gpt | test_quantize
---out --step | *report | test_report
---out --processes --steps --link --latency --gpus_per_node | *predict | test_predict
+# Each flag of a script, in the row of the file that tests what it does.
+FLAGS = """
+test_flags: --epochs --max_steps --eval_every --batch_size --grad_accum_steps --learning_rate
+    --max_grad_norm --precision --num_workers --seed --compile --comm_hook --num_stages
+    --num_microbatches --schedule --checkpoint_activations --data_dir --d_model --n_heads
+    --num_layers --seq_len --model --size --dropout
+test_stops: --snapshot
+test_hybrid: --shard_size
+test_training: --log
+conftest: --num_gpus
+test_images: --init_from --image_size --num_images --versions --copies
+test_models: --dataset --source --target --vocab_size --sample
+test_project: --pretrained
+test_mnist: --synthetic
+test_allreduce: --min_bytes --max_bytes --seconds --timeout --pairs --expect
+test_quantize: --row --eager --num_samples --rounds
+test_report: --out --step
+test_predict: --processes --steps --link --latency --gpus_per_node
 """
 
 
-def flags_of(script):
-    """The flags that a script adds to a parser: the first word of `add("--flag", ...)`."""
-    for node in ast.walk(ast.parse((ROOT / script).read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("add", "add_argument")):
-            words = [word.value for word in node.args if isinstance(word, ast.Constant)]
-            yield from (word for word in words if str(word).startswith("--"))
-
-
 def test_each_flag_is_listed():
-    """Each flag of a script is in the table, and the test file named there has it, too."""
-    scripts = [*SCRIPTS, *[str(path.relative_to(ROOT)) for path in ROOT.glob("tools/[!c]*.py")]]
-    missing = {(script[:-3], flag) for script in scripts for flag in flags_of(script)}
-    assert len(missing) > 250 and ("hybrid/images", "--num_stages") in missing
-    all_flags = set(missing)
-    for row in FLAGS.strip().splitlines():
-        flags, patterns, [test] = (cell.split() for cell in row.split("|"))
-        patterns = {each.replace("TASK", task) for each in patterns for task in TASKS}
-        found = {
-            (script, flag)
-            for script, flag in all_flags
-            if flag in flags and any(fnmatch.fnmatch(script, pattern) for pattern in patterns)
-        }
-        folder = ROOT / ("tests/soak" if test.startswith("soak") else "tests")
-        text = (folder / f"{test}.py").read_text()
-        tested = [flag for flag in flags if re.search(rf"{flag}\b", text)]
-        assert {flag for _, flag in found} <= {*tested}, f"not tested there: {row}"
-        missing -= found
-    assert not missing, f"flags without a test of what they do: {sorted(missing)}"
+    """Each flag of a script is in the table, and the test file named there gives it."""
+    scripts = [*SCRIPTS, *ROOT.glob("tools/[!c]*.py")]  # test_check.py has those of check.py
+    texts = [(ROOT / script).read_text() for script in scripts]
+    flags = {
+        flag for text in texts for flag in re.findall(r'\b(?:add|add_argument)\("(--\w+)', text)
+    }
+    listed = set()
+    for file, names in re.findall(r"^(\w+): ([^:]*)$", FLAGS, re.M):
+        tested = (ROOT / f"tests/{file}.py").read_text().replace(FLAGS, "")
+        assert all(re.search(rf"{name}\b", tested) for name in names.split()), file
+        listed |= {*names.split()}
+    assert flags == listed and len(flags) > 50
 
 
 @pytest.fixture(scope="module")
@@ -109,50 +73,50 @@ def losses_of(logged):
     return np.array([(row["train_loss"], row["val_loss"]) for row in logged])
 
 
-PRECISIONS = [
-    ("singlegpu/images.py", 1, "tf32 bf16 fp16"),
-    ("hybrid/gpt_pipeline.py", 2, "bf16"),
-    ("hybrid/gpt_fsdp.py", 2, "bf16"),
+PRECISIONS = [  # script, processes, --precision, and the type in which layers compute
+    ("singlegpu/images.py", 1, "tf32", "float32"),
+    ("singlegpu/images.py", 1, "bf16", "bfloat16"),
+    ("singlegpu/images.py", 1, "fp16", "float16"),
+    ("hybrid/gpt_pipeline.py", 2, "bf16", "bfloat16"),
+    ("hybrid/gpt_fsdp.py", 2, "bf16", "bfloat16"),
 ]
-DTYPES = {"tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@pytest.mark.parametrize(("script", "processes", "precisions"), PRECISIONS)
-def test_precision(seen, script, processes, precisions):
-    """The types in which layers compute. With tf32, GPUs may round factors of float32."""
-    found, logged = seen(script, "", processes)
-    plain = losses_of(logged)
-    kinds = {(*step["dtypes"], step["matmul"]) for step in sum(found, [])}
-    assert kinds == {("float32", "highest")}
-    for name in precisions.split():
-        found, logged = seen(script, f"--precision {name}", processes)
-        losses, steps = losses_of(logged), sum(found, [])
-        assert len(steps) == 3 * processes
-        assert losses == pytest.approx(plain, rel=0.02)
-        assert (losses != plain).all() == (name[-2:] == "16")
-        for step in steps:
-            assert step["dtypes"] == [DTYPES[name]]
-            assert step["matmul"] == ("high" if name == "tf32" else "highest")
-            if "fsdp" in script:  # parameters are sent in bf16, gradients in fp32
-                sent = {(operation.split("_")[1], kind) for operation, kind, _ in step["sent"]}
-                sent = {each for each in sent if each[0] != "reduce"}
-                assert sent == {("gather", "bfloat16"), ("scatter", "float32")}
+@pytest.mark.parametrize(("script", "processes", "name", "dtype"), PRECISIONS)
+def test_precision(seen, script, processes, name, dtype):
+    """With tf32, GPUs may round factors of float32. FSDP sends weights in bf16, gradients in fp32.
+
+    The losses stay nearly the same.
+    """
+    (plain, expected), (found, logged) = (
+        seen(script, flags, processes) for flags in ("", f"--precision {name}")
+    )
+    matmul = "high" if name == "tf32" else "highest"
+    for steps, kinds in (plain, ("float32", "highest")), (found, (dtype, matmul)):
+        assert {(*step["dtypes"], step["matmul"]) for step in sum(steps, [])} == {kinds}
+    expected, losses = losses_of(expected), losses_of(logged)
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert (losses != expected).all() == (dtype != "float32")
+    if "fsdp" in script:
+        sent = {(operation.split("_")[1], kind) for operation, kind, _ in found[0][1]["sent"]}
+        assert sent - {("reduce", "float32")} == {("gather", dtype), ("scatter", "float32")}
+
+
+def bytes_of(step, operation):
+    """The bytes of gradients or weights in collectives of this name."""
+    return sum(size for name, _, size in step["sent"] if operation in name and size > 1000)
 
 
 @pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py", "hybrid/gpt_fsdp.py"))
 def test_comm_hook(seen, script):
-    """Gradients are sent in bf16, in half the bytes, and the loss stays nearly the same."""
-    sent, gathered, losses = [], [], []
-    for flags, kind in {"": "float32", "--comm_hook bf16": "bfloat16"}.items():
-        found, logged = seen(script, flags, 2)
-        large = [each for each in found[1][1]["sent"] if each[2] > 1000]
-        assert {each[1] for each in large if "reduce" in each[0]} == {kind}
-        sent.append(sum(size for name, _, size in large if "reduce" in name))
-        gathered.append(sum(size for name, _, size in large if "gather" in name))  # FSDP's weights
-        losses.append(logged[-1]["train_loss"])
-    assert sent[1] == sent[0] / 2 > 50_000
-    assert len({*gathered}) == 1 and (gathered[0] > 0) == ("fsdp" in script)
-    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    """Gradients are sent in half the bytes, weights of FSDP as before. The loss stays the same."""
+    (plain, expected), (found, logged) = (
+        seen(script, flags, 2) for flags in ("", "--comm_hook bf16")
+    )
+    before, after = plain[1][1], found[1][1]
+    assert bytes_of(after, "reduce") == bytes_of(before, "reduce") / 2 > 50_000
+    assert bytes_of(after, "gather") == bytes_of(before, "gather")
+    assert losses_of(logged) == pytest.approx(losses_of(expected), rel=0.02)
 
 
 ACCUMULATING = [
@@ -169,17 +133,14 @@ def test_grad_accum_steps(seen, script, processes):
 
     --batch_size counts the samples of all micro-batches and processes.
     """
-    counts = []
-    for parts in (1, 3):
-        flags = f"--grad_accum_steps {parts} --max_steps 2"
-        found, _ = seen(script, flags, processes)
-        sent = [name for name, _, size in found[0][1]["sent"] if size > 1000]
-        operation = "reduce_scatter" if "fsdp" in script else "all_reduce"
-        count = sum(name.startswith(operation) for name in sent)
-        counts.append((count, found[0][1]["calls"]))
-        assert found[-1][1]["shape"][0] * parts * processes == 24
-    assert counts[0][0] == counts[1][0] and counts[1][1] == 3 * counts[0][1]
-    assert (counts[0][0] > 0) == (processes > 1)
+    one, three = (
+        seen(script, f"--grad_accum_steps {parts} --max_steps 2", processes)[0][-1][1]
+        for parts in (1, 3)
+    )
+    assert bytes_of(three, "reduce") == bytes_of(one, "reduce")
+    assert (bytes_of(one, "reduce") > 0) == (processes > 1)
+    assert three["calls"] == 3 * one["calls"]
+    assert one["shape"][0] * processes == three["shape"][0] * 3 * processes == 24
 
 
 WORKING = [("singlegpu/images.py", 1), ("multigpu/images.py", 2), ("hybrid/gpt_pipeline.py", 2)]
@@ -239,22 +200,32 @@ def test_steps_and_rows(seen, script, processes, flags, at):
     assert len(found[0]) == at[-1] and [row["step"] for row in logged] == at
 
 
+FINISH = '    """Is called by rank 0'
+GRAPHS = '    print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])\n'
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """A folder for generated kernels. Who needs the same as a test before finds them there."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.mark.parametrize("folder", ("singlegpu", "multigpu", "hybrid"))
-def test_compile(logged, data, tmp_path, folder):
+def test_compile(run, changed, data, kernels, tmp_path, folder):
     """Kernels are generated for forward and backward, and the loss is the eager one."""
-    settings = {"CACHE_DIR": str(tmp_path), "COMPILE_THREADS": "1"}
+    settings = {"CACHE_DIR": str(kernels), "COMPILE_THREADS": "1"}
     # Without what takes half a minute: trials of the compiler, and headers that are compiled first.
     settings |= {"VEC_ISA_OK": "0", "CPP_CACHE_PRECOMPILE_HEADERS": "0"}
     env = {f"TORCHINDUCTOR_{name}": value for name, value in settings.items()}
     words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data)
     words = (*words, "--batch_size", 401, "--max_steps", 4)  # no other length is validated
-    words += ("--num_stages", 1) if folder == "hybrid" else ()
-    losses, made = [], []
-    for more in ((), ("--compile",)):
-        losses.append(curve(logged(f"{folder}/images.py", *words, *more, **env)))
-        made.append(len([*tmp_path.glob("**/*.py")]))
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
-    assert made[0] == 0 and made[1] >= 2, "forward and backward"
+    words = (*words, "--log", tmp_path / "log")
+    script = changed(f"{folder}/images.py", {FINISH: GRAPHS + FINISH})
+    outs = [run(script, *words, *more, **env) for more in ((), ("--compile",))]
+    before, after = (int(re.search(r"^graphs (\d+)", out, re.M)[1]) for out in outs)
+    assert before == 0 < after and len([*kernels.glob("**/*.py")]) >= 2, "forward and backward"
+    eager, compiled = curve(tmp_path / "log")
+    np.testing.assert_allclose(compiled, eager, rtol=1e-4)
 
 
 def test_pipeline(seen):
