@@ -15,8 +15,7 @@ test_flags: --epochs --max_steps --eval_every --batch_size --grad_accum_steps --
     --num_microbatches --schedule --checkpoint_activations --data_dir --d_model --n_heads
     --num_layers --seq_len --model --size --dropout
 test_stops: --snapshot
-test_hybrid: --shard_size
-test_training: --log
+test_training: --log --shard_size
 conftest: --num_gpus
 test_images: --init_from --image_size --num_images --versions --copies
 test_models: --dataset --source --target --vocab_size --sample

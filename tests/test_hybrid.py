@@ -1,7 +1,6 @@
 """Stages of a model, on devices or in pipelines, and shards. One loss curve: test_training.py."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,16 +9,7 @@ from conftest import assert_same_weights, curve, load, rows
 from fork_server import run_all
 from test_training import FSDP, PIPELINE
 
-IMAGES = "hybrid/images.py"
-MNIST = "--dataset mnist --batch_size 24 --learning_rate 3e-4"
 GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
-CREATED = "    optimizer = create_optimizer(model, args)\n"
-STEP = "        scaler.step(optimizer)\n"
-
-
-@pytest.fixture
-def images(data):
-    return [*MNIST.split(), "--data_dir", data]
 
 
 @pytest.fixture
@@ -27,29 +17,24 @@ def words(data):
     return [*GPT.split(), "--dataset", data / "text.txt"]
 
 
-def test_batch_norm_in_stages(logged, images, tmp_path):
+def test_batch_norm_in_stages(logged, base, tmp_path):
     """The losses and the weights are those of whole models; the statistics are rank 0's."""
-    base = [*images, "--model", "resnet18", "--max_steps", 4, "--eval_every", 2, "--snapshot"]
+    base = [*base, "--model", "resnet18", "--learning_rate", 3e-4, "--max_steps", 2, "--snapshot"]
     one = logged("multinode/images.py", *base, tmp_path / "one.pt", processes=2)
-    log = logged(IMAGES, *base, tmp_path / "parts.pt", "--num_stages", 4, processes=2)
+    log = logged("hybrid/images.py", *base, tmp_path / "parts.pt", "--num_stages", 4, processes=2)
     np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-4)
     assert_same_weights(tmp_path / "one.pt", tmp_path / "parts.pt", rounding=1e-4)
     assert {len(row["stages"]) for row in rows(log)} == {4}
 
 
-def as_file(folder):
-    """Returns the file that PyTorch's own command makes of a folder of shards."""
-    [newest] = folder.glob("step-*")
-    words = f"-m torch.distributed.checkpoint.format_utils dcp_to_torch {newest} {folder}.file"
-    [(status, _, err)] = run_all([words.split()], [{}], folder.parent)
-    assert status == 0, err
-    return Path(f"{folder}.file")
-
-
 def test_the_file_of_shards(logged, run, words, tmp_path):
     """PyTorch's command makes it, all scripts start from it, and it is quantized."""
     log = logged(FSDP, *words, "--max_steps", 2, "--snapshot", tmp_path / "shards", processes=2)
-    loss, path = curve(log)[-1, 1], as_file(tmp_path / "shards")
+    loss, path = curve(log)[-1, 1], tmp_path / "file"
+    [newest] = tmp_path.glob("shards/step-*")
+    tool = f"-m torch.distributed.checkpoint.format_utils dcp_to_torch {newest} {path}"
+    [(status, _, err)] = run_all([tool.split()], [{}], tmp_path)
+    assert status == 0, err
     start = (*words, "--learning_rate", 0, "--max_steps", 1, "--init_from", path)
     for script, processes in ("singlegpu/gpt.py", 1), (FSDP, 2), (PIPELINE, 2):
         log = logged(script, *start, processes=processes)
@@ -59,16 +44,15 @@ def test_the_file_of_shards(logged, run, words, tmp_path):
     assert float(perplexity) == pytest.approx(np.exp(loss), rel=1e-3)
 
 
-def created(path):
-    """The change that saves the weights of the start."""
-    return {CREATED: f"{CREATED}    rank == 0 and torch.save(model.state_dict(), {str(path)!r})\n"}
+CREATED = "    optimizer = create_optimizer(model, args)\n"
+REDUCED = "        reducing.wait()\n"
 
 
 def test_a_step_that_one_stage_skips_is_skipped_by_all(run, words, changed, tmp_path):
     """With fp16, gradients may overflow in one stage. The weights then stay as they are."""
+    save = f"    rank == 0 and torch.save(model.state_dict(), '{tmp_path}/first.pt')\n"
     overflow = "        if rank == 1:\n            gradients[-1] = math.inf\n"
-    reducing = "        reducing.wait()\n"
-    copy = changed(PIPELINE, created(tmp_path / "first.pt") | {reducing: reducing + overflow})
+    copy = changed(PIPELINE, {CREATED: CREATED + save, REDUCED: REDUCED + overflow})
     more = ("--precision", "fp16", "--max_steps", 2, "--snapshot", tmp_path / "s.pt")
     run(copy, *words, *more, processes=2)
     first, snapshot = torch.load(tmp_path / "first.pt"), load(tmp_path / "s.pt")
@@ -81,9 +65,8 @@ def test_a_half_written_snapshot_is_not_resumed(attempt, words, changed, tmp_pat
     folder, base = tmp_path / "half", [*words, "--max_steps", 12, "--eval_every", 4]
     last = '        (folder / "settings.json").write_text('
     kill = "        folder.name.endswith('8') and os.kill(os.getpid(), 9)\n"
-    status, *_ = attempt(
-        changed(FSDP, {last: kill + last}), *base, "--snapshot", folder, processes=2
-    )
+    copy = changed(FSDP, {last: kill + last})
+    status, *_ = attempt(copy, *base, "--snapshot", folder, processes=2)
     assert status and {path.name[-2:] for path in folder.iterdir()} == {"04", "08"}
     more = ("--snapshot", folder, "--log", tmp_path / "log")
     status, *_ = attempt(FSDP, *base, *more, processes=3)  # PyTorch warns

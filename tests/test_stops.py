@@ -133,8 +133,9 @@ def test_what_a_resume_says(refused, run, base, tmp_path):
     words = (*base, "--max_steps", 2, "--snapshot", path := tmp_path / "s.pt")
     run("singlegpu/images.py", *words)
     before = path.read_bytes()
-    told = refused("to start anew", "multigpu/images.py", *words, "--batch_size", 24, processes=2)
-    assert told.count("\n") == 1 and path.read_bytes() == before
+    for other in ("--batch_size", 24), ("--dataset", "synthetic"):  # which has more samples
+        told = refused("to start anew", "multigpu/images.py", *words, *other, processes=2)
+        assert told.count("\n") == 1 and path.read_bytes() == before
     more = ("--learning_rate", 0.5, "--max_steps", 3)
     out = run("multigpu/images.py", *words, *more, processes=2)
     [line] = re.findall(r"s\.pt was saved with (\{.*\})", out)
