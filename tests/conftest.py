@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import uuid
-import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +31,9 @@ SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / n
 # One thread a process: tests side by side do not slow each other. No test gives a flag for it.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
-signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell lets jobs in its background ignore it
+# A shell that runs `make test` in the background lets it, and what it starts, ignore these.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
@@ -42,12 +43,10 @@ CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps sh
 RUN = "# == The run: "  # begins the title of the section after the task
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
-# A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-LONGEST = """test_slurm test_stops test_training test_emulator test_gpu test_project test_check
-    test_flags test_examples test_mnist test_quantize test_hybrid test_launchers""".split()
+# Files in the order in which they are run, before all others; and those whose tests share nothing.
+LONGEST = """test_stops test_slurm test_project test_emulator test_flags test_mnist test_quantize
+    test_examples test_training test_check test_gpu test_launchers""".split()
+APART = "test_stops test_training test_check test_gpu test_launchers test_hybrid".split()
 
 
 def module(script):
@@ -71,9 +70,13 @@ def call(script, *arguments):
     return SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items):
-    """The longest files first, since a file is one worker's, and nobody shall wait at the end."""
+    """Sort the tests so that no worker waits at the end. A file is one worker's, but for APART."""
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
+    for item in items:
+        if item.path.stem not in APART:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_sessionfinish():
@@ -83,13 +86,13 @@ def pytest_sessionfinish():
 class Job:
     """A started command. A variable in their environment tells its processes, which a test ends."""
 
-    def __init__(self, command, cwd, **env):
-        self.mark = f"TEST_JOB={uuid.uuid4()}"
-        env = ENVIRONMENT | env | {"TEST_JOB": self.mark.split("=")[1]}
-        command = list(map(str, command))
-        how = {"cwd": cwd, "env": env, "text": True, "start_new_session": True}
+    def __init__(self, command, cwd):
+        name = str(uuid.uuid4())
+        self.mark = f"TEST_JOB={name}"
+        how = {"cwd": cwd, "env": ENVIRONMENT | {"TEST_JOB": name}, "text": True}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, **how, **pipes)
+        command = list(map(str, command))
+        self.process = subprocess.Popen(command, **how, **pipes, start_new_session=True)
 
     def wait(self, timeout=TIMEOUT):
         """Returns (exit status, stdout, stderr)."""
@@ -113,8 +116,8 @@ class Job:
     def workers(self):
         """The ids of the processes that train: what the command has started, without helpers."""
         found = self.processes().items()
-        own = {pid: words for pid, (parent, words) in found if parent == self.process.pid}
-        return [pid for pid, words in own.items() if "resource_tracker" not in words]
+        own = [(pid, words) for pid, (parent, words) in found if parent == self.process.pid]
+        return [pid for pid, words in own if "resource_tracker" not in words]
 
     def end(self):
         for pid in self.processes():
@@ -138,8 +141,8 @@ def words_of(script, arguments, processes):
     return words, *(processes if isinstance(processes, tuple) else (1, processes))
 
 
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # each has ports of its own, all
-PORTS = itertools.count(10_000 + WORKER % 4 * 5_000 + os.getpid() % 4_000)  # below the system's
+# Each process of pytest has ports of its own, all below those that the system gives.
+PORTS = itertools.count(10_000 + os.getpid() * 499 % 20_000)
 
 
 def free_port():
@@ -195,7 +198,7 @@ def attempt(tmp_path_factory):
 def run(attempt):
     """run(script, *arguments, processes=1): an attempt without error or warning; returns stdout.
 
-    A newer library may deprecate a name: pytest counts and shows that at the end, and goes on.
+    A newer library may deprecate a name.
     """
 
     def run(script, *arguments, **more):
@@ -203,10 +206,7 @@ def run(attempt):
         not_ours = r"DeprecationWarning|FutureWarning|Warning: barrier\(\): using the device"
         if torch.__version__ < "2.14":  # PyTorch's own, for groups of the emulated device
             not_ours += "|Warning: No backend of type 0 found"
-        other = re.sub(not_ours, "", err)
-        assert status == 0 and "Warning" not in other, err
-        for line in re.findall(r".*(?:DeprecationWarning|FutureWarning): .*", err):
-            warnings.warn(f"deprecated: {line}", stacklevel=2)
+        assert status == 0 and "Warning" not in re.sub(not_ours, "", err), err
         return out
 
     return run

@@ -72,85 +72,76 @@ def losses_of(logged):
     return np.array([(row["train_loss"], row["val_loss"]) for row in logged])
 
 
-PRECISIONS = [  # script, processes, --precision, and the type in which layers compute
-    ("singlegpu/images.py", 1, "tf32", "float32"),
-    ("singlegpu/images.py", 1, "bf16", "bfloat16"),
-    ("singlegpu/images.py", 1, "fp16", "float16"),
-    ("hybrid/gpt_pipeline.py", 2, "bf16", "bfloat16"),
-    ("hybrid/gpt_fsdp.py", 2, "bf16", "bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("script", "processes", "name", "dtype"), PRECISIONS)
-def test_precision(seen, script, processes, name, dtype):
-    """With tf32, GPUs may round factors of float32. FSDP sends weights in bf16, gradients in fp32.
-
-    The losses stay nearly the same.
-    """
-    (plain, expected), (found, logged) = (
-        seen(script, flags, processes) for flags in ("", f"--precision {name}")
-    )
-    matmul = "high" if name == "tf32" else "highest"
-    for steps, kinds in (plain, ("float32", "highest")), (found, (dtype, matmul)):
-        assert {(*step["dtypes"], step["matmul"]) for step in sum(steps, [])} == {kinds}
-    expected, losses = losses_of(expected), losses_of(logged)
-    assert losses == pytest.approx(expected, rel=0.02)
-    assert (losses != expected).all() == (dtype != "float32")
-    if "fsdp" in script:
-        sent = {(operation.split("_")[1], kind) for operation, kind, _ in found[0][1]["sent"]}
-        assert sent - {("reduce", "float32")} == {("gather", dtype), ("scatter", "float32")}
-
-
 def bytes_of(step, operation):
     """The bytes of gradients or weights in collectives of this name."""
     return sum(size for name, _, size in step["sent"] if operation in name and size > 1000)
 
 
-@pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py", "hybrid/gpt_fsdp.py"))
-def test_comm_hook(seen, script):
-    """Gradients are sent in half the bytes, weights of FSDP as before. The loss stays the same."""
+def computes_in(dtype, matmul="highest"):
+    """The types in which layers compute. With tf32, GPUs may round factors of float32."""
+
+    def effect(plain, step):
+        assert (plain["dtypes"], plain["matmul"]) == (["float32"], "highest")
+        assert (step["dtypes"], step["matmul"]) == ([dtype], matmul)
+
+    return effect
+
+
+def sends_half(plain, step):
+    """Gradients are sent in half the bytes, and weights of FSDP as before."""
+    assert bytes_of(step, "reduce") == bytes_of(plain, "reduce") / 2 > 50_000
+    assert bytes_of(step, "gather") == bytes_of(plain, "gather")
+
+
+def accumulates(plain, step):
+    """Three micro-batches are sent as often as one. Layers run thrice, each on a third."""
+    assert bytes_of(step, "reduce") == bytes_of(plain, "reduce")
+    assert step["calls"] == 3 * plain["calls"] and 3 * step["shape"][0] == plain["shape"][0]
+
+
+def has_workers(plain, step):
+    """Each process that trains has two that load data."""
+    assert (plain["workers"], step["workers"]) == (0, 2)
+
+
+def runs_again(plain, step):
+    """The backward pass runs each of the two blocks forward again."""
+    assert re.fullmatch("F{8}B{8}", plain["order"])
+    assert re.fullmatch("F{8}(BF+B+){2}", step["order"])
+
+
+EFFECTS = {  # flags: what they change in the second step of each process, and in which scripts
+    "--precision tf32": (computes_in("float32", "high"), "singlegpu/images"),
+    "--precision bf16": (computes_in("bfloat16"), "singlegpu/images hybrid/gpt_pipeline"),
+    "--precision fp16": (computes_in("float16"), "singlegpu/images"),
+    "--comm_hook bf16": (sends_half, "multigpu/images hybrid/images hybrid/gpt_fsdp"),
+    "--grad_accum_steps 3": (accumulates, "singlegpu/images multinode/images hybrid/gpt_fsdp"),
+    "--num_workers 2": (has_workers, "singlegpu/images multigpu/images hybrid/gpt_pipeline"),
+    "--checkpoint_activations": (runs_again, "hybrid/gpt_fsdp"),
+}
+CASES = [(flags, script) for flags, (_, scripts) in EFFECTS.items() for script in scripts.split()]
+
+
+@pytest.mark.parametrize(("flags", "script"), CASES)
+def test_effects(seen, flags, script):
+    """The losses stay nearly the same."""
+    processes = 1 if "singlegpu" in script else 2
     (plain, expected), (found, logged) = (
-        seen(script, flags, 2) for flags in ("", "--comm_hook bf16")
+        seen(f"{script}.py", more, processes) for more in ("", flags)
     )
-    before, after = plain[1][1], found[1][1]
-    assert bytes_of(after, "reduce") == bytes_of(before, "reduce") / 2 > 50_000
-    assert bytes_of(after, "gather") == bytes_of(before, "gather")
     assert losses_of(logged) == pytest.approx(losses_of(expected), rel=0.02)
+    for before, after in zip(plain, found):
+        EFFECTS[flags][0](before[1], after[1])
 
 
-ACCUMULATING = [
-    ("singlegpu/images.py", 1),
-    ("multinode/images.py", 2),
-    ("hybrid/images.py", 2),
-    ("hybrid/gpt_fsdp.py", 2),
-]
-
-
-@pytest.mark.parametrize(("script", "processes"), ACCUMULATING)
-def test_grad_accum_steps(seen, script, processes):
-    """Three micro-batches are sent as often as one; layers run thrice as often.
-
-    --batch_size counts the samples of all micro-batches and processes.
-    """
-    one, three = (
-        seen(script, f"--grad_accum_steps {parts} --max_steps 2", processes)[0][-1][1]
-        for parts in (1, 3)
+def test_precision_of_shards(seen):
+    """Weights are sent in bf16, gradients in fp32."""
+    (plain, _), (found, _) = (
+        seen("hybrid/gpt_fsdp.py", flags, 2) for flags in ("", "--precision bf16")
     )
-    assert bytes_of(three, "reduce") == bytes_of(one, "reduce")
-    assert (bytes_of(one, "reduce") > 0) == (processes > 1)
-    assert three["calls"] == 3 * one["calls"]
-    assert one["shape"][0] * processes == three["shape"][0] * 3 * processes == 24
-
-
-WORKING = [("singlegpu/images.py", 1), ("multigpu/images.py", 2), ("hybrid/gpt_pipeline.py", 2)]
-
-
-@pytest.mark.parametrize(("script", "processes"), WORKING)
-def test_num_workers(seen, script, processes):
-    """Each process that trains has so many that load data."""
-    found, _ = seen(script, "", processes)
-    loaded, _ = seen(script, "--num_workers 2", processes)
-    assert [{each[0]["workers"] for each in some} for some in (found, loaded)] == [{0}, {2}]
+    computes_in("bfloat16")(before := plain[0][1], after := found[0][1])
+    assert bytes_of(after, "gather") == bytes_of(before, "gather") / 2 > 10_000
+    assert bytes_of(after, "scatter") == bytes_of(before, "scatter") > 10_000
 
 
 def test_rate_and_norm(seen):
@@ -243,14 +234,6 @@ def test_pipeline(seen):
             held = np.cumsum([{"F": 1, "B": -1}[each] for each in step["order"]])  # calls
             most = num_stages - rank % num_stages if schedule == "1f1b" else count
             assert held.max() == most * step["calls"] / count and held[-1] == 0
-
-
-def test_checkpoint_activations(seen):
-    """The backward pass runs each of the two blocks forward again."""
-    one, _ = seen("hybrid/gpt_fsdp.py", "", 2)
-    two, _ = seen("hybrid/gpt_fsdp.py", "--checkpoint_activations", 2)
-    assert re.fullmatch("F{8}B{8}", one[0][1]["order"])
-    assert re.fullmatch("F{8}(BF+B+){2}", two[0][1]["order"])
 
 
 TABLES = "--dataset tables --data_dir {data} --seq_len"
