@@ -100,20 +100,15 @@ def test_mnist_trains_alike(run, data, tmp_path):
 
 # == Snapshots, and devices that are too few, or shown in part ==
 MOVES = {  # script, processes, devices (none: a machine without), more flags; two steps each
-    "mlp": (
-        ("multigpu/images.py", 4, "4", ""),
-        ("multinode/images.py", 2, None, ""),
-        ("hybrid/images.py", 2, "6", "--num_stages 3"),
+    "file": (
+        ("multinode/gpt.py", 3, "4", ""),
+        ("hybrid/gpt_pipeline.py", 4, None, "--num_stages 2"),
+        ("singlegpu/gpt.py", 1, "4", ""),
     ),
-    "gpt": (
+    "shards": (
         ("hybrid/gpt_fsdp.py", 4, "4", "--shard_size 2"),
         ("hybrid/gpt_fsdp.py", 2, None, ""),
         ("hybrid/gpt_fsdp.py", 3, "4", ""),
-    ),
-    "gpt in a file": (  # which other scripts read
-        ("multinode/gpt.py", 3, None, ""),
-        ("hybrid/gpt_pipeline.py", 4, "4", "--num_stages 2"),
-        ("singlegpu/gpt.py", 1, None, ""),
     ),
 }
 
@@ -121,7 +116,7 @@ MOVES = {  # script, processes, devices (none: a machine without), more flags; t
 @pytest.mark.parametrize("name", MOVES)
 def test_snapshots_move(run, words, changed, tmp_path, name):
     """From devices to others, to a machine without and back: the losses of one that stayed."""
-    flags = words(name.split()[0])[1:]
+    flags = words("gpt")[1:]
     flags += ["--log", log := tmp_path / "log.jsonl", "--eval_every", 2, "--max_steps"]
     for number, (mover, processes, devices, more) in enumerate(MOVES[name], start=1):
         env = {"EMU_DEVICES": devices} if devices else {}
