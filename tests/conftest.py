@@ -275,22 +275,21 @@ def chance():
     return random.Random(seed)
 
 
-def write_mnist(folder, num_test=401):
-    """Make the folder a --data_dir with an MNIST of 1,200 images, and a prime number to test on."""
-    (folder / "MNIST/raw").mkdir(parents=True)
+def write_mnist(folder):
+    """Writes an MNIST of 1,200 images, and a prime number of them to test on."""
+    folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     patterns = generator.integers(0, 120, (10, 28, 28))
-    for split, size in (("train", 1200), ("t10k", num_test)):
+    for split, size in (("train", 1200), ("t10k", 401)):
         labels = generator.integers(0, 10, size)
         images = patterns[labels] + generator.integers(0, 136, (size, 28, 28))
         for name, kind, array in (("images-idx3", 2051, images), ("labels-idx1", 2049, labels)):
             content = np.array([kind, *array.shape], ">i4").tobytes() + array.astype("u1").tobytes()
-            (folder / f"MNIST/raw/{split}-{name}-ubyte").write_bytes(content)
-    return folder
+            (folder / f"{split}-{name}-ubyte").write_bytes(content)
 
 
 def write_tables(folder):
-    """Make the folder a data set of texts of four classes, and of numbers and their names."""
+    """Writes a data set of texts of four classes, and of numbers and their names."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     names = "zero one two three four five six seven eight nine".split()
@@ -307,11 +306,11 @@ def write_tables(folder):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A --data_dir with that MNIST, those tables, and a text for gpt.py."""
-    folder = write_mnist(tmp_path_factory.mktemp("data"))
+    folder = tmp_path_factory.mktemp("data")
+    write_mnist(folder / "MNIST/raw")
     write_tables(folder / "tables")
     generator = random.Random(0)
-    lengths = [generator.randint(2, 7) for _ in range(40)]
-    words = ["".join(generator.choices("abcdefghij", k=length)) for length in lengths]
+    words = ["".join(generator.choices("abcdefghij", k=2 + number % 6)) for number in range(40)]
     text = " ".join(generator.choices(words, k=10_000))
     (folder / "words.txt").write_text(text[:40_000])
     (folder / "text.txt").write_text(text[:31_050])  # to validate on, an odd number of sequences
@@ -323,16 +322,6 @@ def base(data):
     """Flags of a training of images.py. An epoch has 25 steps."""
     words = ("--model", "mlp", "--dropout", 0.5, "--dataset", "mnist", "--data_dir", data)
     return (*words, "--batch_size", 48)
-
-
-@pytest.fixture(scope="session")
-def table(tmp_path_factory):
-    """A CSV file of 600 rows: the target is the sum of 8 features, and noise."""
-    features, noise = np.split(np.random.default_rng(0).standard_normal((600, 9)), [8], axis=1)
-    path = tmp_path_factory.mktemp("table") / "table.csv"
-    columns = np.hstack([features, features.sum(1, keepdims=True) + 0.1 * noise])
-    np.savetxt(path, columns, delimiter=",", header="a,b,c,d,e,f,g,h,target")
-    return path
 
 
 def uneven_table(path):

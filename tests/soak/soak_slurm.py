@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import ROOT, assert_same_weights, rows, wait_for, write_mnist
+from conftest import ROOT, assert_same_weights, rows, wait_for
 from test_slurm import ENDED, SMALL, cluster, site  # noqa: F401
 
 COMMON = SMALL[2:]
@@ -32,7 +32,7 @@ def options(folder):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_job_completes(site, name):  # noqa: F811
+def test_job_completes(site, data, name):  # noqa: F811
     """On several nodes tools/check.py watches it before, by the line that a user uncomments."""
     folder, script = name.split("_", 1)
     path = site.folder / f"slurm/{name}.slurm"
@@ -41,7 +41,7 @@ def test_job_completes(site, name):  # noqa: F811
     )
     path.write_text(text)
     if "bigmnist" in name:
-        write_mnist(site.folder / "data")
+        (site.folder / "data").symlink_to(data)
     words = WORDS.get(name) or WORDS.get(script, GPT)
     job = site.submit(name, *words, options=options(folder))
     state, out = site.wait(job), site.output(job)
