@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_weights, curve, load, rows
+from conftest import curve, load, rows
 from fork_server import run_all
 from test_training import FSDP, PIPELINE
 
@@ -15,16 +15,6 @@ GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --le
 @pytest.fixture
 def words(data):
     return [*GPT.split(), "--dataset", data / "text.txt"]
-
-
-def test_batch_norm_in_stages(logged, base, tmp_path):
-    """The losses and the weights are those of whole models; the statistics are rank 0's."""
-    base = [*base, "--model", "resnet18", "--learning_rate", 3e-4, "--max_steps", 2, "--snapshot"]
-    one = logged("multinode/images.py", *base, tmp_path / "one.pt", processes=2)
-    log = logged("hybrid/images.py", *base, tmp_path / "parts.pt", "--num_stages", 4, processes=2)
-    np.testing.assert_allclose(curve(log, "val_acc"), curve(one, "val_acc"), rtol=1e-4)
-    assert_same_weights(tmp_path / "one.pt", tmp_path / "parts.pt", rounding=1e-4)
-    assert {len(row["stages"]) for row in rows(log)} == {4}
 
 
 def test_the_file_of_shards(logged, run, words, tmp_path):

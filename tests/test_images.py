@@ -88,12 +88,16 @@ def test_photographs(logged, tmp_path, monkeypatch):
     assert load(tmp_path / "s.pt")["classes"] == ["cat", "dog"] and len(rows(log)) == 4
 
 
-def test_validation_is_of_what_is_saved(logged, tmp_path):
+PARALLEL = [("multigpu/images.py", 3, ""), ("hybrid/images.py", 2, "--num_stages 4")]
+
+
+@pytest.mark.parametrize(("script", "processes", "more"), PARALLEL)
+def test_validation_is_of_what_is_saved(logged, tmp_path, script, processes, more):
     """With BatchNorm, too, whose statistics differ between the processes while they train."""
     folder = write(tmp_path / "small", (16, 16), (48, 20))  # without channels
     words = ("--dataset", folder, "--model", "resnet18", "--batch_size", 24, "--epochs", 1)
-    words = (*words, "--snapshot", snapshot := tmp_path / "s.pt")
-    log = logged("multigpu/images.py", *words, processes=3)
+    words = (*words, *more.split(), "--snapshot", snapshot := tmp_path / "s.pt")
+    log = logged(script, *words, processes=processes)
     args = namespace(model="resnet18", dataset=str(folder), data_dir="data", pretrained=False)
     _, val_data = images.read_data(args)
     model = images.create_model(args, val_data)
