@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,20 +86,15 @@ class Job:
     """A started command. A variable in their environment tells its processes, which a test ends."""
 
     def __init__(self, command, cwd):
-        name = str(uuid.uuid4())
+        name = str(time.time_ns())
         self.mark = f"TEST_JOB={name}"
         how = {"cwd": cwd, "env": ENVIRONMENT | {"TEST_JOB": name}, "text": True}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        command = list(map(str, command))
         self.process = subprocess.Popen(command, **how, **pipes, start_new_session=True)
 
-    def wait(self, timeout=TIMEOUT):
+    def wait(self):
         """Returns (exit status, stdout, stderr)."""
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.end()
-            raise
+        out, err = self.process.communicate(timeout=TIMEOUT)
         return self.process.returncode, out, err
 
     def processes(self):
