@@ -102,7 +102,7 @@ class Fork:
 def run_all(commands, envs, cwd, timeout=600, ends_others=True):
     """Run the commands at the same time. Returns [(exit status, stdout, stderr), ...].
 
-    Where one fails, the others get SIGTERM, as from torchrun, and 8 s later SIGKILL. The status of
+    Where one fails, the others get SIGTERM, as from torchrun, and 4 s later SIGKILL. The status of
     one that SIGTERM has ended is 0.
     """
     forks = [Fork(command, cwd, env) for command, env in zip(commands, envs, strict=True)]
@@ -114,7 +114,7 @@ def run_all(commands, envs, cwd, timeout=600, ends_others=True):
                 child = left.pop(sentinel)
                 child.join()
                 if child.exitcode and not failed:
-                    end = min(end, time.monotonic() + 8)
+                    end = min(end, time.monotonic() + 4)
                     for other in left.values() if ends_others else ():
                         other.terminate()
                 failed += [child] if child.exitcode else []
