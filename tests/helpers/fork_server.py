@@ -9,6 +9,7 @@ tools/check.py.
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import multiprocessing.connection
 import os
@@ -45,6 +46,7 @@ def run(command, cwd, env, files):
     """Do in a fork what the interpreter does with the command; multiprocessing ends it alike."""
     import torch.multiprocessing  # here, as the tests need not wait for it
 
+    gc.freeze()  # no collection looks at what the imports have made, and copies its pages
     os.setsid()  # run_all() ends the group of this process
     methods = multiprocessing.get_all_start_methods()  # the first one is that of this Python
     multiprocessing.set_start_method(methods[0], force=True)  # in place of the fork server
