@@ -34,7 +34,7 @@ SOURCE = Path(__file__).with_name("emu.cpp")
 def build():
     """Returns the path of the library for this source and torch. Makes it where there is none."""
     home = Path(torch.__file__).parent
-    source = SOURCE.read_bytes() + f"{home} {torch.__version__} {sys.version}".encode()
+    source = SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_emu"
     library = cache / f"{torch.__version__}-{hashlib.sha256(source).hexdigest()[:16]}.so"
     if library.exists():
