@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from fork_server import run_all, torchrun_env
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
@@ -69,13 +70,21 @@ def call(script, *arguments):
     return SimpleNamespace(returncode=status, stdout=out.getvalue(), stderr=err.getvalue())
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items):
-    """Sort the tests so that no worker waits at the end. A file is one worker's, but for APART."""
+    """Sorts the tests, so that no worker waits at the end."""
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
-    for item in items:
-        if item.path.stem not in APART:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+class Scheduler(LoadFileScheduling):
+    """A file is one worker's, but for those of APART."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return nodeid if Path(file).stem in APART else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduler(config, log)
 
 
 def pytest_sessionfinish():

@@ -41,7 +41,7 @@ def build():
         return library
     cache.mkdir(parents=True, exist_ok=True)
     folders = [home / "include", home / "include/torch/csrc/api/include"]
-    command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", SOURCE, "-o", f"{library}.new"]
+    command = ["g++", "-O0", "-std=c++20", "-fPIC", "-shared", SOURCE, "-o", f"{library}.new"]
     command += [f"-I{folder}" for folder in (*folders, sysconfig.get_path("include"))]
     command += f"-L{home}/lib -ltorch -ltorch_cpu -lc10 -ltorch_python".split()
     with open(library.with_suffix(".lock"), "w") as lock:
