@@ -13,7 +13,9 @@ import pytest
 from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights, module, rows, wait_for
 
 CLUSTER = ["bash", ROOT / "tests/helpers/slurm_cluster.sh"]
-SMALL = ["--model", "mlp", "--batch_size", "64", "--max_steps", "10", "--eval_every", "5"]
+COMMON = "--batch_size 64 --max_steps 10 --eval_every 5".split()
+SMALL = ["--model", "mlp", *COMMON]
+GPT = ["--d_model", "16", "--n_heads", "2", "--num_layers", "2", "--seq_len", "32", *COMMON]
 ONE_PROCESS = ["--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1"]  # of each node
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
@@ -81,7 +83,7 @@ def test_jobs_of_a_sweep_train_and_are_reported(site, data):
     """Jobs of singlegpu, multigpu and multinode, and their report, submitted inside salloc."""
     inside = ("salloc", "--quiet", "--gpus=1", "--mem-per-cpu=100", "bash", "slurm/sweep.sh")
     words = ("--gpus", "1 2 2x1", "--batch_sizes", 32, "--out", "sweep", "--sbatch", "--mem=4000")
-    told = site.command(*inside, *words, "images", *SMALL, "--dataset", "mnist", "--data_dir", data)
+    told = site.command(*inside, *words, "gpt", *GPT, "--dataset", data / "text.txt")
     out = site.folder / "sweep"
     assert site.wait(re.search(r"job (\d+) writes", told)[1]) == "COMPLETED"
     cases = ("singlegpu_1", 1, 1), ("multigpu_2", 2, 1), ("multinode_2x1", 2, 2)

@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 from conftest import ROOT, assert_same_weights, rows, wait_for
-from test_slurm import ENDED, SMALL, cluster, site  # noqa: F401
+from test_slurm import COMMON, ENDED, GPT, SMALL, cluster, site  # noqa: F401
 
-COMMON = SMALL[2:]
 WORDS = {  # what makes a job of each script small
     "images": SMALL,
     "text": ["--model", "transformer", "--seq_len", "32", *COMMON],
@@ -19,7 +18,6 @@ WORDS = {  # what makes a job of each script small
     "mnist": ["--synthetic", "--epochs", "1", "--batch_size", "6000"],
     "quantize_mnist": ["--synthetic"],
 }
-GPT = ["--d_model", "16", "--n_heads", "2", "--num_layers", "2", "--seq_len", "32", *COMMON]
 JOBS = sorted(path.stem for path in (ROOT / "slurm").glob("*_*.slurm"))
 JOBS.remove("quantize_gpt")  # it needs what a training has written: a study
 
