@@ -109,12 +109,6 @@ def carry(name, copies):
         path.write_text(path.read_text().replace(f"\n{text}", f"\n{min(new)}", 1))
 
 
-def diff(a, b):
-    """Returns the hunks of a diff of two texts."""
-    lines = difflib.unified_diff(a.splitlines(), b.splitlines(), lineterm="")
-    return re.split(r"^@@ .*\n", "\n".join(lines), flags=re.M)[1:]
-
-
 def job_text(path):
     """A job file without its comments, the lines to edit, the script's name and its arguments."""
     folder, script = path.stem.split("_", 1)
@@ -130,7 +124,9 @@ def main():
     for name, copies in drifted():
         texts = sorted(copies.values(), key=lambda text: ([*copies.values()].count(text), text))
         where = ", ".join(str(path) for path in copies if copies[path] == texts[0])
-        problems.append("\n".join([f"{name}\ndiffers in {where}:", *diff(texts[-1], texts[0])]))
+        a, b = (text.splitlines() for text in (texts[-1], texts[0]))
+        diff = difflib.unified_diff(a, b, lineterm="")
+        problems.append("\n".join([f"{name}\ndiffers in {where}:", *diff]))
     for folder in FOLDERS[:4]:
         scripts = [path.stem for path in Path(folder).glob("*.py") if path.stem.startswith(TASKS)]
         paths = [Path("slurm", f"{folder}_{script}.slurm") for script in scripts]

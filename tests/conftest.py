@@ -15,8 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
-import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from fork_server import run_all, torchrun_env
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
@@ -32,7 +31,9 @@ SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / n
 # One thread a process: tests side by side do not slow each other. No test gives a flag for it.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
-signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell lets jobs in its background ignore it
+# A shell that runs `make test` in the background lets it, and what it starts, ignore these.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 ENVIRONMENT = dict(os.environ)
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # where two "nodes" on this machine meet
 WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, if it is set
@@ -42,12 +43,10 @@ CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps sh
 RUN = "# == The run: "  # begins the title of the section after the task
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
-# A shell that runs `make test` in the background lets it, and what it starts, ignore Ctrl-C.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-LONGEST = """test_slurm test_stops test_training test_emulator test_gpu test_project test_check
-    test_flags test_examples test_mnist test_quantize test_hybrid test_launchers""".split()
+# Files in the order in which they are run, before all others; and those whose tests share nothing.
+LONGEST = """test_stops test_slurm test_project test_emulator test_flags test_mnist test_quantize
+    test_examples test_training test_check test_gpu test_launchers""".split()
+APART = "test_stops test_training test_check test_gpu test_launchers test_hybrid".split()
 
 
 def module(script):
@@ -72,8 +71,20 @@ def call(script, *arguments):
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, since a file is one worker's, and nobody shall wait at the end."""
+    """Sorts the tests, so that no worker waits at the end."""
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
+
+
+class Scheduler(LoadFileScheduling):
+    """A file is one worker's, but for those of APART."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return nodeid if Path(file).stem in APART else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduler(config, log)
 
 
 def pytest_sessionfinish():
@@ -83,21 +94,16 @@ def pytest_sessionfinish():
 class Job:
     """A started command. A variable in their environment tells its processes, which a test ends."""
 
-    def __init__(self, command, cwd, **env):
-        self.mark = f"TEST_JOB={uuid.uuid4()}"
-        env = ENVIRONMENT | env | {"TEST_JOB": self.mark.split("=")[1]}
-        command = list(map(str, command))
-        how = {"cwd": cwd, "env": env, "text": True, "start_new_session": True}
+    def __init__(self, command, cwd):
+        name = str(time.time_ns())
+        self.mark = f"TEST_JOB={name}"
+        how = {"cwd": cwd, "env": ENVIRONMENT | {"TEST_JOB": name}, "text": True}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, **how, **pipes)
+        self.process = subprocess.Popen(command, **how, **pipes, start_new_session=True)
 
-    def wait(self, timeout=TIMEOUT):
+    def wait(self):
         """Returns (exit status, stdout, stderr)."""
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.end()
-            raise
+        out, err = self.process.communicate(timeout=TIMEOUT)
         return self.process.returncode, out, err
 
     def processes(self):
@@ -113,8 +119,8 @@ class Job:
     def workers(self):
         """The ids of the processes that train: what the command has started, without helpers."""
         found = self.processes().items()
-        own = {pid: words for pid, (parent, words) in found if parent == self.process.pid}
-        return [pid for pid, words in own.items() if "resource_tracker" not in words]
+        own = [(pid, words) for pid, (parent, words) in found if parent == self.process.pid]
+        return [pid for pid, words in own if "resource_tracker" not in words]
 
     def end(self):
         for pid in self.processes():
@@ -138,8 +144,8 @@ def words_of(script, arguments, processes):
     return words, *(processes if isinstance(processes, tuple) else (1, processes))
 
 
-WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # each has ports of its own, all
-PORTS = itertools.count(10_000 + WORKER % 4 * 5_000 + os.getpid() % 4_000)  # below the system's
+# Each process of pytest has ports of its own, all below those that the system gives.
+PORTS = itertools.count(10_000 + os.getpid() * 499 % 20_000)
 
 
 def free_port():
@@ -195,7 +201,7 @@ def attempt(tmp_path_factory):
 def run(attempt):
     """run(script, *arguments, processes=1): an attempt without error or warning; returns stdout.
 
-    A newer library may deprecate a name: pytest counts and shows that at the end, and goes on.
+    A newer library may deprecate a name.
     """
 
     def run(script, *arguments, **more):
@@ -203,10 +209,7 @@ def run(attempt):
         not_ours = r"DeprecationWarning|FutureWarning|Warning: barrier\(\): using the device"
         if torch.__version__ < "2.14":  # PyTorch's own, for groups of the emulated device
             not_ours += "|Warning: No backend of type 0 found"
-        other = re.sub(not_ours, "", err)
-        assert status == 0 and "Warning" not in other, err
-        for line in re.findall(r".*(?:DeprecationWarning|FutureWarning): .*", err):
-            warnings.warn(f"deprecated: {line}", stacklevel=2)
+        assert status == 0 and "Warning" not in re.sub(not_ours, "", err), err
         return out
 
     return run
@@ -275,22 +278,21 @@ def chance():
     return random.Random(seed)
 
 
-def write_mnist(folder, num_test=401):
-    """Make the folder a --data_dir with an MNIST of 1,200 images, and a prime number to test on."""
-    (folder / "MNIST/raw").mkdir(parents=True)
+def write_mnist(folder):
+    """Writes an MNIST of 1,200 images, and a prime number of them to test on."""
+    folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     patterns = generator.integers(0, 120, (10, 28, 28))
-    for split, size in (("train", 1200), ("t10k", num_test)):
+    for split, size in (("train", 1200), ("t10k", 401)):
         labels = generator.integers(0, 10, size)
         images = patterns[labels] + generator.integers(0, 136, (size, 28, 28))
         for name, kind, array in (("images-idx3", 2051, images), ("labels-idx1", 2049, labels)):
             content = np.array([kind, *array.shape], ">i4").tobytes() + array.astype("u1").tobytes()
-            (folder / f"MNIST/raw/{split}-{name}-ubyte").write_bytes(content)
-    return folder
+            (folder / f"{split}-{name}-ubyte").write_bytes(content)
 
 
 def write_tables(folder):
-    """Make the folder a data set of texts of four classes, and of numbers and their names."""
+    """Writes a data set of texts of four classes, and of numbers and their names."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     names = "zero one two three four five six seven eight nine".split()
@@ -307,11 +309,11 @@ def write_tables(folder):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A --data_dir with that MNIST, those tables, and a text for gpt.py."""
-    folder = write_mnist(tmp_path_factory.mktemp("data"))
+    folder = tmp_path_factory.mktemp("data")
+    write_mnist(folder / "MNIST/raw")
     write_tables(folder / "tables")
     generator = random.Random(0)
-    lengths = [generator.randint(2, 7) for _ in range(40)]
-    words = ["".join(generator.choices("abcdefghij", k=length)) for length in lengths]
+    words = ["".join(generator.choices("abcdefghij", k=2 + number % 6)) for number in range(40)]
     text = " ".join(generator.choices(words, k=10_000))
     (folder / "words.txt").write_text(text[:40_000])
     (folder / "text.txt").write_text(text[:31_050])  # to validate on, an odd number of sequences
@@ -323,16 +325,6 @@ def base(data):
     """Flags of a training of images.py. An epoch has 25 steps."""
     words = ("--model", "mlp", "--dropout", 0.5, "--dataset", "mnist", "--data_dir", data)
     return (*words, "--batch_size", 48)
-
-
-@pytest.fixture(scope="session")
-def table(tmp_path_factory):
-    """A CSV file of 600 rows: the target is the sum of 8 features, and noise."""
-    features, noise = np.split(np.random.default_rng(0).standard_normal((600, 9)), [8], axis=1)
-    path = tmp_path_factory.mktemp("table") / "table.csv"
-    columns = np.hstack([features, features.sum(1, keepdims=True) + 0.1 * noise])
-    np.savetxt(path, columns, delimiter=",", header="a,b,c,d,e,f,g,h,target")
-    return path
 
 
 def uneven_table(path):

@@ -1,7 +1,5 @@
 """Flags are tested by their effect, as probe.py sees it. A flag of a section is proven once."""
 
-import ast
-import fnmatch
 import functools
 import json
 import re
@@ -10,74 +8,13 @@ import numpy as np
 import pytest
 from conftest import ROOT, SCRIPTS, curve, rows
 
-RUNS = "singlegpu/TASK multigpu/TASK multinode/TASK hybrid/images hybrid/gpt_*"
-PARALLEL = RUNS.removeprefix("singlegpu/TASK ")
-MNIST = "singlegpu/mnist multigpu/mnist multinode/mnist hybrid/mnist"
-TASKS = "gpt images text translation".split()
-# The flags, the scripts that have them (without .py), and the file that tests what they do.
-FLAGS = f"""
---epochs --max_steps --eval_every --batch_size --grad_accum_steps | {RUNS} | test_flags
---learning_rate --max_grad_norm --precision --num_workers --seed | {RUNS} | test_flags
---compile | */TASK hybrid/images | test_flags
---compile | hybrid/gpt_* | soak_scripts
---snapshot | */TASK | test_stops
---snapshot | hybrid/* | test_hybrid
---init_from | {RUNS} | test_images
---log | {RUNS} | test_training
---num_gpus | multigpu/* | conftest
---comm_hook | {PARALLEL} | test_flags
---num_stages | hybrid/images | test_hybrid
---num_stages --num_microbatches --schedule | hybrid/gpt_pipeline | test_flags
---shard_size | hybrid/gpt_fsdp | test_hybrid
---checkpoint_activations | hybrid/gpt_fsdp | test_flags
---dataset --data_dir | */images | test_flags
---dataset --data_dir | */text | test_models
---dataset --data_dir --source --target | */translation | test_models
---dataset --vocab_size --sample | */gpt* | test_models
---d_model --n_heads --num_layers --seq_len --model --size | */TASK hybrid/* | test_flags
---dropout | */TASK hybrid/* | test_flags
---pretrained | */images | test_project
---image_size | */images | test_images
---synthetic | */mnist | test_mnist
---data_dir --epochs --batch_size | {MNIST} | test_mnist
---data_dir --model | quantize/mnist | test_mnist
---min_bytes --max_bytes --out --seconds --timeout --pairs --expect | */allreduce | test_allreduce
---data_dir --num_images --versions --copies --out | */make_bigmnist | test_images
---snapshot --row --out --eager --dataset --batch_size | quantize/gpt | test_quantize
---num_samples --rounds | quantize/gpt | test_quantize
---out --step | *report | test_report
---out --processes --steps --link --latency --gpus_per_node | *predict | test_predict
-"""
 
-
-def flags_of(script):
-    """The flags that a script adds to a parser: the first word of `add("--flag", ...)`."""
-    for node in ast.walk(ast.parse((ROOT / script).read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("add", "add_argument")):
-            words = [word.value for word in node.args if isinstance(word, ast.Constant)]
-            yield from (word for word in words if str(word).startswith("--"))
-
-
-def test_each_flag_is_listed():
-    """Each flag of a script is in the table, and the test file named there has it, too."""
-    scripts = [*SCRIPTS, *[str(path.relative_to(ROOT)) for path in ROOT.glob("tools/[!c]*.py")]]
-    missing = {(script[:-3], flag) for script in scripts for flag in flags_of(script)}
-    assert len(missing) > 250 and ("hybrid/images", "--num_stages") in missing
-    all_flags = set(missing)
-    for row in FLAGS.strip().splitlines():
-        flags, patterns, [test] = (cell.split() for cell in row.split("|"))
-        patterns = {each.replace("TASK", task) for each in patterns for task in TASKS}
-        found = {
-            (script, flag)
-            for script, flag in all_flags
-            if flag in flags and any(fnmatch.fnmatch(script, pattern) for pattern in patterns)
-        }
-        folder = ROOT / ("tests/soak" if test.startswith("soak") else "tests")
-        text = (folder / f"{test}.py").read_text()
-        tested = [flag for flag in flags if re.search(rf"{flag}\b", text)]
-        assert {flag for _, flag in found} <= {*tested}, f"not tested there: {row}"
-        missing -= found
-    assert not missing, f"flags without a test of what they do: {sorted(missing)}"
+def test_each_flag_is_given_in_a_test():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    given = {*re.findall(r"--\w+", tests)}
+    for path in (*map(ROOT.joinpath, SCRIPTS), *ROOT.glob("tools/*.py")):
+        flags = {*re.findall(r'\badd(?:_argument)?\("(--\w+)"', path.read_text())}
+        assert flags and flags <= given, (path, flags - given)
 
 
 @pytest.fixture(scope="module")
@@ -109,88 +46,76 @@ def losses_of(logged):
     return np.array([(row["train_loss"], row["val_loss"]) for row in logged])
 
 
-PRECISIONS = [
-    ("singlegpu/images.py", 1, "tf32 bf16 fp16"),
-    ("hybrid/gpt_pipeline.py", 2, "bf16"),
-    ("hybrid/gpt_fsdp.py", 2, "bf16"),
-]
-DTYPES = {"tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+def bytes_of(step, operation):
+    """The bytes of gradients or weights in collectives of this name."""
+    return sum(size for name, _, size in step["sent"] if operation in name and size > 1000)
 
 
-@pytest.mark.parametrize(("script", "processes", "precisions"), PRECISIONS)
-def test_precision(seen, script, processes, precisions):
+def computes_in(dtype, matmul="highest"):
     """The types in which layers compute. With tf32, GPUs may round factors of float32."""
-    found, logged = seen(script, "", processes)
-    plain = losses_of(logged)
-    kinds = {(*step["dtypes"], step["matmul"]) for step in sum(found, [])}
-    assert kinds == {("float32", "highest")}
-    for name in precisions.split():
-        found, logged = seen(script, f"--precision {name}", processes)
-        losses, steps = losses_of(logged), sum(found, [])
-        assert len(steps) == 3 * processes
-        assert losses == pytest.approx(plain, rel=0.02)
-        assert (losses != plain).all() == (name[-2:] == "16")
-        for step in steps:
-            assert step["dtypes"] == [DTYPES[name]]
-            assert step["matmul"] == ("high" if name == "tf32" else "highest")
-            if "fsdp" in script:  # parameters are sent in bf16, gradients in fp32
-                sent = {(operation.split("_")[1], kind) for operation, kind, _ in step["sent"]}
-                sent = {each for each in sent if each[0] != "reduce"}
-                assert sent == {("gather", "bfloat16"), ("scatter", "float32")}
+
+    def effect(plain, step):
+        assert (plain["dtypes"], plain["matmul"]) == (["float32"], "highest")
+        assert (step["dtypes"], step["matmul"]) == ([dtype], matmul)
+
+    return effect
 
 
-@pytest.mark.parametrize("script", ("multigpu/images.py", "hybrid/images.py", "hybrid/gpt_fsdp.py"))
-def test_comm_hook(seen, script):
-    """Gradients are sent in bf16, in half the bytes, and the loss stays nearly the same."""
-    sent, gathered, losses = [], [], []
-    for flags, kind in {"": "float32", "--comm_hook bf16": "bfloat16"}.items():
-        found, logged = seen(script, flags, 2)
-        large = [each for each in found[1][1]["sent"] if each[2] > 1000]
-        assert {each[1] for each in large if "reduce" in each[0]} == {kind}
-        sent.append(sum(size for name, _, size in large if "reduce" in name))
-        gathered.append(sum(size for name, _, size in large if "gather" in name))  # FSDP's weights
-        losses.append(logged[-1]["train_loss"])
-    assert sent[1] == sent[0] / 2 > 50_000
-    assert len({*gathered}) == 1 and (gathered[0] > 0) == ("fsdp" in script)
-    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+def sends_half(plain, step):
+    """Gradients are sent in half the bytes, and weights of FSDP as before."""
+    assert bytes_of(step, "reduce") == bytes_of(plain, "reduce") / 2 > 50_000
+    assert bytes_of(step, "gather") == bytes_of(plain, "gather")
 
 
-ACCUMULATING = [
-    ("singlegpu/images.py", 1),
-    ("multinode/images.py", 2),
-    ("hybrid/images.py", 2),
-    ("hybrid/gpt_fsdp.py", 2),
-]
+def accumulates(plain, step):
+    """Three micro-batches are sent as often as one. Layers run thrice, each on a third."""
+    assert bytes_of(step, "reduce") == bytes_of(plain, "reduce")
+    assert step["calls"] == 3 * plain["calls"] and 3 * step["shape"][0] == plain["shape"][0]
 
 
-@pytest.mark.parametrize(("script", "processes"), ACCUMULATING)
-def test_grad_accum_steps(seen, script, processes):
-    """Three micro-batches are sent as often as one; layers run thrice as often.
-
-    --batch_size counts the samples of all micro-batches and processes.
-    """
-    counts = []
-    for parts in (1, 3):
-        flags = f"--grad_accum_steps {parts} --max_steps 2"
-        found, _ = seen(script, flags, processes)
-        sent = [name for name, _, size in found[0][1]["sent"] if size > 1000]
-        operation = "reduce_scatter" if "fsdp" in script else "all_reduce"
-        count = sum(name.startswith(operation) for name in sent)
-        counts.append((count, found[0][1]["calls"]))
-        assert found[-1][1]["shape"][0] * parts * processes == 24
-    assert counts[0][0] == counts[1][0] and counts[1][1] == 3 * counts[0][1]
-    assert (counts[0][0] > 0) == (processes > 1)
+def has_workers(plain, step):
+    """Each process that trains has two that load data."""
+    assert (plain["workers"], step["workers"]) == (0, 2)
 
 
-WORKING = [("singlegpu/images.py", 1), ("multigpu/images.py", 2), ("hybrid/gpt_pipeline.py", 2)]
+def runs_again(plain, step):
+    """The backward pass runs each of the two blocks forward again."""
+    assert re.fullmatch("F{8}B{8}", plain["order"])
+    assert re.fullmatch("F{8}(BF+B+){2}", step["order"])
 
 
-@pytest.mark.parametrize(("script", "processes"), WORKING)
-def test_num_workers(seen, script, processes):
-    """Each process that trains has so many that load data."""
-    found, _ = seen(script, "", processes)
-    loaded, _ = seen(script, "--num_workers 2", processes)
-    assert [{each[0]["workers"] for each in some} for some in (found, loaded)] == [{0}, {2}]
+EFFECTS = {  # flags: what they change in the second step of each process, and in which scripts
+    "--precision tf32": (computes_in("float32", "high"), "singlegpu/images"),
+    "--precision bf16": (computes_in("bfloat16"), "singlegpu/images hybrid/gpt_pipeline"),
+    "--precision fp16": (computes_in("float16"), "singlegpu/images"),
+    "--comm_hook bf16": (sends_half, "multigpu/images hybrid/images hybrid/gpt_fsdp"),
+    "--grad_accum_steps 3": (accumulates, "singlegpu/images multinode/images hybrid/gpt_fsdp"),
+    "--num_workers 2": (has_workers, "singlegpu/images multigpu/images hybrid/gpt_pipeline"),
+    "--checkpoint_activations": (runs_again, "hybrid/gpt_fsdp"),
+}
+CASES = [(flags, script) for flags, (_, scripts) in EFFECTS.items() for script in scripts.split()]
+
+
+@pytest.mark.parametrize(("flags", "script"), CASES)
+def test_effects(seen, flags, script):
+    """The losses stay nearly the same."""
+    processes = 1 if "singlegpu" in script else 2
+    (plain, expected), (found, logged) = (
+        seen(f"{script}.py", more, processes) for more in ("", flags)
+    )
+    assert losses_of(logged) == pytest.approx(losses_of(expected), rel=0.02)
+    for before, after in zip(plain, found):
+        EFFECTS[flags][0](before[1], after[1])
+
+
+def test_precision_of_shards(seen):
+    """Weights are sent in bf16, gradients in fp32."""
+    (plain, _), (found, _) = (
+        seen("hybrid/gpt_fsdp.py", flags, 2) for flags in ("", "--precision bf16")
+    )
+    computes_in("bfloat16")(before := plain[0][1], after := found[0][1])
+    assert bytes_of(after, "gather") == bytes_of(before, "gather") / 2 > 10_000
+    assert bytes_of(after, "scatter") == bytes_of(before, "scatter") > 10_000
 
 
 def test_rate_and_norm(seen):
@@ -239,22 +164,33 @@ def test_steps_and_rows(seen, script, processes, flags, at):
     assert len(found[0]) == at[-1] and [row["step"] for row in logged] == at
 
 
-@pytest.mark.parametrize("folder", ("singlegpu", "multigpu", "hybrid"))
-def test_compile(logged, data, tmp_path, folder):
-    """Kernels are generated for forward and backward, and the loss is the eager one."""
+FINISH = '    """Is called by rank 0'
+GRAPHS = '    print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])\n'
+
+
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("folder", ("singlegpu", "multigpu", "multinode", "hybrid"))
+def test_compile(run, changed, data, tmp_path, folder):
+    """Graphs are traced, and the loss is the eager one.
+
+    In singlegpu, kernels are generated for forward and backward. This takes long: in the others,
+    the emulated accelerator runs the graphs.
+    """
     settings = {"CACHE_DIR": str(tmp_path), "COMPILE_THREADS": "1"}
     # Without what takes half a minute: trials of the compiler, and headers that are compiled first.
     settings |= {"VEC_ISA_OK": "0", "CPP_CACHE_PRECOMPILE_HEADERS": "0"}
     env = {f"TORCHINDUCTOR_{name}": value for name, value in settings.items()}
+    env |= {} if folder == "singlegpu" else {"EMU_DEVICES": "4"}
     words = ("--model", "mlp", "--dataset", "mnist", "--data_dir", data)
     words = (*words, "--batch_size", 401, "--max_steps", 4)  # no other length is validated
-    words += ("--num_stages", 1) if folder == "hybrid" else ()
-    losses, made = [], []
-    for more in ((), ("--compile",)):
-        losses.append(curve(logged(f"{folder}/images.py", *words, *more, **env)))
-        made.append(len([*tmp_path.glob("**/*.py")]))
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
-    assert made[0] == 0 and made[1] >= 2, "forward and backward"
+    words = (*words, "--eval_every", 4, "--log", tmp_path / "log")
+    script = changed(f"{folder}/images.py", {FINISH: GRAPHS + FINISH})
+    outs = [run(script, *words, *more, **env) for more in ((), ("--compile",))]
+    before, after = (int(re.search(r"^graphs (\d+)", out, re.M)[1]) for out in outs)
+    assert before == 0 < after
+    assert folder != "singlegpu" or len([*tmp_path.glob("**/*.py")]) >= 3, "with the script's copy"
+    eager, compiled = curve(tmp_path / "log")
+    np.testing.assert_allclose(compiled, eager, rtol=1e-4)
 
 
 def test_pipeline(seen):
@@ -273,14 +209,6 @@ def test_pipeline(seen):
             held = np.cumsum([{"F": 1, "B": -1}[each] for each in step["order"]])  # calls
             most = num_stages - rank % num_stages if schedule == "1f1b" else count
             assert held.max() == most * step["calls"] / count and held[-1] == 0
-
-
-def test_checkpoint_activations(seen):
-    """The backward pass runs each of the two blocks forward again."""
-    one, _ = seen("hybrid/gpt_fsdp.py", "", 2)
-    two, _ = seen("hybrid/gpt_fsdp.py", "--checkpoint_activations", 2)
-    assert re.fullmatch("F{8}B{8}", one[0][1]["order"])
-    assert re.fullmatch("F{8}(BF+B+){2}", two[0][1]["order"])
 
 
 TABLES = "--dataset tables --data_dir {data} --seq_len"

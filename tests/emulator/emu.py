@@ -34,14 +34,14 @@ SOURCE = Path(__file__).with_name("emu.cpp")
 def build():
     """Returns the path of the library for this source and torch. Makes it where there is none."""
     home = Path(torch.__file__).parent
-    source = SOURCE.read_bytes() + f"{home} {torch.__version__} {sys.version}".encode()
+    source = SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_emu"
     library = cache / f"{torch.__version__}-{hashlib.sha256(source).hexdigest()[:16]}.so"
     if library.exists():
         return library
     cache.mkdir(parents=True, exist_ok=True)
     folders = [home / "include", home / "include/torch/csrc/api/include"]
-    command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", SOURCE, "-o", f"{library}.new"]
+    command = ["g++", "-O0", "-std=c++20", "-fPIC", "-shared", SOURCE, "-o", f"{library}.new"]
     command += [f"-I{folder}" for folder in (*folders, sysconfig.get_path("include"))]
     command += f"-L{home}/lib -ltorch -ltorch_cpu -lc10 -ltorch_python".split()
     with open(library.with_suffix(".lock"), "w") as lock:

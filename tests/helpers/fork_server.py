@@ -9,6 +9,7 @@ tools/check.py.
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import multiprocessing.connection
 import os
@@ -45,6 +46,7 @@ def run(command, cwd, env, files):
     """Do in a fork what the interpreter does with the command; multiprocessing ends it alike."""
     import torch.multiprocessing  # here, as the tests need not wait for it
 
+    gc.freeze()  # no collection looks at what the imports have made, and copies its pages
     os.setsid()  # run_all() ends the group of this process
     methods = multiprocessing.get_all_start_methods()  # the first one is that of this Python
     multiprocessing.set_start_method(methods[0], force=True)  # in place of the fork server
@@ -102,7 +104,7 @@ class Fork:
 def run_all(commands, envs, cwd, timeout=600, ends_others=True):
     """Run the commands at the same time. Returns [(exit status, stdout, stderr), ...].
 
-    Where one fails, the others get SIGTERM, as from torchrun, and 8 s later SIGKILL. The status of
+    Where one fails, the others get SIGTERM, as from torchrun, and 4 s later SIGKILL. The status of
     one that SIGTERM has ended is 0.
     """
     forks = [Fork(command, cwd, env) for command, env in zip(commands, envs, strict=True)]
@@ -114,7 +116,7 @@ def run_all(commands, envs, cwd, timeout=600, ends_others=True):
                 child = left.pop(sentinel)
                 child.join()
                 if child.exitcode and not failed:
-                    end = min(end, time.monotonic() + 8)
+                    end = min(end, time.monotonic() + 4)
                     for other in left.values() if ends_others else ():
                         other.terminate()
                 failed += [child] if child.exitcode else []
