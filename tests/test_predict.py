@@ -65,7 +65,7 @@ def test_prediction_by_hand():
 # Without buckets in the log frozen weights are not sent, and the last micro-batch sends. Buckets
 # of 3 MB and 1 MB: the first is ready after 0.05 s and takes 0.075 s, in which, at half the speed,
 # 0.0375 s of 0.15 s are computed.
-FROZEN = {"parameters": 100_000_000, "trained": 100_000}
+FROZEN = {"parameters": 100_000}  # that are trained
 READY = 0.2 * (1 - (1 - SHARE) / 8)
 SENT = [["all-reduce", -0.4, -0.3, 3e6], ["all-reduce", -0.1, 0, 1e6]]
 BACKWARD = [  # of two processes, with what ends after it; what is in the log, the link
