@@ -155,7 +155,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
                 yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
             elif not moving:
                 yield "ERROR", f"none of its {count} tensors changes. {frozen} are frozen."
-            elif still:
+            elif any(x[1][-4:] != "bias" for x in still):  # before a norm a bias has no effect
                 _, name, last = max(still)
                 words = f"{name} stands still from step {last + 1} on, {len(still)} of {count} do."
                 yield "ERROR" if 2 * len(still) >= count else "warning", words + " Steps too small?"
@@ -167,9 +167,9 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
             words = f"{len(x)} weights with gradients are in no optimizer: {', '.join(x[:3])}."
             yield "ERROR", words + " Add them; make none in forward()."
         for start, steps in self.first.optimizers():
-            count = len(start["names"])
+            count, a, b = len(start["names"]), start["weights"], [start, *steps][-1]["weights"]
             never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
-            unused = [start["names"][i] for i in never if start["trainable"][i]]
+            unused = [start["names"][i] for i in never if start["trainable"][i] and a[i] == b[i]]
             level = "ERROR" if len(unused) == count else "warning"
             if unused and len(never) == count and any(x["had_grads"] for x in steps):
                 yield "ERROR", "none is left at step() of backward()'s. Call zero_grad() after it."
@@ -187,7 +187,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
                 yield "ERROR", f"not zeroed before step {late[0]}, rank {rank}. Call zero_grad()."
             if twice:
                 yield "ERROR", f"step {twice[0]} uses the gradients of the last one, rank {rank}."
-            if any(x["wiped"] for x in steps):
+            if sum(x["wiped"] > 0 for x in steps) > len(steps) / 2:
                 yield "ERROR", "zeroed between the micro-batches: only the last one counts."
             if len(self.ranks) > 1 and min(x["averaged"] for x in steps) > 1:
                 yield "warning", f"DDP averages {steps[0]['averaged']} times a step. Use no_sync()."
@@ -224,7 +224,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
             other = [x for x in used if abs(x[1] - x[2]) > 1e-6 * abs(x[2])]
             for step, rate, said in other[:1]:
                 words = f"step {step} uses the rate {rate:.4g}, but the schedule says {said:.4g}."
-                yield "ERROR" if len(other) == len(used) else "warning", words
+                yield "ERROR" if len({x[1] for x in used}) == 1 else "warning", words
         yield seen(self.first["schedule"], "calls of a scheduler")
 
     def precision(self):
@@ -285,7 +285,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
             both = {*drawn} & {*b["index"][: len(drawn)]} if alike else ()
             if len(equal) > len(common) / 2 or drawn and a["index"] == b["index"]:
                 yield "ERROR", f"{who} get the same samples in {len(equal)} steps. Split them."
-            elif len({*drawn}) == len(drawn) and len(both) >= len(self.ranks):
+            elif len({*drawn}) == len(drawn) and len(both) >= len(self.ranks) and not a["replaces"]:
                 yield "ERROR", f"{who} share {len(both)} of {len(drawn)} samples. Split one order."
             yield seen(common, f"steps in which {who} have other samples")
 
@@ -608,7 +608,7 @@ def shard_of(weight):  # which part of a DTensor is here; "" if it is all of it
 def careful(hook):  # its own errors are reported, and do not end the training
     def safe(*args, **kwargs):
         try:
-            if not torch.compiler.is_compiling():  # else the hooks would be compiled, too
+            if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # not in its graph
                 return hook(*args, **kwargs)
         except Exception as error:
             watch.record("trouble", text=f"{hook.__name__}: {type(error).__name__}: {error}"[:200])
@@ -723,19 +723,19 @@ class Watch:  # what is known in a process; its methods are the hooks
             clean = not grads or not any(torch.stack([bits(x) for x in grads]).tolist())
             known["clean"] = clean or bool(known["clean"])  # None: no backward since the step
             if clean and self.now["had_grads"] and len(self.made) == 1 and not self.stepping:
-                self.now["wiped"] += self.now["version"] == sum(x._version for x in weights)
+                new = sum(x._version for x in weights), self.state["call"] > self.now["call"]
+                self.now["wiped"] += new == (self.now["version"], True)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         value = local(loss).double() if loss.numel() == 1 else 0
         if self.done < self.limit:
-            values = {"step": self.done, "pass": self.state.get("pass")}
-            self.record("loss", value=value, **values)
+            self.record("loss", value=value, step=self.done, **{"pass": self.state.get("pass")})
         self.state["in_backward"] = 1
 
     def after_backward(self, result, *args, **kwargs):
         self.state["in_backward"] = 0
         weights = [x for optimizer in self.made for x in weights_of(optimizer)]
         self.now["had_grads"] = any(x.grad is not None for x in weights)
-        self.now["version"] = sum(x._version for x in weights)
+        self.now |= {"version": sum(x._version for x in weights), "call": self.state["call"]}
         if not self.optimizers and self.state["backwards"] >= 20 * self.limit:
             self.end()  # a script without an optimizer
 
@@ -831,7 +831,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         values["attributes"] = self.learn_names()
         self.record("step", **values)
         if known["step"] == 2:
-            held = {id(x) for each in self.made for x in weights_of(each)}
+            held = {id(x) for each in self.made for y in each.param_groups for x in y["params"]}
             lost = {x for module in self.modules for x in module.parameters() if x.grad is not None}
             lost = [self.names.get(id(x), "?") for x in lost if id(x) not in held]
             self.record("lost", names=sorted(lost))
@@ -845,6 +845,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
         values = {"pass": self.state["passes"], "data": loader.dataset, "batches": None}
+        values["replaces"] = bool(getattr(loader.sampler, "replacement", False))
         with contextlib.suppress(TypeError):  # it is a stream, or has a generator of indices
             values["batches"] = len(own)
         iterator._check = values | {"size": size, "maker": type(own).__module__.split(".")[0]}
@@ -862,8 +863,7 @@ class Watch:  # what is known in a process; its methods are the hooks
             index = [None if i is None else int(data.indices[i]) for i in index]
             data = data.dataset
         split = data is not one["data"] and [type(data).__name__, len(data)]
-        values = {name: one[name] for name in ("pass", "size", "batches", "maker")}
-        values |= {"index": index, "split": split, "data": type(data).__name__}
+        values = one | {"index": index, "split": split, "data": type(data).__name__}
         parts = [*batch.values()] if isinstance(batch, dict) else batch
         parts = parts if isinstance(parts, (list, tuple)) else [parts]
         rows = [len(x) for x in parts if isinstance(x, torch.Tensor) and x.dim()]

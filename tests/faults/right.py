@@ -1,5 +1,6 @@
 """Right trainings that look odd, as of public reports, by torchrun: right.py NAME."""
 
+import contextlib
 import copy
 import sys
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
 
 STEPS, EPOCHS = 6, 4  # of an epoch; of a training
 
@@ -146,6 +147,75 @@ def diffusion():
                 model(x)
 
     train(model, lambda ddp, x, y: ddp(x), data, after_epoch)
+
+
+def average(model):
+    for weight in model.parameters():
+        dist.all_reduce(weight.grad)
+        weight.grad /= dist.get_world_size()
+
+
+def lost_window():
+    """An epoch begins with zeros, and its last window is too short for a step (mae)."""
+    ddp = DistributedDataParallel(nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    for epoch in range(20):
+        optimizer.zero_grad()
+        sampler = DistributedSampler(data, seed=epoch)
+        for step, (x, y) in enumerate(DataLoader(data, 7, sampler=sampler)):
+            with ddp.no_sync() if step % 4 < 3 else contextlib.nullcontext():
+                F.cross_entropy(ddp(x) / 4, y).backward()
+            if step % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def tasks():
+    """One gradient is made of those of two losses (Pytorch-PCGrad)."""
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(30):
+        gradients = []
+        for loss in model(torch.randn(8, 16) + dist.get_rank()).square().mean(0)[:2]:
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            gradients.append([weight.grad.clone() for weight in model.parameters()])
+        for weight, *parts in zip(model.parameters(), *gradients):
+            weight.grad = sum(parts)
+        average(model)
+        optimizer.step()
+
+
+def shared_weights():
+    """Of two optimizers of all weights, each trains one of two heads (PyTorch-GAN, infogan)."""
+    body, *heads = parts = nn.ModuleList([nn.Linear(16, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizers = [torch.optim.Adam(parts.parameters(), 0.01) for _ in heads]
+    for _ in range(30):
+        for optimizer, head in zip(optimizers, heads):
+            parts.zero_grad()
+            head(body(torch.randn(8, 16) + dist.get_rank())).square().mean().backward()
+            average(nn.ModuleList([body, head]))
+            optimizer.step()
+
+
+def traced():
+    """The model is traced before it trains, as by TensorBoard's add_graph() (pytorch-cifar100)."""
+    model = network()
+    torch.jit.trace(model, data[:8][0], check_trace=False)
+    train(model, plain_loss, data)
+
+
+def with_replacement():
+    """Each rank draws any samples, by its own seed (minGPT)."""
+    torch.manual_seed(11 + dist.get_rank())
+    many = TensorDataset(torch.arange(200_000).float()[:, None] / 1e5)
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    sampler = RandomSampler(many, replacement=True, num_samples=10**9)
+    for _, (x,) in zip(range(20), DataLoader(many, 24, sampler=sampler)):
+        optimizer.zero_grad()
+        (ddp(x) - x).square().mean().backward()
+        optimizer.step()
 
 
 dist.init_process_group("gloo")

@@ -18,7 +18,10 @@ def test_a_fault_is_named(fault, tmp_path):
     assert fault.name != "images_alone" or len(problems(lines)) == 1, lines  # no second cause
 
 
-@pytest.mark.parametrize("name", ["two_views", "averaged_weights", "teacher", "diffusion"])
+ODD = "two_views averaged_weights teacher diffusion lost_window tasks shared_weights traced"
+
+
+@pytest.mark.parametrize("name", [*ODD.split(), "with_replacement"])
 def test_right_programs_that_look_odd(name, tmp_path):
     is_right(name, tmp_path)
 
