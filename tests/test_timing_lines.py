@@ -49,7 +49,10 @@ optimizer.register_step_post_hook(lambda *_: pause(0.02))
 PAUSE = "    pause(0.05)\n"
 OTHERS = {  # what differs in the train.py of others
     "the device is emulated": {},
-    "rank 0 alone validates": {"if step % 100 == 0": "if step % 100 == dist.get_rank() * 50"},
+    "rank 0 alone validates": {
+        "if step % 100 == 0": "if step % 100 == dist.get_rank() * 50",
+        "pause(0.03)": "pause(0.5)",
+    },
     "the first epoch warms up": {PAUSE: "    if epoch == 0:\n        marks.clear()\n"},
 }
 
@@ -84,8 +87,10 @@ def test_lines_in_a_script_of_ones_own(run, request, tmp_path, name):
     if "warms up" in name:  # the second epoch is left, and nothing between the two
         pauses = {phase: pause / 2 for phase, pause in PAUSES.items() if phase != "other"}
     if "validates" in name:
-        assert phases["eval"][0] >= pauses.pop("eval") and phases.pop("eval")[1] == 0, out
-        assert phases["comm"][1] > phases["comm"][0] + 0.5 * PAUSES["eval"], "it waits"
+        del pauses["eval"]
+        validated, other = phases.pop("eval")
+        assert validated >= 1 and other == 0, out
+        assert phases["comm"][1] > phases["comm"][0] + 0.3, "it waits"
         assert "Rank 0 came last." in out
     assert phases.keys() == pauses.keys() | {"comm"} and min(phases["comm"]) > 0, out
     for phase, pause in pauses.items():
