@@ -19,7 +19,7 @@ STOPS = {  # when, a signal, who gets it, and the status. Only SIGKILL and Ctrl-
         ("training", signal.SIGQUIT, "group", -signal.SIGQUIT),
         ("training", signal.SIGINT, "group", AGAIN),
     ],
-    "multigpu": [  # test_gpu.py kills a rank
+    "multigpu": [
         ("torch is imported", signal.SIGTERM, "parent", AGAIN),
         ("training", signal.SIGKILL, "parent", -signal.SIGKILL),
         ("training", signal.SIGUSR2, "group", AGAIN),
@@ -116,15 +116,23 @@ def test_stops_that_save_nothing(attempt, base, changed, tmp_path, folder):
     assert ["val_loss" in row for row in rows(tmp_path / "log") if row["step"] == 4][0]
 
 
-def test_killed_in_a_validation(attempt, run, base, changed, tmp_path):
-    """Nothing is lost: its step has been saved. Typed again at the end, nothing is done."""
+KILLED = [("singlegpu", "True", signal.SIGKILL), ("multigpu", "dist.get_rank() == 1", 1)]
+
+
+@pytest.mark.parametrize(("folder", "who", "expected"), KILLED)
+def test_killed_in_a_validation(attempt, run, base, changed, tmp_path, folder, who, expected):
+    """All processes end, and nothing is lost: its step has been saved.
+
+    Typed again at the end, nothing is done.
+    """
     words = (*base, "--max_steps", 8, "--eval_every", 4, "--snapshot", tmp_path / "s.pt")
-    start = "    model.eval()\n"
-    copy = changed("singlegpu/images.py", {start: f"{start}    os.kill(os.getpid(), 9)\n"})
-    assert attempt(copy, *words)[0] == signal.SIGKILL and load(tmp_path / "s.pt")["step"] == 4
+    start, kill = "    model.eval()\n", f"    if {who}:\n        os.kill(os.getpid(), 9)\n"
+    copy = changed(f"{folder}/images.py", {start: start + kill})
+    status, _, err = attempt(copy, *words, processes=2)
+    assert status == expected and load(tmp_path / "s.pt")["step"] == 4, err
     for _ in range(2):
-        run("singlegpu/images.py", *words, "--log", tmp_path / "log")
-    assert [row["step"] for row in rows(tmp_path / "log")] == [8]
+        run(f"{folder}/images.py", *words, "--log", tmp_path / "log", processes=2)
+    assert {row["step"] for row in rows(tmp_path / "log")} == {8}
 
 
 def test_what_a_resume_says(refused, run, base, tmp_path):
