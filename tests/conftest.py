@@ -313,7 +313,8 @@ def data(tmp_path_factory):
     write_mnist(folder / "MNIST/raw")
     write_tables(folder / "tables")
     generator = random.Random(0)
-    words = ["".join(generator.choices("abcdefghij", k=2 + number % 6)) for number in range(40)]
+    lengths = [generator.randint(2, 7) for _ in range(40)]
+    words = ["".join(generator.choices("abcdefghij", k=length)) for length in lengths]
     text = " ".join(generator.choices(words, k=10_000))
     (folder / "words.txt").write_text(text[:40_000])
     (folder / "text.txt").write_text(text[:31_050])  # to validate on, an odd number of sequences

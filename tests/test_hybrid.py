@@ -34,7 +34,12 @@ def test_the_file_of_shards(logged, run, words, tmp_path):
     assert float(perplexity) == pytest.approx(np.exp(loss), rel=1e-3)
 
 
-CREATED = "    optimizer = create_optimizer(model, args)\n"
+def test_a_shard_may_be_empty(run, words):
+    """Of five positions on four processes, the last one has none."""
+    run(FSDP, *words, "--seq_len", 5, "--max_steps", 1, processes=4)
+
+
+CREATED = "    optimizer = create_optimizer(model, args)"
 REDUCED = "        reducing.wait()\n"
 
 
@@ -42,7 +47,7 @@ def test_a_step_that_one_stage_skips_is_skipped_by_all(run, words, changed, tmp_
     """With fp16, gradients may overflow in one stage. The weights then stay as they are."""
     save = f"    rank == 0 and torch.save(model.state_dict(), '{tmp_path}/first.pt')\n"
     overflow = "        if rank == 1:\n            gradients[-1] = math.inf\n"
-    copy = changed(PIPELINE, {CREATED: CREATED + save, REDUCED: REDUCED + overflow})
+    copy = changed(PIPELINE, {CREATED: save + CREATED, REDUCED: REDUCED + overflow})
     more = ("--precision", "fp16", "--max_steps", 2, "--snapshot", tmp_path / "s.pt")
     run(copy, *words, *more, processes=2)
     first, snapshot = torch.load(tmp_path / "first.pt"), load(tmp_path / "s.pt")

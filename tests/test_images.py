@@ -20,7 +20,7 @@ def test_labels_copies_and_augmented_versions(attempt, changed, data, run, tmp_p
     Stopped in between: status 75 says, run me again; what is half written is written anew.
     """
     words = ("--data_dir", data, *"--versions 2 --copies 3 --num_images 1100 --out big".split())
-    comment, unfinished = "# 75: run me again", tmp_path / "big.1100x2x3.tmp"
+    comment, unfinished = "# 75: go on here", tmp_path / "big.1100x2x3.tmp"
     kill = f"{comment}\n            if number == 1:\n                {KILL}"
     assert attempt(changed(BIG, {comment: kill}), *words, cwd=tmp_path)[0] == os.EX_TEMPFAIL
     begun = (unfinished / FILES[0]).read_bytes()

@@ -149,7 +149,7 @@ def test_what_a_resume_says(refused, run, base, tmp_path):
     assert "'learning_rate': 0.001" in line and "batch_size" not in line and len(line) < 100, line
 
 
-LOOK = "        look = add_up(sums)\n"
+LOOK = "        recent = add_up(sums)\n"
 BEHIND = """        time.sleep(0.02 * (step - look_step))
         rank or print("looks at", step)
 """

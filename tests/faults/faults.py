@@ -580,7 +580,7 @@ fault(
     "hangs",
     STEP,
     STEP + "            if i == 4 and rank == 0:\n                dist.barrier()\n",
-    options="--timeout 12",
+    options="--timeout 20",
     say=r"ending: hangs after step \d: .*train.py line \d+.*rank 1 at train.py",
     report="DeepSpeed #5794 (TrainCheck)",
 )
