@@ -124,7 +124,7 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=240, help="images per step, in total")
     args = parser.parse_args()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_PROCID", 0)) > 0:
+    if max(int(os.environ.get(x, 1)) for x in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")) > 1:
         parser.error("this script starts its own processes: use multinode/mnist.py")
     num_gpus = torch.accelerator.device_count()
     args.num_gpus = args.num_gpus or num_gpus or 2

@@ -97,6 +97,6 @@ if __name__ == "__main__":
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=240, help="images per step")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_PROCID", 0)) > 0:
+    if max(int(os.environ.get(x, 1)) for x in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")) > 1:
         parser.error("each process would train alone: use multinode/mnist.py")
     main(parser.parse_args())

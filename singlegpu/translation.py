@@ -541,6 +541,6 @@ def print_marks(row):
 
 if __name__ == "__main__":
     args = parse_args()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_PROCID", 0)) > 0:
+    if max(int(os.environ.get(x, 1)) for x in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")) > 1:
         sys.exit(f"each process would train alone: use multinode/{Path(__file__).name}")
     main(args)

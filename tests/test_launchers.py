@@ -163,7 +163,9 @@ def test_each_script_has_help_and_names_its_launch(tmp_path):
     for script in SCRIPTS:
         if re.match("(single|multi)gpu/(images|gpt|mnist).py", script):
             message = f"use multinode/{Path(script).name}"
-            told += [(script, message, {name: "2"}) for name in ("WORLD_SIZE", "SLURM_PROCID")]
+            told += [
+                (script, message, {name: "2"}) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+            ]
     commands = [f"{ROOT}/{words}".split() for words, *_ in told]
     answers = run_all(commands, [env for *_, env in told], tmp_path, ends_others=False)
     for (words, message, _), (status, _, err) in zip(told, answers):

@@ -164,7 +164,7 @@ def print_pairs(rates, hosts, expect):
             if len(pairs) > 1 and 2 * len(slow.intersection(pairs)) > len(pairs):
                 named[f"n{node} {verb}"] = pairs
     named |= {f"n{a} -> n{b}": [(a, b)] for a, b in sorted(slow.difference(*named.values()))}
-    print(f"median {median / 1e9:.3g} GB/s; slow is what is below {limit / 1e9:.3g} GB/s:")
+    print(f"median {median / 1e9:.3g} GB/s; slow (below {limit / 1e9:.3g} GB/s): {len(named)}")
     for name, pairs in named.items():
         share = statistics.median(rates[pair] for pair in pairs) / median
         print(f"{name} at {share:.2f} of the median")
