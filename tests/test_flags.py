@@ -62,7 +62,9 @@ def computes_in(dtype, matmul="highest"):
 
 
 def sends_half(plain, step):
-    """Gradients are sent in half the bytes, and weights of FSDP as before."""
+    """Gradients are sent as bf16, in half the bytes, and weights of FSDP as before."""
+    large = {kind for name, kind, size in step["sent"] if "reduce" in name and size > 5000}
+    assert large == {"bfloat16"}
     assert bytes_of(step, "reduce") == bytes_of(plain, "reduce") / 2 > 50_000
     assert bytes_of(step, "gather") == bytes_of(plain, "gather")
 

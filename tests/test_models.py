@@ -121,6 +121,8 @@ def test_batches_of_similar_lengths(data, script):
     train_data, _ = script.read_data(args)
     order = script.training_order(train_data, np.random.default_rng(0))
     assert sorted(order) == [*range(600)]
+    lengths = train_data.tensors[0].count_nonzero(1)[order].view(50, 12)
+    assert (lengths.diff(dim=1) < 0).any(), "no process has all the long texts"
     batches = batches_of(script, train_data, order.reshape(50, 12).tolist())
     num_words = sum(tokens.count_nonzero() for tokens, _ in batches)
     assert num_words == train_data.tensors[0].count_nonzero()

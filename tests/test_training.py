@@ -108,6 +108,7 @@ def assert_rows(log, script, processes):
         assert row["steps"] == {10: 7, 20: 10, 21: 1}[row["step"]]
         assert (row.get("comm_total", 0) > 0) == (processes > 1)
         assert ("bubble" in row) == ("pipeline" in script) and row.get("bubble", 1) > 0
+        assert [name for name, *_ in row["last_step"]].count("optimizer") == 1
         training = sum(row.get(name, 0) for name in PHASES)
         assert row["samples/s"] == pytest.approx(row["batch_size"] * row["steps"] / training)
         assert sum(row.get("stages", [row["parameters"]])) == row["parameters"]
