@@ -823,8 +823,8 @@ images(
     "images_rate_set_afterwards",
     "        for group in optimizer.param_groups:\n            group",
     "        schedule.step()\n        for group in optimizer.param_groups:\n            group",
-    "    done_steps = 0  #",
-    "    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)\n    done_steps = 0  #",
+    "    done_steps = 0\n",
+    "    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)\n    done_steps = 0\n",
     options="--steps 5",
     say=r"schedule: before optimizer.step|uses the rate .* but the schedule says",
     report="dn3 #6",
@@ -882,6 +882,7 @@ images(
     "        self.datasets[0][i] //= 2\n        return super().__getitem__(i)\n" + CLASS,
     "data = StackDataset(",
     "data = Darker(",
+    options="--steps 30",
     say=r"samples: sample \d+ of Darker has other bytes later. Copy it",
     report="pycls #21",
 )
