@@ -10,6 +10,7 @@ import link
 import pytest
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 BY_NAME = {each.name: each for each in faults.FAULTS}
 # Several faults in one script, which do not hide each other: the short form of soak/soak_check.py.
 GROUPS = {
@@ -107,8 +108,7 @@ def test_closures_are_right(tmp_path):
 
 def is_right(name, tmp_path):
     """A program of right.py has no finding, in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2]
-    command += [faults.FOLDER / "right.py", name]
+    command = [*TORCHRUN, 2, faults.FOLDER / "right.py", name]
     status, lines, before = faults.check(command, tmp_path)
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
@@ -136,8 +136,7 @@ LONG_SCRIPTS = {
 def start(script, processes):
     """Returns the command, by torchrun if there are processes."""
     words = (f"{ROOT / script} --synthetic").split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", processes]
-    return [*torchrun, *words] if processes else [sys.executable, *words]
+    return [*TORCHRUN, processes, *words] if processes else [sys.executable, *words]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -6,7 +6,7 @@ import sys
 import faults
 import pytest
 import torch
-from test_check import LONG_SCRIPTS, is_right, problems, start
+from test_check import LONG_SCRIPTS, TORCHRUN, is_right, problems, start
 from test_slurm import ONE_PROCESS, SMALL, cluster, site  # noqa: F401
 
 
@@ -35,8 +35,7 @@ def test_scripts_are_right(script, tmp_path):
 
 
 def torchrun(processes, name, *flags):
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", processes]
-    return [*words, faults.FOLDER / name, *flags]
+    return [*TORCHRUN, processes, faults.FOLDER / name, *flags]
 
 
 @pytest.mark.parametrize("processes, name", [(2, "tensor_parallel.py"), (4, "sharded.py")])
