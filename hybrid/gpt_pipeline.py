@@ -414,8 +414,8 @@ def main(args):  # runs in each process
         if new and rank == 0:
             print(f"not in {args.init_from}: {', '.join(new):.60}")
     own = [Path(__file__).read_text(), settings, len(val_data), done_steps]
-    dist.all_gather_object(of_ranks := [None] * world_size, own)
-    if any(each != own for each in of_ranks):
+    dist.all_gather_object(by_rank := [None] * world_size, own)
+    if any(each != own for each in by_rank):
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
     gradients = join_gradients(stage, device)
@@ -550,9 +550,9 @@ def add_batch(batch_sums, sums):
 
 def add_up(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {name: float(value) for name, value in sums.items()})
-    return {name: sum(each.get(name, 0) for each in of_ranks) for name in of_ranks[-1]}
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {name: float(value) for name, value in sums.items()})
+    return {name: sum(each.get(name, 0) for each in by_rank) for name in by_rank[-1]}
 
 
 @torch.no_grad()
@@ -566,8 +566,8 @@ def compare_weights(stage, copies, ends, step):
         dist.broadcast(of_first := own.clone(), group=group, group_src=0)
         drift = (own - of_first).abs().max() / of_first.abs().max().clamp(min=1e-30)
         drifts.append((drift.nan_to_num(math.inf).item(), name))
-    dist.all_gather_object(of_ranks := [None] * dist.get_world_size(), max(drifts))
-    drift, name = max(of_ranks)
+    dist.all_gather_object(by_rank := [None] * dist.get_world_size(), max(drifts))
+    drift, name = max(by_rank)
     if drift > 1e-2:  # rounding on unlike GPUs stays below, faults grow
         sys.exit(f"step {step}: processes differ in {name}" if dist.get_rank() == 0 else 1)
     return drift

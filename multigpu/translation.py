@@ -460,9 +460,9 @@ def add_batch(batch_sums, sums):
 
 def add_up(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {name: float(value) for name, value in sums.items()})
-    return {name: sum(each.get(name, 0) for each in of_ranks) for name in of_ranks[0]}
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {name: float(value) for name, value in sums.items()})
+    return {name: sum(each.get(name, 0) for each in by_rank) for name in by_rank[0]}
 
 
 @torch.no_grad()

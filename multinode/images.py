@@ -288,8 +288,8 @@ def main(args):  # runs in each process
         if new and rank == 0:
             print(f"not in {args.init_from}: {', '.join(new):.60}")
     own = [Path(__file__).read_text(), settings, len(val_data), done_steps]
-    dist.all_gather_object(of_ranks := [None] * world_size, own)
-    if any(each != own for each in of_ranks):
+    dist.all_gather_object(by_rank := [None] * world_size, own)
+    if any(each != own for each in by_rank):
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
     settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
     network = torch.compile(model) if args.compile else model  # both have the same weights
@@ -416,9 +416,9 @@ def add_batch(batch_sums, sums):
 
 def add_up(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {name: float(value) for name, value in sums.items()})
-    return {name: sum(each.get(name, 0) for each in of_ranks) for name in of_ranks[0]}
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {name: float(value) for name, value in sums.items()})
+    return {name: sum(each.get(name, 0) for each in by_rank) for name in by_rank[0]}
 
 
 @torch.no_grad()

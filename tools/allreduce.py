@@ -142,10 +142,10 @@ def measure_pairs(args, device, ranks_of, progress):
                 elif rank == receiver:
                     transfer(buffer, sender, False, args.seconds)
         progress["moment"] = time.monotonic()
-    dist.all_gather_object(of_ranks := [None] * dist.get_world_size(), own)
+    dist.all_gather_object(by_rank := [None] * dist.get_world_size(), own)
     rates = {}
     for pair in [(a, b) for a in nodes for b in nodes if a != b]:
-        found = [each[pair] for each in of_ranks if pair in each]
+        found = [each[pair] for each in by_rank if pair in each]
         rates[pair] = len(found) * min(found)  # beside the slowest, others may have ended early
     return rates
 

@@ -3,10 +3,10 @@
     python tools/check.py -- torchrun --nproc_per_node=2 train.py --batch_size 64
     python tools/check.py --against "python one_gpu.py" -- torchrun --nproc_per_node=2 train.py
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
-    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py    # many machines
+    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py  # torchrun: on each
 
-PyTorch loads this file in each process. It changes nothing, and notes what happens. The first one
-prints a line for each kind of fault. Status 1: an error; 2: nothing trained; else 0.
+PyTorch loads this file in each process. It changes nothing, and notes what happens. Then it prints
+a line for each kind of fault, or "not seen". Status 1: an error; 2: nothing trained; else 0.
 """
 
 import argparse
@@ -154,7 +154,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
             if not any(rates):
                 yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
             elif not moving:
-                yield "ERROR", f"none of its {count} tensors changes. {frozen} are frozen."
+                yield "ERROR", f"none of {count} weights changes, {frozen} are frozen. Other model?"
             elif any(x[1][-4:] != "bias" for x in still):  # before a norm a bias has no effect
                 _, name, last = max(still)
                 words = f"{name} stands still from step {last + 1} on, {len(still)} of {count} do."
@@ -460,7 +460,7 @@ def against(job, other, skip=0, advice=""):
         if not is_near and not 0 < at <= step:
             why = "computation: from equal samples," if step else "start:"
             by = f"after step {step}, by {apart / (way or size or 1):.0%} of its way."
-            rates = [x.get("rates") for x in (mine[step], theirs[step - skip])]
+            rates = [x.get("rates", "no step") for x in (mine[step], theirs[step - skip])]
             yield "ERROR", f"{why} {names[index]} differs {by} " + (advice or f"Rates: {rates}.")
             return
     yield "ok", f"the same weights in {len(steps) - 1} steps" + ", to rounding" * (not skip)
@@ -608,7 +608,7 @@ def shard_of(weight):  # which part of a DTensor is here; "" if it is all of it
 def careful(hook):  # its own errors are reported, and do not end the training
     def safe(*args, **kwargs):
         try:
-            if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # not in its graph
+            if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # no hook in a graph
                 return hook(*args, **kwargs)
         except Exception as error:
             watch.record("trouble", text=f"{hook.__name__}: {type(error).__name__}: {error}"[:200])

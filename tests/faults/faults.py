@@ -202,7 +202,7 @@ fault(
     "ddp(x.bfloat16())",
     "lr=0.05, momentum=0.9",
     "lr=1e-7",
-    say="updates: none of its 6 tensors changes|stands still from step 1 on",
+    say="updates: none of 6 weights changes|stands still from step 1 on",
     report="speculators #765; ao #1124",
 )
 fault(
@@ -211,7 +211,7 @@ fault(
     "model.requires_grad_(False)\nddp = model",
     "loss.backward()",
     "(loss + 0 * torch.ones(1, requires_grad=True).sum()).backward()",
-    say="updates: none of its 6 tensors changes. 6 are frozen",
+    say="updates: none of 6 weights changes, 6 are frozen",
     report="pytorch-forum 84911 (TrainCheck)",
 )
 fault(
