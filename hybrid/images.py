@@ -215,7 +215,7 @@ def split_model(model, devices):
     sizes = [num_weights(layer) for layer in layers]
     with_weights = [number for number, size in enumerate(sizes) if size > 0]
     if len(devices) > len(with_weights):
-        sys.exit(f"--num_stages must be at most {len(with_weights)}, the layers that have weights")
+        sys.exit(f"--num_stages must be at most {len(with_weights)}, the layers that train")
 
     @cache
     def best_split(start, num_stages):
