@@ -95,15 +95,16 @@ EFFECTS = {  # flags: what they change in the second step of each process, and i
     "--num_workers 2": (has_workers, "singlegpu/images multigpu/images hybrid/gpt_pipeline"),
     "--checkpoint_activations": (runs_again, "hybrid/gpt_fsdp"),
 }
+EACH = "--eval_every 1"
 CASES = [(flags, script) for flags, (_, scripts) in EFFECTS.items() for script in scripts.split()]
 
 
 @pytest.mark.parametrize(("flags", "script"), CASES)
 def test_effects(seen, flags, script):
-    """The losses stay nearly the same."""
+    """The losses stay nearly the same. There is a validation before the second step."""
     processes = 1 if "singlegpu" in script else 2
     (plain, expected), (found, logged) = (
-        seen(f"{script}.py", more, processes) for more in ("", flags)
+        seen(f"{script}.py", f"{EACH} {more}", processes) for more in ("", flags)
     )
     assert losses_of(logged) == pytest.approx(losses_of(expected), rel=0.02)
     for before, after in zip(plain, found):
@@ -113,7 +114,7 @@ def test_effects(seen, flags, script):
 def test_precision_of_shards(seen):
     """Weights are sent in bf16, gradients in fp32."""
     (plain, _), (found, _) = (
-        seen("hybrid/gpt_fsdp.py", flags, 2) for flags in ("", "--precision bf16")
+        seen("hybrid/gpt_fsdp.py", f"{EACH} {more}", 2) for more in ("", "--precision bf16")
     )
     computes_in("bfloat16")(before := plain[0][1], after := found[0][1])
     assert bytes_of(after, "gather") == bytes_of(before, "gather") / 2 > 10_000

@@ -124,6 +124,13 @@ def test_weights_to_start_from(run, tmp_path):
     assert "not in" not in out and load(new)["step"] == 2
 
 
+def test_pieces_of_a_large_file_are_shuffled():
+    """600 MiB, in pieces of two images: each image once, and few beside their neighbors."""
+    data = images.StackDataset(np.broadcast_to(np.uint8(0), (600, 1, 1024, 1024)), np.arange(600))
+    order = images.training_order(data, np.random.default_rng(0))
+    assert sorted(order) == [*range(600)] and (np.diff(order) == 1).mean() < 0.1
+
+
 def test_a_file_larger_than_memory_is_mapped(tmp_path):
     """Twice as large, and sparse: it takes no space on the disk."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

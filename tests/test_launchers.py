@@ -28,6 +28,7 @@ def flags(base, data):
 LATE = {  # script, processes, what one of them is slow at, its rank, and those of a pipeline
     "process": ("multinode/images.py", 3, "backward", 2, 1),
     "stage": (PIPELINE, 4, "step", 1, 2),
+    "shard": ("hybrid/gpt_fsdp.py", 2, "backward", 1, 1),
 }
 
 

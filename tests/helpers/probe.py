@@ -2,12 +2,13 @@
 
     python tests/helpers/probe.py FOLDER multigpu/images.py ...
 
-Each process writes FOLDER/<rank>.json, a list with an object for each step: `dtypes` and `calls`
-of linear layers and convolutions; `shape` of their first input; `order` of their calls, an F each,
-and of the gradients of their outputs, a B each; `attention`, the shape of the queries of each
-attention; `dropped`, the share of zeros that dropout made; `norm` of the gradients that the
-optimizer gets, `rate`, the learning rate; `matmul`, PyTorch's precision of float32 products;
-`workers`, the processes that load data; `sent`, (operation, dtype, bytes) of each collective.
+Each process writes FOLDER/<rank>.json, a list with an object for each step: `dtypes` of linear
+layers and convolutions, in the validation before it, too; their `calls`; `shape` of their first
+input; `order` of their calls, an F each, and of the gradients of their outputs, a B each;
+`attention`, the shape of the queries of each attention; `dropped`, the share of zeros that dropout
+made; `norm` of the gradients that the optimizer gets, `rate`, the learning rate; `matmul`,
+PyTorch's precision of float32 products; `workers`, the processes that load data; `sent`,
+(operation, dtype, bytes) of each collective.
 """
 
 import json
@@ -35,13 +36,14 @@ def note_gradient(gradient):
 
 
 def note_layer(module, inputs, output):
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        seen["dtypes"].add(str(output.dtype).removeprefix("torch."))
     if not module.training:
         return
     if isinstance(module, nn.Dropout) and module.p > 0:
         zeros = (output == 0)[inputs[0] != 0]
         seen["dropped"].append(zeros.float().mean().item())
     if isinstance(module, (nn.Linear, nn.Conv2d)):
-        seen["dtypes"].add(str(output.dtype).removeprefix("torch."))
         seen["calls"] += 1
         seen["shape"] = seen["shape"] or list(inputs[0].shape)
         seen["order"] += "F"
