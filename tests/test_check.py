@@ -29,7 +29,6 @@ GROUPS = {
     "hangs": None,
     "loss_summed": None,
     "state_in_no_state_dict": None,
-    "mnist_past_ddp": None,
     "images_written_in_place images_head_without_optimizer images_same_masks images_one_order "
     "images_input_lost images_change images_validation_lacks_some": None,
     "images_past_ddp images_no_zero_grad images_weights_in_bf16 images_same_samples": None,
@@ -60,10 +59,9 @@ def test_every_kind_has_a_fault():
     assert kinds - {each.kind for each in faults.FAULTS} == set()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_weights_are_the_same_with_and_without(processes, tmp_path):
+def test_weights_are_the_same_with_and_without(tmp_path):
     """A right training has no finding; its weights stay the same bit for bit; the status is 0."""
-    flags = ["--processes", processes, "--workers", processes - 1, "--epochs", 2]
+    flags = ["--processes", 2, "--workers", 1, "--epochs", 2]
     alone = [sys.executable, TRAIN, *flags, "--folder", tmp_path, "--weights", tmp_path / "alone"]
     subprocess.run(list(map(str, alone)), check=True, capture_output=True, timeout=300)
     watched = [sys.executable, TRAIN, *flags, "--folder", "{tmp}", "--weights", tmp_path / "seen"]
@@ -112,20 +110,19 @@ def is_right(name, tmp_path):
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
 
-@pytest.mark.parametrize("name", ["own_generator", "rollouts"])
-def test_right_programs_that_look_odd(name, tmp_path):
-    """Those that an earlier version accused of an error. More are in the soak."""
-    is_right(name, tmp_path)
+def test_a_right_program_that_looks_odd(tmp_path):
+    """More are in the soak."""
+    is_right("own_generator", tmp_path)
 
 
 SCRIPTS = {
-    "multigpu/mnist.py --num_gpus 3": 0,
+    "multigpu/mnist.py --num_gpus 2": 0,
     "hybrid/mnist.py": 2,
 }
 LONG_SCRIPTS = {
     "singlegpu/mnist.py": 0,
     "multigpu/mnist.py --num_gpus 1": 0,
-    "multigpu/mnist.py --num_gpus 2": 0,
+    "multigpu/mnist.py --num_gpus 3": 0,
     "multinode/mnist.py": 1,
     "multinode/mnist.py ": 3,
     "hybrid/mnist.py": 4,

@@ -18,7 +18,9 @@ def test_a_fault_is_named(fault, tmp_path):
     assert fault.name != "images_alone" or len(problems(lines)) == 1, lines  # no second cause
 
 
-ODD = "two_views averaged_weights teacher diffusion lost_window tasks shared_weights traced"
+ODD = (
+    "rollouts two_views averaged_weights teacher diffusion lost_window tasks shared_weights traced"
+)
 
 
 @pytest.mark.parametrize("name", [*ODD.split(), "with_replacement"])
