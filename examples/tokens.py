@@ -1,4 +1,4 @@
-"""Make token files of a text for gpt.py: a vocabulary that fits the text, and the last tenth apart.
+"""Make token files of a text for gpt.py: a vocabulary that fits the text, and its end apart.
 
     python examples/tokens.py my.txt --vocab_size 8192
 
@@ -21,7 +21,7 @@ tokenizer = ByteLevelBPETokenizer()
 tokenizer.train([args.text], vocab_size=args.vocab_size)
 tokenizer.save(str(out / "tokenizer.json"))
 ids = np.array(tokenizer.encode(Path(args.text).read_text(encoding="utf-8")).ids, np.uint32)
-num_val = len(ids) // 10
+num_val = min(len(ids) // 10, 2**18)  # as gpt.py does with a text
 np.save(out / "train.npy", ids[:-num_val])
 np.save(out / "val.npy", ids[-num_val:])
 print(f"{len(ids)} tokens in {out}: train on them by")

@@ -1,6 +1,6 @@
 r"""Train a GPT whose weights are divided over processes: FSDP, also known as ZeRO-3.
 
-    torchrun --nproc_per_node=4 -- hybrid/gpt_fsdp.py --precision bf16 --snapshot gpt
+    torchrun --standalone --nproc_per_node=4 -- hybrid/gpt_fsdp.py --precision bf16 --snapshot gpt
     sbatch slurm/hybrid_gpt_fsdp.slurm --checkpoint_activations
 
 The model need not fit on one GPU. With 4 processes and --shard_size 2, ranks 0 and 1 share a copy,
@@ -37,7 +37,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
+if __name__ == "__main__":  # Blocked until main() looks for them. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -67,7 +67,7 @@ def parse_args():
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
-    add("--seq_len", type=int, default=128, help="tokens of a sequence")
+    add("--seq_len", type=int, default=128, help="tokens of a sequence, which is one sample")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to print at the end")
     return parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
@@ -160,8 +160,8 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
-    if done < 0.05:
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
+    if done < 0.05:  # a linear rise; then half a cosine falls to a tenth of the peak
         return args.learning_rate * done / 0.05
     return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * (done - 0.05) / 0.95))
 
@@ -188,7 +188,7 @@ def finish(model, data, args, device):
 
 # == The run: flags, steps, rows, snapshots. Keep it. It calls the functions above. ================
 
-DTYPES = {"bf16": torch.bfloat16}  # of autocast and of what FSDP gathers
+DTYPES = {"bf16": torch.bfloat16}  # of autocast and of gathered weights. Shards stay in fp32
 SENT_TYPES = {"none": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -232,7 +232,7 @@ def set_up(args):
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
     if ON_GPU:
-        torch.accelerator.set_device_index(device.index)  # its default from now on
+        torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
@@ -264,7 +264,10 @@ def main(args):  # runs in each process
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
     num_steps = args.max_steps or args.epochs * steps_per_epoch
-    weights = create_model(args, train_data).state_dict() if rank == 0 else {}  # on the CPU
+    folders = Path(args.snapshot or "/dev/null").glob("step-*/settings.json")  # /dev/null: none
+    newest = [max((path.parent for path in folders), default=None)]
+    dist.broadcast_object_list(newest)  # all take that of rank 0
+    weights = create_model(args, train_data).state_dict() if rank == 0 and not newest[0] else {}
     with torch.device("meta"):  # which has no memory
         model = create_model(args, train_data).train()
     shard_size = args.shard_size or world_size
@@ -275,9 +278,6 @@ def main(args):  # runs in each process
     shard(model, mesh, args)
     model.to_empty(device=device)  # memory for its shards: the values come below
     optimizer = create_optimizer(model, args)
-    folders = Path(args.snapshot or "/dev/null").glob("step-*/settings.json")  # /dev/null: none
-    newest = [max((path.parent for path in folders), default=None)]
-    dist.broadcast_object_list(newest)  # all take that of rank 0
     done_steps = 0
     if newest[0]:
         old = json.loads((newest[0] / "settings.json").read_text())
@@ -301,7 +301,7 @@ def main(args):  # runs in each process
     dist.all_gather_object(by_rank := [None] * world_size, own)
     if any(each != own for each in by_rank):
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
-    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log: rank 0's counts
 
     torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
@@ -312,7 +312,7 @@ def main(args):  # runs in each process
     look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
-        seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
+        seed = hash((args.seed, step, rank))  # the same in a resumed run, and so is its dropout
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
             torch.get_device_module().manual_seed(seed)
@@ -331,9 +331,9 @@ def main(args):  # runs in each process
             (loss / args.grad_accum_steps).backward()
             mark("backward")
         is_warmup = step <= done_steps + 3  # the first ones are slower
-        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0  # a row
         is_look = is_due or is_warmup or step >= next_look
-        if args.max_grad_norm or is_look:
+        if args.max_grad_norm or is_look:  # a row shows the norm; a limit of inf clips nothing
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
@@ -570,7 +570,7 @@ def count_marks(is_warmup=False):
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # the same moment in all processes: a collective has ended
+    zero = marks[-1][1]  # a collective has ended: the same moment in all, but for a stop
 
     def seconds(moment):
         return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero

@@ -1,6 +1,6 @@
 """Train an image classifier whose layers are split over the GPUs of a process, and with DDP.
 
-    torchrun --nproc_per_node=2 -- hybrid/images.py --num_stages 2    # 4 GPUs, or 2 CPU processes
+    torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2  # 4 GPUs, or 2 CPUs
     sbatch slurm/hybrid_images.slurm --model vgg11 --learning_rate 1e-4
 
     the cnn  stage 0            stage 1
@@ -33,7 +33,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
+if __name__ == "__main__":  # Blocked until main() looks for them. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -174,7 +174,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
     return args.learning_rate * (20 * done if done < 0.05 else 1.05 - done)  # up, then down
 
 
@@ -330,7 +330,7 @@ def main(args):  # runs in each process
     stages = Chain(*split_model(model, devices))  # moves its weights
     settings["stages"] = [num_weights(stage) for stage in stages]
     optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # else a no-op
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done_steps = 0
     if args.snapshot and os.path.exists(args.snapshot):
@@ -348,14 +348,14 @@ def main(args):  # runs in each process
         weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
+        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a new last layer
         if new and rank == 0:
             print(f"not in {args.init_from}: {', '.join(new):.60}")
     own = [Path(__file__).read_text(), settings, len(val_data), done_steps]
     dist.all_gather_object(by_rank := [None] * world_size, own)
     if any(each != own for each in by_rank):
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
-    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log: rank 0's counts
     network = Chain(*[torch.compile(stage) if args.compile else stage for stage in stages])
     ddp_model = Chain()
     for stage, group in zip(network, groups):
@@ -375,7 +375,7 @@ def main(args):  # runs in each process
     prepare_marks(devices)
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
-        seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
+        seed = hash((args.seed, step, rank))  # the same in a resumed run, and so is its dropout
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
             torch.get_device_module().manual_seed_all(seed)  # each stage has its own generator
@@ -395,9 +395,9 @@ def main(args):  # runs in each process
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
         is_warmup = step <= done_steps + 3  # the first ones are slower
-        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0  # a row
         is_look = is_due or is_warmup or step >= next_look
-        if args.max_grad_norm or is_look:
+        if args.max_grad_norm or is_look:  # a row shows the norm; a limit of inf clips nothing
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
@@ -614,7 +614,7 @@ def count_marks(is_warmup=False):
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # the same moment in all processes: a collective has ended
+    zero = marks[-1][1]  # a collective has ended: the same moment in all, but for a stop
 
     def seconds(moment):
         return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero

@@ -50,7 +50,7 @@ def main(args):
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
     if ON_GPU:
-        torch.accelerator.set_device_index(device.index)  # its default from now on
+        torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if rank == 0:
         read_data(args, train=True)  # downloads what is missing. The others wait for rank 0 below.
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -74,7 +74,7 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)[3 * stage : 3 * stage + 3].to(device)  # its layers
     model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
-    for weights in model.parameters():  # each gradient makes a mark; the last one ends the phase
+    for weights in model.parameters():  # a mark at each gradient: their times add up
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 

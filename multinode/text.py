@@ -1,12 +1,12 @@
 """Train a text classifier with the GPUs of many machines or, if they have none, CPU processes.
 
-    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 \
+    torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 -- \
         multinode/text.py --model transformer --dataset imdb    # on both; HOST is one of them
     sbatch slurm/multinode_text.slurm --model transformer --dataset FOLDER_OR_HUB_NAME
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on. It ends with the weights of a run without a stop, unless workers draw random crops.
+goes on. Its weights end as without a stop, unless workers draw random crops.
 Shapes: N texts of a split, B of a batch, T tokens of a text, D = d_model, H heads, K classes.
 """
 
@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
+if __name__ == "__main__":  # Blocked until main() looks for them. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -193,7 +193,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
     return args.learning_rate * 0.9 ** (done * args.epochs)
 
 
@@ -254,7 +254,7 @@ def set_up(args):
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
     device = torch.device(local_rank % num_gpus if ON_GPU else "cpu")  # srun may show only one GPU
     if ON_GPU:
-        torch.accelerator.set_device_index(device.index)  # its default from now on
+        torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
@@ -288,7 +288,7 @@ def main(args):  # runs in each process
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     model = create_model(args, train_data).to(device).train()
     optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # else a no-op
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done_steps = 0
     if args.snapshot and os.path.exists(args.snapshot):
@@ -306,14 +306,14 @@ def main(args):  # runs in each process
         weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
+        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a new last layer
         if new and rank == 0:
             print(f"not in {args.init_from}: {', '.join(new):.60}")
     own = [Path(__file__).read_text(), settings, len(val_data), done_steps]
     dist.all_gather_object(by_rank := [None] * world_size, own)
     if any(each != own for each in by_rank):
         sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
-    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log: rank 0's counts
     network = torch.compile(model) if args.compile else model  # both have the same weights
     ddp_model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
     ddp_model.broadcast_buffers = False  # evaluate() sends them, instead of each step
@@ -328,7 +328,7 @@ def main(args):  # runs in each process
     look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
-        seed = hash((args.seed, step, rank))  # so a resumed run has the same dropout
+        seed = hash((args.seed, step, rank))  # the same in a resumed run, and so is its dropout
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
             torch.get_device_module().manual_seed(seed)
@@ -347,9 +347,9 @@ def main(args):  # runs in each process
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
         is_warmup = step <= done_steps + 3  # the first ones are slower
-        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0  # a row
         is_look = is_due or is_warmup or step >= next_look
-        if args.max_grad_norm or is_look:
+        if args.max_grad_norm or is_look:  # a row shows the norm; a limit of inf clips nothing
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
@@ -551,7 +551,7 @@ def count_marks(is_warmup=False):
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # the same moment in all processes: a collective has ended
+    zero = marks[-1][1]  # a collective has ended: the same moment in all, but for a stop
 
     def seconds(moment):
         return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero

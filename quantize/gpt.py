@@ -14,9 +14,9 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
 Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. *-weights has int8
 or int4 weights, and leaves the inputs as they are. In -g32, 32 weights share a scale. int8-torch.ao
-is dynamic, by PyTorch's older library, and the other rows are by torchao. The older one has a scale
-for all inputs of a batch: a logit depends on what else is in its batch. That of int8-dynamic, where
-each token has a scale, does not. In torchao's int4 rows and, on GPUs, in all of its rows the rest
+is dynamic, by PyTorch's older library, and the other rows are by torchao. The older one scales all
+inputs of a batch alike: a logit depends on the rest of its batch. int8-dynamic scales each token
+alone. In torchao's int4 rows and, on GPUs, in all of its rows the rest
 of the model is bf16: compare them with the row bf16. What this machine or torch.compile cannot run
 is left out. 1.50x is 1.5 times as fast as fp32 in the same mode. On GPUs, fp32 is TF32.
 Columns: MB is the file's size; same %, how often the likeliest token is fp32's. Speeds in tokens/s:
@@ -54,11 +54,11 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--snapshot", metavar="FILE", required=True, help="what a gpt.py saved")
-    add("--dataset", default=argparse.SUPPRESS, help="where that of the training is now")
+    add("--dataset", default=argparse.SUPPRESS, help="the data of the training, if moved")
     add("--row", choices=ROWS, help="measure only this row, beside fp32")
     add("--out", metavar="FILE", help="save the model of --row")
     add("--eager", action="store_true", help="leave out the compiled rows: compiling takes minutes")
-    add("--batch_size", type=int, default=32, help="texts at once; int8 on GPUs needs 17")
+    add("--batch_size", type=int, default=32, help="texts at once; at least 17 for int8 on GPUs")
     add("--num_samples", type=int, default=0, help="texts to test the quality on; 0: all")
     add("--rounds", type=int, default=5, help="measurements of each speed; their median is printed")
     args = parser.parse_args()
@@ -105,7 +105,7 @@ class CachedBlock(nn.Module):
 
 
 class CachedGPT(nn.Module):
-    """A GPT that reads token ids (B, T). The cache has the keys of the `start` tokens before."""
+    """A GPT that reads token ids (B, T). Its cache holds keys and values of the `start` before."""
 
     def __init__(self, args):
         super().__init__()
@@ -236,7 +236,7 @@ def quantize(model, row):
 
 
 def load_quantized(file, device="cpu"):
-    """Returns a model that --out saved on such a device, and the settings of its training."""
+    """Returns a model that --out saved on this kind of device, and the settings of its training."""
     saved = torch.load(file, map_location=device, weights_only=True)
     args = argparse.Namespace(**saved["settings"])
     model = CachedGPT(args).eval()

@@ -1,13 +1,13 @@
 """Train an image classifier with one GPU or, if there is none, with the CPU.
 
     python singlegpu/images.py                                    # synthetic images: no download
-    python singlegpu/images.py --model mlp --dataset mnist --snapshot run.pt    # again: it goes on
+    python singlegpu/images.py --model mlp --dataset mnist --snapshot run.pt    # again: resumes
     python singlegpu/images.py --dataset photos --model resnet18 --pretrained --num_workers 4
     sbatch slurm/singlegpu_images.slurm --model vgg11 --learning_rate 1e-4
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on. It ends with the weights of a run without a stop, unless workers draw random crops.
+goes on. Its weights end as without a stop, unless workers draw random crops.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 
@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # They wait until main() looks. Torch's threads inherit this.
+if __name__ == "__main__":  # Blocked until main() looks for them. Torch's threads inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import numpy as np
@@ -166,7 +166,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, up to and with it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
     return args.learning_rate * (20 * done if done < 0.05 else 1.05 - done)  # up, then down
 
 
@@ -235,7 +235,7 @@ def main(args):
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     model = create_model(args, train_data).to(device).train()
     optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # else a no-op
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     done_steps = 0
     if args.snapshot and os.path.exists(args.snapshot):
@@ -253,10 +253,10 @@ def main(args):
         weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
         shapes = {name: weight.shape for name, weight in model.state_dict().items()}
         fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a head
+        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a new last layer
         if new:
             print(f"not in {args.init_from}: {', '.join(new):.60}")
-    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log
+    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log: rank 0's counts
     network = torch.compile(model) if args.compile else model  # both have the same weights
 
     torch.manual_seed(hash((args.seed, done_steps)))  # a resumed run draws other crops
@@ -268,7 +268,7 @@ def main(args):
     look_time = time.perf_counter()
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
-        seed = hash((args.seed, step))  # so a resumed run has the same dropout
+        seed = hash((args.seed, step))  # the same in a resumed run, and so is its dropout
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
             torch.get_device_module().manual_seed(seed)
@@ -285,9 +285,9 @@ def main(args):
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
         is_warmup = step <= done_steps + 3  # the first ones are slower
-        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0  # a row
         is_look = is_due or is_warmup or time.perf_counter() > look_time + 1
-        if args.max_grad_norm or is_look:
+        if args.max_grad_norm or is_look:  # a row shows the norm; a limit of inf clips nothing
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)

@@ -129,6 +129,6 @@ six)
     sweep seq2seq_ "1 2" 128 translation --dataset multi30k --model lstm "$@"
     ;;
 esac
-count=${#jobs[@]}
+[ ${#jobs[@]} -gt 0 ] || fail "no run is left"
 submit report --dependency="afterany:$(IFS=:; echo "${jobs[*]}")" --output="$out/report.out" slurm/report.slurm "$out" --out "$out"
-echo "$count jobs ($scaling scaling); job ${jobs[-1]} writes $out/report.md when they have ended"
+echo "$((${#jobs[@]} - 1)) jobs ($scaling scaling); job ${jobs[-1]} writes $out/report.md when they have ended"

@@ -11,7 +11,7 @@ time of a step over all steps and processes, times the steps of an epoch, withou
 and saves. So it does not matter how long a run was, or how often it was resumed. - is unknown.
 
     speedup       samples/s divided by those of the fastest run with the fewest processes
-    efficiency    speedup divided by how many times as many devices there are
+    efficiency    speedup divided by the ratio of the numbers of devices
     comm          exposed communication, as a share of the time of an epoch
     hidden        share of the communication that goes on beside other phases
     sending       communication in the process that comes last, the late rank: it waits for no other
