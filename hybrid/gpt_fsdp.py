@@ -1,4 +1,4 @@
-r"""Train a GPT whose weights are divided over processes: FSDP, also known as ZeRO-3.
+"""Train a GPT whose weights are divided over processes: FSDP, also known as ZeRO-3.
 
     torchrun --standalone --nproc_per_node=4 -- hybrid/gpt_fsdp.py --precision bf16 --snapshot gpt
     sbatch slurm/hybrid_gpt_fsdp.slurm --checkpoint_activations
@@ -8,12 +8,12 @@ and 2 and 3 another: each holds half of each weight, of its gradient and of its 
 Before a block runs, an all-gather collects its weights. After its backward pass, a reduce-scatter
 leaves each process its half of the gradients, which an all-reduce averages over the copies.
 
---snapshot is a folder, in which each process writes its shards. Resume from your own alone: PyTorch
-executes what it finds there. This makes a file of them, for --init_from and quantize/gpt.py:
-    python -m torch.distributed.checkpoint.format_utils dcp_to_torch gpt/step-000000100 gpt.pt
+--snapshot is a folder, in which each process writes its shards. Resume only from your own: PyTorch
+executes code in it. This makes a file of the shards, for --init_from and quantize/gpt.py:
+    python -m torch.distributed.checkpoint.format_utils dcp_to_torch gpt/step-* gpt.pt
 Read multinode/gpt.py first. For your own data and model, replace the first of the three sections.
-The model must have `blocks`, and no buffers with persistent=False: these would have no values, as
-only what is in the state_dict, which rank 0 makes, is sent to the others.
+The model must have `blocks`, and no buffers with persistent=False: rank 0 makes and sends the
+state_dict, and what is not in it has no values.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -207,8 +207,8 @@ def parse_run_args(parser, **defaults):
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--shard_size", type=int, default=0, help="processes that share a copy; 0: all of them")
-    add("--checkpoint_activations", action="store_true", help="compute blocks twice, for memory")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
+    add("--checkpoint_activations", action="store_true", help="to save memory, run blocks twice")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches; whole gradients are kept")
     add("--comm_hook", choices=SENT_TYPES, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
@@ -235,7 +235,7 @@ def set_up(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
+    if rank == 0:  # Downloads what is missing. A copy of args: read_data() may add to it.
         read_data(argparse.Namespace(**vars(args)))
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     # Without device_id: with it, a mesh would split this group, which not all backends can.
@@ -271,8 +271,9 @@ def main(args):  # runs in each process
     with torch.device("meta"):  # which has no memory
         model = create_model(args, train_data).train()
     shard_size = args.shard_size or world_size
-    if world_size % shard_size:
-        sys.exit(f"--shard_size {shard_size} must divide {world_size}" if rank == 0 else 1)
+    if world_size % shard_size or world_size > len(val_data):
+        words = f"--shard_size must divide {world_size} processes; each needs data to validate on"
+        sys.exit(words if rank == 0 else 1)
     mesh_shape = (world_size // shard_size, shard_size)
     mesh = dist.init_device_mesh(device.type, mesh_shape, mesh_dim_names=("copies", "shards"))
     shard(model, mesh, args)
@@ -293,7 +294,7 @@ def main(args):  # runs in each process
         dcp_states.set_optimizer_state_dict(model, optimizer, states["optimizer"])
     else:
         if args.init_from and rank == 0:
-            weights |= torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
+            weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
         options = dcp_states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         dcp_states.set_model_state_dict(model, weights, options=options)
     del weights
@@ -305,7 +306,7 @@ def main(args):  # runs in each process
 
     torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
@@ -384,7 +385,7 @@ def main(args):  # runs in each process
             finish(model.eval(), val_data, args, device)
     dist.destroy_process_group()
     if is_stopped and rank == 0:
-        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # then srun kills the rest
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # at 75, srun kills the rest
         sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
 
 
@@ -423,7 +424,7 @@ def training_batches(data, step, args):
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
-            torch.manual_seed(hash((args.seed, epoch)))
+            torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
         for indices in order[step % steps :, :, dist.get_rank()].reshape(-1, size):
@@ -454,7 +455,7 @@ def add_up(sums):
 
 @torch.no_grad()
 def compare_weights(model, step, copies):
-    """Returns the largest difference from a weight of the first copy, over its largest value."""
+    """Returns the worst weight's max |difference from the first copy| / max |value|."""
     drifts = []
     for weight in model.parameters():
         own = F.pad(weight.to_local().flatten().float(), (0, 1))  # a shard may be empty
@@ -491,7 +492,7 @@ def evaluate(model, data, device, autocast, args):
 
 
 def log_row(row, splits, model, device, settings):
-    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    """Prints rank 0's row, appends those of all processes to --log. Returns this process's."""
     for split, sums in splits.items():
         count = sums.pop("count")
         row |= {f"{split}_{name}": value / count for name, value in sums.items()}
@@ -523,7 +524,7 @@ STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # (name, start, end, bytes) of all-gathers and reduce-scatters
-last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
+last_step = []  # phases and all-reduces of a step, as (name, start, end, bytes), for report.py
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
@@ -544,7 +545,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class TimedCollectives:
-    """Sends for FSDP, which calls allocate(), then the object and, at last, note_end()."""
+    """Sends for FSDP, which calls allocate(), then __call__() and, at last, note_end()."""
 
     def allocate(self, size, *, dtype, device):
         self.start = now()  # FSDP allocates the output of a reduce-scatter right before it sends
@@ -559,7 +560,7 @@ class TimedCollectives:
         all_gather(output_tensor, input_tensor, group)
         sent.append(("all-gather", start, now(), input_tensor.nbytes))
 
-    def note_end(self, gradients):  # after the all-reduce over copies, or where there is one copy
+    def note_end(self, gradients):  # FSDP calls it after the all-reduce over copies
         sent.append(("reduce-scatter", self.start, now(), self.size))
 
 

@@ -223,7 +223,7 @@ class Stage(nn.Module):
             return x
 
     def own_parameters(self):
-        """Yields the parameters that no stage before has: the embedding is the first one's."""
+        """Yields each parameter in one stage only: the embedding in the first."""
         for name, weight in self.named_parameters():
             if self.is_first or name != "embedding.weight":
                 yield weight
@@ -233,7 +233,7 @@ def create_schedule(stage, pipeline, sums, scaler, device, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
     num_pipelines = dist.get_world_size() // args.num_stages
 
-    def loss_of(logits, _, targets):  # batch_loss() calls it as the model: it has the logits
+    def loss_of(logits, _, targets):  # stands in for the model in batch_loss()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     if args.compile:
@@ -325,7 +325,7 @@ def parse_run_args(parser, **defaults):
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--num_stages", type=int, default=2, help="processes of a pipeline")
     add("--num_microbatches", type=int, default=4, help="micro-batches of a batch in a pipeline")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b: 1 forward, 1 backward pass")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b: forward, backward in turn")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
@@ -351,7 +351,7 @@ def set_up(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
+    if rank == 0:  # Downloads what is missing. A copy of args: read_data() may add to it.
         read_data(argparse.Namespace(**vars(args)))
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     place = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
@@ -363,8 +363,6 @@ def set_up(args):
     train_data, val_data = read_data(args)
     if world_size % args.num_stages or args.num_layers % args.num_stages:
         sys.exit(f"--num_stages must divide {world_size} processes, and --num_layers")
-    if args.num_microbatches < args.num_stages:
-        sys.exit("--num_microbatches must be at least --num_stages")
     divisor = world_size // args.num_stages * args.num_microbatches
     if args.batch_size not in range(divisor, len(train_data) + 1, divisor):
         words = f"must be a multiple of {divisor}, at most {len(train_data)}"
@@ -423,12 +421,12 @@ def main(args):  # runs in each process
     ranks = torch.arange(world_size).view(-1, args.num_stages)  # (pipelines, stages)
     groups = (ranks, ranks.T, ranks[:, [0, -1]].unique(dim=1))
     # This pipeline, the copies of this stage, and the two stages of this embedding, if it has one.
-    pipeline, copies, ends = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in groups)
+    pipeline, copies, tied = (dist.new_subgroups_by_enumeration(g.tolist())[0] for g in groups)
 
-    torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
+    torch.manual_seed(hash((args.seed, done_steps, rank // args.num_stages)))  # a pipeline's crops
     indices = training_batches(train_data, done_steps, copies, args)
     batches = iter(create_loader(train_data, indices, args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     schedule = create_schedule(stage, pipeline, sums, scaler, device, args)
@@ -436,10 +434,10 @@ def main(args):  # runs in each process
     look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
     mark("start")
     for step in range(done_steps + 1, num_steps + 1):
-        seed = hash((args.seed, step, rank))  # the same in a resumed run, and so is its dropout
+        seed = hash((args.seed, step, rank // args.num_stages))  # stages load the same samples
         torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
         if ON_GPU:
-            torch.get_device_module().manual_seed(seed)
+            torch.get_device_module().manual_seed(hash((seed, rank)))  # and drop out others
         rate = learning_rate(args, step / num_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -450,8 +448,8 @@ def main(args):  # runs in each process
         note_all_reduce(reducing, gradients.nbytes)  # while other stages still work
         mark_bubble(pipeline, device)
         reducing.wait()
-        if ends:  # each end has a part of the embedding's gradient
-            dist.all_reduce(stage.embedding.weight.grad, group=ends)
+        if tied:  # both stages have a part of the embedding's gradient
+            dist.all_reduce(stage.embedding.weight.grad, group=tied)
         if scaler.is_enabled():  # if one stage overflows, 0 * inf = nan: all skip the step
             gradients += 0 * norm_of_gradients(stage, args)
         mark("comm")
@@ -486,7 +484,7 @@ def main(args):  # runs in each process
         is_stopped = agreed["stops"] > 0 and step < num_steps
         if is_due or is_stopped:
             row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
-            row |= {"grad_norm": float(norm), "drift": compare_weights(stage, copies, ends, step)}
+            row |= {"grad_norm": float(norm), "drift": compare_weights(stage, copies, tied, step)}
             mark("eval")
             if args.snapshot or step == num_steps:
                 gather_stages(model, stage, optimizer, args)
@@ -514,7 +512,7 @@ def main(args):  # runs in each process
         print_marks(row)
     dist.destroy_process_group()
     if is_stopped and rank == 0:
-        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # then srun kills the rest
+        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # at 75, srun kills the rest
         sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
     if rank == 0:
         finish(model.cpu().eval(), val_data, args, torch.device("cpu"))
@@ -526,7 +524,7 @@ def training_batches(data, step, copies, args):
     size = args.batch_size // dist.get_world_size(copies)
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
-            torch.manual_seed(hash((args.seed, epoch)))
+            torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, -1, size)
         for indices in order[step % steps :, dist.get_rank(copies)]:  # all stages load them
@@ -552,15 +550,15 @@ def add_up(sums):
     """Returns the sums over all processes, as numbers. Waits for the GPU."""
     by_rank = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, {name: float(value) for name, value in sums.items()})
-    return {name: sum(each.get(name, 0) for each in by_rank) for name in by_rank[-1]}
+    return {name: sum(each.get(name, 0) for each in by_rank) for name in max(by_rank, key=len)}
 
 
 @torch.no_grad()
-def compare_weights(stage, copies, ends, step):
-    """Returns the largest difference from a weight of the first copy, over its largest value."""
+def compare_weights(stage, copies, tied, step):
+    """Returns the worst weight's max |difference from the first copy| / max |value|."""
     drifts = []
     pairs = [(name, weight, copies) for name, weight in stage.named_parameters()]
-    pairs += [("embedding.weight", stage.embedding.weight, ends)] if ends else []
+    pairs += [("embedding.weight", stage.embedding.weight, tied)] if tied else []
     for name, weight, group in pairs:
         own = weight.flatten().float()
         dist.broadcast(of_first := own.clone(), group=group, group_src=0)
@@ -591,7 +589,7 @@ def evaluate(schedule, stage, sums, data, copies, device, args):
 
 
 def log_row(row, splits, model, device, settings):
-    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    """Prints rank 0's row, appends those of all processes to --log. Returns this process's."""
     for split, sums in splits.items():
         count = sums.pop("count")
         row |= {f"{split}_{name}": value / count for name, value in sums.items()}
@@ -624,7 +622,7 @@ STEP_PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # ("all-reduce", start, end, bytes) of gradients
-last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
+last_step = []  # phases and all-reduces of a step, as (name, start, end, bytes), for report.py
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
@@ -641,7 +639,7 @@ def mark(phase):
 
 
 def with_pass_marks(function, phase):
-    """Returns this function, which passes a micro-batch, with marks. What precedes is bubble."""
+    """Returns this function with two marks: bubble before it, and this phase after it."""
 
     def marked(*args, **kwargs):
         if not torch.is_grad_enabled():  # a validation is timed as a whole
@@ -662,7 +660,7 @@ def note_all_reduce(work, size):
 
 
 def mark_bubble(pipeline, device):
-    """Waits for the other stages, which counts as bubble, not as comm. Python does not wait."""
+    """Waits for the other stages (a GPU does, not Python): this is bubble, not comm."""
     dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
     mark("bubble")
 
@@ -723,7 +721,7 @@ def print_marks(row):
     pipelines = [rows[first : first + stages] for first in range(0, len(rows), stages)]
     totals = [sum(each["comm_total"] for each in pipeline) for pipeline in pipelines]
     sending = min(totals) / stages  # the pipeline that comes last waits for no other
-    late = min(pipelines[totals.index(min(totals))], key=lambda row: row["bubble"])  # its slowest
+    late = min(pipelines[totals.index(min(totals))], key=lambda each: each["bubble"])  # its slowest
     if sending and len(pipelines) > 1:
         waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
         print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")

@@ -268,7 +268,7 @@ def parse_run_args(parser, **defaults):
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_stages", type=int, default=2, help="GPUs of a process, over which layers are split")
-    add("--num_workers", type=int, default=0, help="processes that load data, for each process")
+    add("--num_workers", type=int, default=0, help="workers that load data, for each process")
     add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
@@ -295,7 +295,7 @@ def set_up(args):
         torch.accelerator.set_device_index(devices[0].index)
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
+    if rank == 0:  # Downloads what is missing. A copy of args: read_data() may add to it.
         read_data(argparse.Namespace(**vars(args)))
     dist.init_process_group("gloo", rank=rank, world_size=world_size)  # waits for all
     backend = dist.get_default_backend_for_device(devices[0])  # nccl for NVIDIA, gloo for CPUs
@@ -367,7 +367,7 @@ def main(args):  # runs in each process
 
     torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
@@ -462,7 +462,7 @@ def training_batches(data, step, args):
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
-            torch.manual_seed(hash((args.seed, epoch)))
+            torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
         for indices in order[step % steps :, :, dist.get_rank()].reshape(-1, size):
@@ -528,7 +528,7 @@ def evaluate(model, groups, data, device, autocast, args):
 
 
 def log_row(row, splits, model, device, settings):
-    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    """Prints rank 0's row, appends those of all processes to --log. Returns this process's."""
     for split, sums in splits.items():
         count = sums.pop("count")
         row |= {f"{split}_{name}": value / count for name, value in sums.items()}
@@ -560,7 +560,7 @@ STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # ("all-reduce", start, end, bytes) of gradients
-last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
+last_step = []  # phases and all-reduces of a step, as (name, start, end, bytes), for report.py
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 computing = []  # the stream of each stage's GPU in which it computes
 clocks = []  # two streams of the first GPU, which hold nothing but events

@@ -210,7 +210,7 @@ def parse_run_args(parser, **defaults):
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
-    add("--num_gpus", type=int, default=0, help="processes; 0: one for each GPU")
+    add("--num_gpus", type=int, default=0, help="processes; 0: all GPUs, or two")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
@@ -270,7 +270,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
 
     torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
@@ -362,7 +362,7 @@ def training_batches(data, step, args):
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
-            torch.manual_seed(hash((args.seed, epoch)))
+            torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
         for indices in order[step % steps :, :, dist.get_rank()].reshape(-1, size):
@@ -426,7 +426,7 @@ def evaluate(model, data, device, autocast, args):
 
 
 def log_row(row, splits, model, device, settings):
-    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    """Prints rank 0's row, appends those of all processes to --log. Returns this process's."""
     for split, sums in splits.items():
         count = sums.pop("count")
         row |= {f"{split}_{name}": value / count for name, value in sums.items()}
@@ -458,7 +458,7 @@ STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # ("all-reduce", start, end, bytes) of gradients
-last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
+last_step = []  # phases and all-reduces of a step, as (name, start, end, bytes), for report.py
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 

@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on. Its weights end as without a stop, unless workers draw random crops.
+goes on. Its weights end as without a stop.
 Shapes: N pairs of a split, B of a batch, S source and T target tokens, D = d_model, V words.
 """
 
@@ -310,7 +310,7 @@ def set_up(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # It downloads what is missing. It gets a copy of args, to which it may add.
+    if rank == 0:  # Downloads what is missing. A copy of args: read_data() may add to it.
         read_data(argparse.Namespace(**vars(args)))
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     place = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
@@ -374,7 +374,7 @@ def main(args):  # runs in each process
 
     torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
     batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
     bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
     sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
     row, is_stopped = None, False
@@ -467,7 +467,7 @@ def training_batches(data, step, args):
     size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
-            torch.manual_seed(hash((args.seed, epoch)))
+            torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
         for indices in order[step % steps :, :, dist.get_rank()].reshape(-1, size):
@@ -531,7 +531,7 @@ def evaluate(model, data, device, autocast, args):
 
 
 def log_row(row, splits, model, device, settings):
-    """Prints the row of rank 0, appends those of all processes to --log, and returns its own."""
+    """Prints rank 0's row, appends those of all processes to --log. Returns this process's."""
     for split, sums in splits.items():
         count = sums.pop("count")
         row |= {f"{split}_{name}": value / count for name, value in sums.items()}
@@ -563,7 +563,7 @@ STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # ("all-reduce", start, end, bytes) of gradients
-last_step = []  # marks and sent of a step, as (name, start, end, bytes), for report.py --step
+last_step = []  # phases and all-reduces of a step, as (name, start, end, bytes), for report.py
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 

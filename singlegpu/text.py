@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on. Its weights end as without a stop, unless workers draw random crops.
+goes on. Its weights end as without a stop.
 Shapes: N texts of a split, B of a batch, T tokens of a text, D = d_model, H heads, K classes.
 """
 
@@ -282,7 +282,7 @@ def main(args):
 
     torch.manual_seed(hash((args.seed, done_steps)))  # a resumed run draws other crops
     batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
     bar = tqdm(initial=done_steps, total=num_steps, mininterval=pause)
     sums, totals = Counter(), Counter()  # since the last look, and since the row
     row, is_stopped = None, False
@@ -362,7 +362,7 @@ def training_batches(data, step, args):
     steps = len(data) // args.batch_size  # of an epoch
     for epoch in itertools.count(step // steps):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
-            torch.manual_seed(hash((args.seed, epoch)))
+            torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
         order = order[: steps * args.batch_size].reshape(steps, args.grad_accum_steps, -1)
         for indices in order[step % steps :].reshape(-1, order.shape[2]):

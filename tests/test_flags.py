@@ -201,7 +201,7 @@ def test_pipeline(seen):
 
     1f1b alternates, so that stage s of S holds at most S - s micro-batches.
     """
-    for num_stages, count, schedule, order in (2, 4, "gpipe", "FB"), (4, 6, "1f1b", "FBFBFB"):
+    for num_stages, count, schedule, order in (4, 2, "gpipe", "FB"), (4, 6, "1f1b", "FBFBFB"):
         flags = f"--num_stages {num_stages} --num_microbatches {count} --schedule {schedule}"
         found, _ = seen("hybrid/gpt_pipeline.py", f"--num_layers 4 {flags}", 4)
         first = found[0][1]

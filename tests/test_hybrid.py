@@ -40,7 +40,15 @@ def test_a_shard_may_be_empty(run, words):
 
 
 CREATED = "    optimizer = create_optimizer(model, args)"
-REDUCED = "        reducing.wait()\n"
+REDUCED, LOADED = "        reducing.wait()\n", '        mark("data")\n'
+
+
+def test_the_stages_of_a_pipeline_load_the_same_samples(run, words, changed):
+    """Also of data that draw random numbers. Those of two pipelines differ, and of each step."""
+    spy = '        print(f"drawn {rank // 2} {step} {torch.rand(())}\\n", end="")\n'
+    copy = changed(PIPELINE, {LOADED: spy + LOADED})
+    drawn = re.findall("^drawn .*", run(copy, *words, "--max_steps", 3, processes=4), re.M)
+    assert len(drawn) == 2 * len({*drawn}) == 2 * len({each.split()[-1] for each in drawn}) == 12
 
 
 def test_a_step_that_one_stage_skips_is_skipped_by_all(run, words, changed, tmp_path):

@@ -131,6 +131,13 @@ def test_pieces_of_a_large_file_are_shuffled():
     assert sorted(order) == [*range(600)] and (np.diff(order) == 1).mean() < 0.1
 
 
+def test_an_epochs_order_leaves_the_seeds_of_gpus(monkeypatch):
+    """torch.manual_seed() would set them: the first step of an epoch would drop out others."""
+    monkeypatch.setattr(torch, "manual_seed", None)
+    args = namespace(grad_accum_steps=1)
+    assert len(next(images.training_batches(range(12), 0, args))) == args.batch_size == 12
+
+
 def test_a_file_larger_than_memory_is_mapped(tmp_path):
     """Twice as large, and sparse: it takes no space on the disk."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
