@@ -19,7 +19,7 @@ GROUPS = {
     "no_set_epoch samples_change statistics_differ one_row_for_all clipped_while_scaled": None,
     "zeroed_in_micro_batches averaged_in_each_micro_batch": None,
     "loss_nan weights_in_bf16 not_shuffled layer_without_optimizer": None,
-    "input_lost dropout_in_eval spectral_norm_in_eval_first same_samples": None,
+    "input_lost dropout_in_eval same_samples": None,
     "split_differs steps_twice clipped_early layer_made_in_forward": None,
     "rate_0 validation_counts_twice clipped_late autocast_around_the_loop": None,
     "all_ranks_save": None,

@@ -250,8 +250,6 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
         for x, is_single in self.first.tests():
             if x["in_eval"] < x["layers"] and not is_single:  # one is as of a GAN's generator
                 yield "warning", f"{x['module']} validates in train(). Call model.eval()."
-        for x in [x for x in self.first["forward"][:1] if x["spectral"]]:
-            yield "warning", f"{x['module']} with spectral_norm runs in eval() before any train()."
         yield seen(trains, "calls of Dropout or BatchNorm in train()")
 
     def layers(self):
@@ -692,8 +690,6 @@ class Watch:  # what is known in a process; its methods are the hooks
         for i, (hashes, near) in enumerate(numbers_of((args, kwargs))):
             values["samples"] += (i * 2 + 1) * hashes
             values["near"] += near
-        values["spectral"] = any({"_u", "weight_u"} & x._buffers.keys() for x in modules)
-        values["spectral"] &= not module.training
         own = [x for part in modules for x in own_generators(part, depth=0)]
         module.__dict__["_check"] = values | {"random": random_states(own, in_model=True)}, own
 

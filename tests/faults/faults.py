@@ -396,13 +396,6 @@ fault(
     report="ethos-ares #20; nanoGPT #240",
 )
 fault(
-    "spectral_norm_in_eval_first",
-    "model = Net()",
-    "model = Net()\nnn.utils.spectral_norm(model.head)\nmodel.eval()(torch.rand(2, 1, 8, 8))",
-    say="modes: spectral_norm",
-    report="pytorch #51800 (TrainCheck)",
-)
-fault(
     "dropout_in_eval",
     "self.drop(self",
     "nn.functional.dropout(self",
