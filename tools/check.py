@@ -3,7 +3,7 @@
     python tools/check.py -- torchrun --nproc_per_node=2 train.py --batch_size 64
     python tools/check.py --against "python one_gpu.py" -- torchrun --nproc_per_node=2 train.py
     python tools/check.py --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: new folder
-    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py  # torchrun: on each
+    CHECK_FOLDER=/shared/new python tools/check.py -- srun python train.py  # torchrun: on each node
 
 PyTorch loads this file in each process. It changes nothing, and notes what happens. Then it prints
 a line for each kind of fault, or "not seen". Status 1: an error; 2: nothing trained; else 0.
@@ -42,7 +42,7 @@ def main():
     add("--steps", type=int, default=20, help="optimizer steps to watch; then the job ends")
     add("--against", metavar="COMMAND", help="one that should train alike, as on one GPU")
     add("--resume", action="store_true", help="stop the job, start it again, compare")
-    add("--timeout", type=float, default=600, help="seconds without progress: it hangs")
+    add("--timeout", type=float, default=600, help="seconds without progress that count as a hang")
     add("command", nargs=argparse.REMAINDER, help="after --: what starts the training")
     args = parser.parse_args()
     command = shlex.join(args.command).removeprefix("-- ")
@@ -121,7 +121,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
                 bad = {step: differences(family, states, step) for step in common}
                 step = next((step for step in common if bad[step]), None)
                 if step is None:
-                    yield "ok", f"the same bits in ranks {family.ranks}, {len(common)} times"
+                    yield "ok", f"copies, if any, agree: ranks {family.ranks}, {len(common)} times"
                     continue
                 one, two, indices = bad[step]
                 index, when = indices[0], f"after step {step}" if step else "at the start"
@@ -172,7 +172,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
             unused = [start["names"][i] for i in never if start["trainable"][i] and a[i] == b[i]]
             level = "ERROR" if len(unused) == count else "warning"
             if unused and len(never) == count and any(x["had_grads"] for x in steps):
-                yield "ERROR", "none is left at step() of backward()'s. Call zero_grad() after it."
+                yield "ERROR", "none is left at step(): zero_grad() came first. Call it afterwards."
             elif unused:
                 yield level, f"{len(unused)} of {count} weights never have a gradient: {unused[0]}."
             yield "ok", f"{count - len(never)} weights have gradients"
@@ -258,7 +258,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
         firsts = {x["step"]: x["random"] for x in reversed(tests)}  # the first of each validation
         is_seeded = len(firsts) > 1 and len({*map(str, firsts.values())}) == 1
         for x in [x for x in tests if x["random"] and not is_seeded][:1]:
-            yield "warning", f"{x['module']} draws random numbers in eval(). Does it drop values?"
+            yield "warning", f"{x['module']} draws random numbers in eval(). Is that wanted?"
         for one, two, *_ in self.data_groups:
             calls = zip(*[self.ranks[rank].training_calls for rank in (one, two)])
             pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
@@ -347,7 +347,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
                 yield "ERROR", f"{words} in each epoch ({key[0]}). Seed it by torch.initial_seed()."
             if alike[0] != key:
                 level = "ERROR" if alike[0][2] == key[2] else "warning"
-                yield level, f"{words} as {places[alike[0]]} ({key[0]}). Add both to the seed."
+                yield level, f"{words} as {places[alike[0]]} ({key[0]}). Seed by rank and worker."
                 break
         yield seen(epochs, "places where a data set draws random numbers")
 
@@ -410,8 +410,8 @@ def cause(start, indices, one, two, family):
     a, b = ([x["grads"][i] for i in indices] if x["step"] else [0] for x in (one, two))
     rates, ddp = (one.get("rates"), two.get("rates")), start["in_ddp"]
     causes = [
-        (family.is_split, "Other weights are split, this is whole: clip and average it alike."),
-        (start["shared"], "spawn() got the model, so it lies in one memory. Make it in each."),
+        (family.is_split, "This weight is not split: clip and average it alike in all ranks."),
+        (start["shared"], "spawn() shared the model's memory. Make it in each process."),
         (one["step"] == 0, "Wrap the model in DDP, or send rank 0's weights to all."),
         (a == b and rates[0] != rates[1], f"The learning rates differ: {rates}."),
         (a == b, "The gradients are equal: give the optimizers one state, the same settings."),
