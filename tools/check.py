@@ -956,29 +956,29 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
     (info / "entry_points.txt").write_text("[torch.backends]\ncheck = check_plugin:install\n")
     shutil.copy(__file__, folder / "plugin" / "check_plugin.py")
     paths = [str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {"PYTHONPATH": os.pathsep.join(paths), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    env |= {"CHECK_SEEN": str(seen), "CHECK_PARENT": process_name(os.getpid())}
+    env = {"PYTHONPATH": os.pathsep.join(paths), "CHECK_PARENT": process_name(os.getpid())}
+    env |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "CHECK_STUCK": str(args.timeout / 2)}
+    env |= {"CHECK_SEEN": str(seen), "CHECK_COMPARES": args.against or "1" * args.resume}
     env |= {"CHECK_STEPS": str(args.steps * (10 if stop_at else 1)), "CHECK_PAUSE": str(stop_at)}
-    env |= {"CHECK_STUCK": str(args.timeout / 2)}
-    env |= {"CHECK_COMPARES": "1" if args.against or args.resume else ""}
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
     process = subprocess.Popen(words, env=os.environ | env, start_new_session=True)
     size, until, ends = 0, time.time() + args.timeout, False
-    while process.poll() is None and time.time() < until:
-        time.sleep(0.1)
-        texts = [path.read_text() for path in seen.glob("*[0-9]")]
-        if stop_at and any(f'"number": 0, "step": {stop_at},' in text for text in texts):
-            process.send_signal(signal.SIGTERM)
-            stop_at = 0
-        if sum(map(len, texts)) > size and not ends:
-            ends = any('{"kind": "end"}' in text for text in texts)
-            size, until = sum(map(len, texts)), time.time() + (GRACE if ends else args.timeout)
-    status = process.poll()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)  # what is left of the processes that this started
-        time.sleep(1)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        while process.poll() is None and time.time() < until:
+            time.sleep(0.1)
+            texts = [path.read_text() for path in seen.glob("*[0-9]")]
+            if stop_at and any(f'"number": 0, "step": {stop_at},' in text for text in texts):
+                process.send_signal(signal.SIGTERM)
+                stop_at = 0
+            if sum(map(len, texts)) > size and not ends:
+                ends = any('{"kind": "end"}' in text for text in texts)
+                size, until = sum(map(len, texts)), time.time() + (GRACE if ends else args.timeout)
+    finally:  # also after Ctrl-C
+        status = process.poll()
+        for sign in (signal.SIGTERM, signal.SIGKILL):  # for what is left of the job
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, sign)
+                process.wait(40)  # torchrun ends its workers, at the latest after 30
     job, until = Job(seen, status), time.time() + GRACE
     while "CHECK_FOLDER" in os.environ and job.is_incomplete and time.time() < until:
         time.sleep(0.5)  # other machines end later
