@@ -83,26 +83,6 @@ def test_one_that_does_not_train_is_not_judged(tmp_path):
     assert status == 2 and "status 3" in lines[0]
 
 
-def test_closures_are_right(tmp_path):
-    """A closure zeroes and makes the gradients of the step in which it runs."""
-    script = """
-        import torch
-        model = torch.nn.Linear(3, 1)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-        def closure():
-            optimizer.zero_grad()
-            loss = model(torch.arange(12.0).view(4, 3) / 12).square().mean()
-            loss.backward()
-            return loss
-        for _ in range(9):
-            optimizer.step(closure)
-    """
-    path = tmp_path / "closure.py"
-    path.write_text("\n".join(line[8:] for line in script.splitlines()))
-    status, lines, before = faults.check([sys.executable, path], tmp_path, "--steps 6")
-    assert status == 0 and problems(lines) == [], (lines, before[-2000:])
-
-
 def is_right(name, tmp_path):
     """A program of right.py has no finding, in two processes."""
     command = [*TORCHRUN, 2, faults.FOLDER / "right.py", name]
@@ -110,9 +90,10 @@ def is_right(name, tmp_path):
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
 
-def test_a_right_program_that_looks_odd(tmp_path):
+@pytest.mark.parametrize("name", ["ordinary", "closures"])
+def test_right_programs_that_look_odd(name, tmp_path):
     """More are in the soak."""
-    is_right("own_generator", tmp_path)
+    is_right(name, tmp_path)
 
 
 SCRIPTS = {

@@ -165,7 +165,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
         """Each weight is in an optimizer, and has a gradient when the optimizer steps."""
         for x in [x["names"] for x in self.first["lost"] if x["names"]]:
             words = f"{len(x)} weights with gradients are in no optimizer: {', '.join(x[:3])}."
-            yield "ERROR", words + " Add them; make none in forward()."
+            yield "warning", words + " Add or freeze them; make none in forward()."
         for start, steps in self.first.optimizers():
             count, a, b = len(start["names"]), start["weights"], [start, *steps][-1]["weights"]
             never = [i for i in range(count) if all(x["grads"][i] is None for x in steps)]
@@ -212,10 +212,11 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
         """A schedule steps once for each step, after it, and its rate is the one that is used."""
         for start, steps in self.first.optimizers():
             calls = [x for x in self.first["schedule"] if x["number"] == start["number"]]
+            calls = [x for x in calls if x["name"] == calls[0]["name"]]  # of a chain, the first
             for x in calls[:1]:
                 words = f"{x['name']}.step() is called {len(calls)} times in {len(steps)} steps"
-                if x["caller"] == "accelerate":
-                    yield "ok", words + ", by Accelerate: its length is to be N times the steps"
+                if x["caller"].startswith("accelerate"):
+                    yield "ok", words + ", by Accelerate: plan N times as many steps in it"
                 elif len(calls) > 1.2 * len(steps) + 1:
                     yield "ERROR", words + ". Call it once for each step."
                 elif x["step"] == 0:
@@ -233,7 +234,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
         low = [kind for kind in types if kind in ("bfloat16", "float16")]
         for name, value in [x for flags in self.all("flags") for x in flags["values"].items()]:
             says_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
-            if low and says_fp32 and re.search("precision|dtype", name.lower()):
+            if low and says_fp32 and re.fullmatch("(model_|torch_)?(precision|dtype)", name):
                 yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
         if "float32" in types and any(x["stale"] and x["step"] > 1 for x in self.first["step"]):
             yield "ERROR", "one autocast holds all steps, with the first weights. Enter it in each."
@@ -291,7 +292,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
         """The order of the samples is random, and another one in each epoch."""
         trains = self.first.passes(training=True)
         known = bool(trains) and trains[0]["known"]
-        orders = [x["index"] if x["known"] else (x["parts"] or [[]])[0] for x in trains]
+        orders = [x["index"] if x["known"] else [*zip(*x["parts"])] for x in trains]
         if known:  # a pass may have several epochs
             length = self.first.epoch_length(trains[0])
             orders = [x[i : i + length] for x in orders for i in range(0, len(x), length)]
@@ -332,12 +333,13 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
     def augmentation(self):
         """Random numbers of data sets differ in workers, ranks and epochs."""
         ranks = {each.name: rank for rank, each in self.ranks.items()}
+        ours = {(x.name, y["data"]) for x in self.ranks.values() for y in x.passes(training=True)}
         drawn = defaultdict(list)  # (generator, data set, rank, worker): states, by epoch
         for each in self.seen.values():
-            fetches = [x for x in each["fetch"] if x["used"] and x["parent"] in ranks][:3]
-            for one, name in [(fetches[0], name) for name in fetches[0]["used"]] if fetches else ():
+            calls = [x for x in each["fetch"] if x["used"] and (x["parent"], x["data"]) in ours][:3]
+            for one, name in [(calls[0], name) for name in calls[0]["used"]] if calls else ():
                 key = (name, one["data"], ranks[one["parent"]], one["worker"])
-                drawn[key].append((one["at"], [x["used"].get(name) for x in fetches]))
+                drawn[key].append((one["at"], [x["used"].get(name) for x in calls]))
         epochs = {key: [states for _, states in sorted(drawn[key])] for key in sorted(drawn)}
         places = {x: f"worker {x[3]} of " * (x[3] is not None) + f"rank {x[2]}" for x in epochs}
         for key, states in epochs.items():
@@ -367,7 +369,7 @@ class Kinds:  # self is a Job. Each method yields (level, words); the worst rows
         is_padded = tests and tests[0]["maker"] == "accelerate"  # it drops them again
         if twice and is_shared and min(counts.values()) < len(tests) and not is_padded:
             yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
-        elif len(counts) < size and is_shared and len(tests) == len(ranks):
+        elif size < 2 * len(counts) < 2 * size and is_shared and len(tests) == len(ranks):
             yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
         yield seen(counts, "samples in whole validations by a DataLoader")
 
@@ -586,11 +588,11 @@ def random_states(own, in_model=False):  # numbers for those of all generators, 
 
 def own_generators(data, depth=4):  # the names and random generators that an object holds
     for name, value in [*getattr(data, "__dict__", {}).items()]:
-        for each in value[:20] if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, (torch.Generator, random.Random)) or hasattr(each, "bit_generator"):
-                yield name, each
-            elif depth and not isinstance(each, (type, type(os))):
-                yield from own_generators(each, depth - 1)
+        for x in value[:20] if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(x, torch.Generator | random.Random) or hasattr(type(x), "_bit_generator"):
+                yield name, x
+            elif depth and not isinstance(x, (type, type(os))):
+                yield from own_generators(x, depth - 1)
 
 
 def used(before, after):  # random states: equal ones drew equal numbers
@@ -681,11 +683,12 @@ class Watch:  # what is known in a process; its methods are the hooks
         layers = [x for x in modules if "Dropout" in type(x).__name__ and getattr(x, "p", 0)]
         layers += [x for x in norms if any(y.requires_grad for y in x.parameters()) or not grad]
         kwargs = sys._getframe(2).f_locals.get("kwargs", {})  # global hooks get none from PyTorch
-        first = [x for x in tensors_of(args) if x.dim() > 1 and x[0].numel() > 1][:1]
+        first = [x for x in tensors_of(args) if x.dim() > 1 and x[:1].numel() > 1][:1]
         self.state["call"] += 1
         values = {"call": self.state["call"], "pass": self.state.get("pass"), "grad": grad}
         values |= {"step": self.done, "module": type(module).__name__, "norms": norms}
-        values |= {"layers": len(layers), "in_eval": sum(not x.training for x in layers)}
+        is_off = not (grad and getattr(module, "module", module).training)  # else a part may rest
+        values |= {"layers": len(layers), "in_eval": sum(is_off and not x.training for x in layers)}
         values |= {"zero": any(not x.any() for x in first), "samples": 0, "near": 0}
         for i, (hashes, near) in enumerate(numbers_of((args, kwargs))):
             values["samples"] += (i * 2 + 1) * hashes
@@ -698,8 +701,7 @@ class Watch:  # what is known in a process; its methods are the hooks
         (values, own), outputs = module.__dict__.pop("_check", (None, ())), tensors_of(output)
         if isinstance(module, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)) and outputs:
             kind, device = outputs[0].dtype, outputs[0].device.type
-            good = (torch.get_autocast_dtype(device), torch.float64)
-            if torch.is_autocast_enabled(device) and kind not in good:
+            if torch.is_autocast_enabled(device) and kind == torch.float32 == module.weight.dtype:
                 self.record("autocast", module=type(module).__name__, gives=str(kind)[6:])
         if values:
             norms = [] if values["grad"] else values["norms"]
@@ -715,14 +717,13 @@ class Watch:  # what is known in a process; its methods are the hooks
         self.state["backwards"] += 1
         for known in self.optimizers.values():
             weights = weights_of(known["optimizer"])
-            grads = [x.grad for x in weights if x.grad is not None]
-            clean = not grads or not any(torch.stack([bits(x) for x in grads]).tolist())
+            clean = not any(bits(x.grad).item() for x in weights if x.grad is not None)
             known["clean"] = clean or bool(known["clean"])  # None: no backward since the step
             if clean and self.now["had_grads"] and len(self.made) == 1 and not self.stepping:
                 new = sum(x._version for x in weights), self.state["call"] > self.now["call"]
                 self.now["wiped"] += new == (self.now["version"], True)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-        value = local(loss).double() if loss.numel() == 1 else 0
+        value = local(loss).item() if loss.numel() == 1 else 0
         if self.done < self.limit:
             self.record("loss", value=value, step=self.done, **{"pass": self.state.get("pass")})
         self.state["in_backward"] = 1
@@ -756,10 +757,12 @@ class Watch:  # what is known in a process; its methods are the hooks
         finite = [x is None or (x._values() if x.is_sparse else x).isfinite().all() for x in grads]
         values = {x: self.now[x] for x in "ddp averaged in_no_sync wiped clipped had_grads".split()}
         values["grads"] = [None if x is None else bits(x) for x in grads]
-        values["infinite"] = [i for i, is_finite in enumerate(finite) if not is_finite]
+        skips = hasattr(optimizer, "found_inf")  # a fused one is called, and leaves such a step out
+        values["infinite"] = [i for i, good in enumerate(finite) if not (good or skips)]
         values["rates"] = [float(group.get("lr", 1)) for group in optimizer.param_groups]
+        is_new = self.now["autocasts"] or not self.now["backward"]  # another optimizer stepped
         values["stale"] = torch.is_autocast_enabled(weights[0].device.type)
-        values["stale"] &= torch.is_autocast_cache_enabled() and not self.now["autocasts"]
+        values["stale"] &= torch.is_autocast_cache_enabled() and not is_new
         values["said"] = [float(x) for x in scheduler.get_last_lr()] if scheduler else []
         return values
 
@@ -796,7 +799,8 @@ class Watch:  # what is known in a process; its methods are the hooks
         values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
         values["shared"] = device.type == "cpu" and all(local(x).is_shared() for x in weights)
         values["place"] = [socket.gethostname(), str(device), torch.accelerator.device_count()]
-        settings = [x for x in sys.argv[1:] if "rank" not in x] + [torch.__version__, sys.version]
+        words = " ".join([*sys.argv[1:], torch.__version__, sys.version])
+        settings = re.sub(r"\S*rank\S*( \d+)?", "", words)  # a rank is each process's own
         self.record("start", **values, machine=machine, settings=settings)
 
     def after_step(self, optimizer, args, kwargs):
@@ -839,12 +843,12 @@ class Watch:  # what is known in a process; its methods are the hooks
 
     def start_pass(self, iterator, loader):
         own = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
-        values = {"pass": self.state["passes"], "data": loader.dataset, "batches": None}
+        values = {"pass": self.state["passes"], "data": loader.dataset, "size": None}
         values["replaces"] = bool(getattr(loader.sampler, "replacement", False))
-        with contextlib.suppress(TypeError):  # it is a stream, or has a generator of indices
+        with contextlib.suppress(TypeError, NotImplementedError):  # as of a stream
+            values["size"] = len(loader.dataset)
             values["batches"] = len(own)
-        iterator._check = values | {"size": size, "maker": type(own).__module__.split(".")[0]}
+        iterator._check = {"batches": None} | values | {"maker": type(own).__module__.split(".")[0]}
         self.state["passes"] += 1
 
     def note_batch(self, batch, iterator):
@@ -881,17 +885,17 @@ class Watch:  # what is known in a process; its methods are the hooks
 
     def note_schedule(self, scheduler, *args, **kwargs):
         module = sys._getframe(3).f_globals.get("__name__", "")
-        if module == "torch.optim.lr_scheduler":  # it is made, or one calls another
+        if module == "torch.optim.lr_scheduler" or getattr(scheduler, "_is_initial", False):
             return
         optimizer = getattr(scheduler, "optimizer", None)
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         known = self.optimizers.get(id(optimizer), {"step": self.done, "number": 0})
         known["scheduler"] = weakref.ref(scheduler)
-        values = {"number": known["number"], "step": known["step"], "caller": module.split(".")[0]}
-        self.record("schedule", name=type(scheduler).__name__, **values)
+        values = {"number": known["number"], "step": known["step"] or self.now["scaled"]}
+        self.record("schedule", name=type(scheduler).__name__, caller=module, **values)
 
-    def note_clip(self, *args, **kwargs):
-        self.now["clipped"] = 1 + self.now["scaled"] if self.now["backward"] else 3  # 2, 3: wrong
+    def note_clip(self, *args, **kwargs):  # 2: while scaled; 3: not between backward() and step()
+        self.now["clipped"] = 1 + (self.now["scaled"] > 0) if self.now["backward"] else 3
 
     def note_ddp(self, result, ddp, *args, **kwargs):
         self.ddps |= {id(x): weakref.ref(ddp) for x in ddp.module.parameters()}
@@ -940,11 +944,11 @@ def install():
     wrap(kind, "state_dict", lambda x, *a, **k: x.state and watch.record("saved"))
     wrap(kind, "load_state_dict", after=lambda _, x, *a, **k: x.state and watch.loaded.append(x))
     wrap(torch.autocast, "__enter__", lambda *a: now.update(autocasts=1))
-    wrap(torch, "save", lambda data, path, *a, **k: watch.note_file("save", path))
+    wrap(torch, "save", lambda obj, f, *a, **k: watch.note_file("save", f))
     for name in ("replace", "rename"):
-        wrap(os, name, lambda path, *a, **k: watch.note_file("move", path))
+        wrap(os, name, lambda src, *a, **k: watch.note_file("move", src))
     wrap(torch.amp.GradScaler, "scale", lambda x, *a, **k: now.update(scaled=x.get_scale() != 1))
-    wrap(torch.amp.GradScaler, "unscale_", lambda *a: now.pop("scaled", None))
+    wrap(torch.amp.GradScaler, "unscale_", lambda *a, **k: now.update(scaled=now["scaled"] and -1))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap(torch.nn.utils, name, watch.note_clip)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import sys
 
 import numpy as np
@@ -11,23 +12,24 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, TensorDataset
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, StepLR
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 STEPS, EPOCHS = 6, 4  # of an epoch; of a training
 
 
-class Augmented(Dataset):
-    """Noise from a generator of (epoch, index), made for each sample (hyrax #942)."""
+class Stream(torch.utils.data.IterableDataset):
+    """Labels first. Noise is from a generator of its own for each sample (hyrax #942)."""
 
     epoch = 0
 
     def __len__(self):
-        return len(data)
+        raise TypeError
 
-    def __getitem__(self, index):
-        rng = np.random.default_rng([self.epoch, index])
-        image, label = data[index]
-        return image + 0.1 * rng.standard_normal(16, np.float32), label
+    def __iter__(self):
+        self.epoch += 1
+        for i in np.random.default_rng(self.epoch).permutation(96) * 2 + rank:
+            yield labels[i], images[i] + np.random.default_rng([self.epoch, i]).random(16, "f")
 
 
 class Diffusion(nn.Module):
@@ -71,10 +73,36 @@ def plain_loss(ddp, x, y):
     return F.cross_entropy(ddp(x), y)
 
 
-def own_generator():
-    """Augmentation by a generator of its own for each sample (olmoearth_pretrain #233)."""
-    augmented = Augmented()
-    train(network(), plain_loss, augmented, lambda epoch: setattr(augmented, "epoch", epoch + 1))
+def ordinary():
+    """What many do: fp16, two optimizers, chained schedules, a part that rests in eval()."""
+    sys.argv += ["--rank", str(rank)]
+    model = nn.ModuleList([nn.Dropout(0.1), nn.Linear(16, 32), nn.Linear(32, 4)])
+    model.forward = lambda x, boxes: model[2](model[1](model[0](x)).relu())
+    model.config = type("Config", (dict,), {"__getattr__": dict.get})()
+    ddp, stream = DistributedDataParallel(model), Stream()
+    one = torch.optim.AdamW(model[1].parameters(), 1e-2, fused=True)
+    two = torch.optim.SGD(model[2].parameters(), 1e-2)
+    schedules = [ExponentialLR(one, 0.99), StepLR(one, 5), LambdaLR(two, abs)]
+    scaler = torch.amp.GradScaler("cpu", 2.0**24, backoff_factor=2.0**-12)  # step 1 overflows
+    for _ in range(EPOCHS):
+        model.train()[0].eval()
+        for y, x in DataLoader(stream, 16):
+            with torch.autocast("cpu", torch.float16):
+                scaler.scale(F.cross_entropy(ddp(x, torch.empty(0, 4)), y)).backward()
+                for each in (one, two):
+                    scaler.unscale_(optimizer=each)
+                    nn.utils.clip_grad_norm_(each.param_groups[0]["params"], 1)
+                    scaler.step(each)
+            scaler.update()
+            for each in schedules:
+                each.step()
+            model.zero_grad()
+        sampler = torch.utils.data.SubsetRandomSampler(range(64))
+        for x, _ in DataLoader(data, 16, sampler=sampler):
+            with torch.no_grad():
+                model.eval()(x, None)
+        torch.save(obj=model.state_dict(), f=f"{rank}.tmp")
+        os.replace(src=f"{rank}.tmp", dst=f"{rank}.pt")
 
 
 def rollouts():
@@ -155,6 +183,22 @@ def average(model):
         weight.grad /= dist.get_world_size()
 
 
+def closures():
+    """A closure zeroes and makes the gradients of the step in which it runs."""
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images[rank::2]), labels[rank::2])
+        loss.backward()
+        average(model)
+        return loss
+
+    for _ in range(20):
+        optimizer.step(closure)
+
+
 def lost_window():
     """An epoch begins with zeros, and its last window is too short for a step (mae)."""
     ddp = DistributedDataParallel(nn.Linear(16, 4))
@@ -219,6 +263,7 @@ def with_replacement():
 
 
 dist.init_process_group("gloo")
+rank = dist.get_rank()
 generator = torch.Generator().manual_seed(0)
 labels = torch.randint(4, (256,), generator=generator)
 images = torch.rand(256, 16, generator=generator) + F.one_hot(labels, 16)
