@@ -678,46 +678,6 @@ fault(
 )
 # == Scripts of this collection ====================================================================
 fault(
-    "mnist_past_ddp",
-    "cross_entropy(model(images), labels)",
-    "cross_entropy(model.module(images), labels)",
-    script=MNIST,
-    flags=SYNTHETIC,
-    options="--steps 3",
-    say="weights: past DDP",
-    report="minimind #853",
-)
-fault(
-    "mnist_no_set_epoch",
-    "        sampler.set_epoch(epoch)",
-    "        #",
-    script=MNIST,
-    flags=SYNTHETIC + " --batch_size 12000",
-    options="--steps 8",
-    say="order: set_epoch",
-    report="pytorch #31771",
-)
-fault(
-    "mnist_same_batch",
-    "DistributedSampler(train_data, drop_last=True)",
-    "DistributedSampler(train_data, 1, 0, drop_last=True)",
-    script=MNIST,
-    flags=SYNTHETIC,
-    options="--steps 3",
-    say="shares: same samples",
-    report="openspeech #149",
-)
-fault(
-    "mnist_all_save",
-    "    if rank == 0:\n        torch.save(",
-    "    if True:\n        torch.save(",
-    script=MNIST,
-    flags=SYNTHETIC + " --batch_size 30000 --epochs 1",
-    options="--steps 5",
-    say="snapshot: 2 processes write",
-    report="apex #886",
-)
-fault(
     "mnist_share",
     "share = args.batch_size // world_size",
     "share = args.batch_size",
