@@ -782,26 +782,24 @@ class Watch:  # what is known in a process; its methods are the hooks
         machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         if device.type != "cpu":
             machine = getattr(torch.get_device_module(device), "get_device_name", str)()
-        values = {"number": number, "step": 0, "loads": len(self.loaded)}
+        values = {"number": number, "step": 0, "loads": len(self.loaded), "machine": machine}
         values["names"] = [self.names.get(id(x), f"parameter {i}") for i, x in enumerate(weights)]
         rank, world = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-        values |= {"rank": rank, "world": world, "groups": [len(x) for x in groups]}
+        values |= {"rank": rank, "world": world, "is_loaded": optimizer in self.loaded}
         values |= {"ddp": dist.get_process_group_ranks(ddp.process_group) if ddp else []}
         values["mesh"] = [x.device_mesh.mesh for x in weights if hasattr(x, "device_mesh")][:1]
-        values["is_loaded"] = optimizer in self.loaded
         parts = [part for module in self.modules for part in module.modules()]
         values["is_fsdp"] = any("FSDPModule" in str(type(part).__mro__) for part in parts)
         values["in_ddp"] = [id(x) in self.ddps for x in weights]
         values |= {"shapes": [[*x.shape] for x in weights], "shards": [*map(shard_of, weights)]}
         values["whole"] = ["Norm" in x if y is None else not y for x, y in zip(owners, split)]
-        values["trainable"] = [x.requires_grad for x in weights]
+        values |= {"trainable": [x.requires_grad for x in weights], "groups": [*map(len, groups)]}
         values["dtypes"] = [str(x.dtype).removeprefix("torch.") for x in weights]
         values |= {"weights": [bits(x) for x in weights], "sketches": [sketch(x) for x in weights]}
         values["shared"] = device.type == "cpu" and all(local(x).is_shared() for x in weights)
         values["place"] = [socket.gethostname(), str(device), torch.accelerator.device_count()]
         words = " ".join([*sys.argv[1:], torch.__version__, sys.version])
-        settings = re.sub(r"\S*rank\S*( \d+)?", "", words)  # a rank is each process's own
-        self.record("start", **values, machine=machine, settings=settings)
+        self.record("start", **values, settings=re.sub(r"\S*rank\S*( \d+)?", "", words))
 
     def after_step(self, optimizer, args, kwargs):
         if not self.stepping or optimizer is not self.stepping[0]:
@@ -979,10 +977,12 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
                 size, until = sum(map(len, texts)), time.time() + (GRACE if ends else args.timeout)
     finally:  # also after Ctrl-C
         status = process.poll()
-        for sign in (signal.SIGTERM, signal.SIGKILL):  # for what is left of the job
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, sign)
-                process.wait(40)  # torchrun ends its workers, at the latest after 30
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # what is left of the processes of the job
+            for _ in range(40):  # torchrun may need 30 seconds to end its workers
+                time.sleep(process.poll() is None)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     job, until = Job(seen, status), time.time() + GRACE
     while "CHECK_FOLDER" in os.environ and job.is_incomplete and time.time() < until:
         time.sleep(0.5)  # other machines end later
