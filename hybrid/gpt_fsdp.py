@@ -13,7 +13,7 @@ executes code in it. This makes a file of the shards, for --init_from and quanti
     python -m torch.distributed.checkpoint.format_utils dcp_to_torch gpt/step-* gpt.pt
 Read multinode/gpt.py first. For your own data and model, replace the first of the three sections.
 The model must have `blocks`, and no buffers with persistent=False: rank 0 makes and sends the
-state_dict, and what is not in it has no values.
+state_dict, and what is not in it has no values. Each process needs a sequence to validate on.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -160,7 +160,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, this one included."""
     if done < 0.05:  # a linear rise; then half a cosine falls to a tenth of the peak
         return args.learning_rate * done / 0.05
     return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * (done - 0.05) / 0.95))
@@ -267,13 +267,13 @@ def main(args):  # runs in each process
     folders = Path(args.snapshot or "/dev/null").glob("step-*/settings.json")  # /dev/null: none
     newest = [max((path.parent for path in folders), default=None)]
     dist.broadcast_object_list(newest)  # all take that of rank 0
-    weights = create_model(args, train_data).state_dict() if rank == 0 and not newest[0] else {}
+    is_new = rank == 0 and not (newest[0] or args.init_from)
+    weights = create_model(args, train_data).state_dict() if is_new else {}  # on the CPU
     with torch.device("meta"):  # which has no memory
         model = create_model(args, train_data).train()
     shard_size = args.shard_size or world_size
-    if world_size % shard_size or world_size > len(val_data):
-        words = f"--shard_size must divide {world_size} processes; each needs data to validate on"
-        sys.exit(words if rank == 0 else 1)
+    if world_size % shard_size:
+        sys.exit(f"--shard_size {shard_size} must divide {world_size}" if rank == 0 else 1)
     mesh_shape = (world_size // shard_size, shard_size)
     mesh = dist.init_device_mesh(device.type, mesh_shape, mesh_dim_names=("copies", "shards"))
     shard(model, mesh, args)
