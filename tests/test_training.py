@@ -2,6 +2,7 @@
 
 import os
 import re
+from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,8 +68,12 @@ class Forks:
         for fork in self.forks:
             os.kill(fork.pid, signum)
 
-    def wait(self):
-        print(*["".join(fork.end()[1:]) for fork in self.forks])
+    def wait(self, timeout=None):
+        if timeout:
+            for fork in self.forks:
+                fork.child.join(timeout)
+        else:
+            print(*["".join(fork.end()[1:]) for fork in self.forks])
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def check(tmp_path, monkeypatch):
     It finds nothing wrong. What the jobs write to {tmp} stays, in tmp_path.
     """
     tool = module("tools/check.py")
-    tool.subprocess, tool.GRACE = SimpleNamespace(Popen=Forks), 0
+    tool.subprocess, tool.GRACE = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutExpired), 0
     monkeypatch.setenv("CHECK_FOLDER", str(tmp_path))
 
     def check(*words):

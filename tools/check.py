@@ -960,7 +960,7 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
     paths = [str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "CHECK_PARENT": process_name(os.getpid())}
     env |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "CHECK_STUCK": str(args.timeout / 2)}
-    env |= {"CHECK_SEEN": str(seen), "CHECK_COMPARES": args.against or "1" * args.resume}
+    env |= {"CHECK_SEEN": str(seen), "CHECK_COMPARES": "1" if args.against or args.resume else ""}
     env |= {"CHECK_STEPS": str(args.steps * (10 if stop_at else 1)), "CHECK_PAUSE": str(stop_at)}
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
     process = subprocess.Popen(words, env=os.environ | env, start_new_session=True)
@@ -979,8 +979,8 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
         status = process.poll()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)  # what is left of the processes of the job
-            for _ in range(40):  # torchrun may need 30 seconds to end its workers
-                time.sleep(process.poll() is None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)  # torchrun may need 30 seconds to end its workers
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     job, until = Job(seen, status), time.time() + GRACE
