@@ -132,10 +132,12 @@ def test_pieces_of_a_large_file_are_shuffled():
 
 
 def test_an_epochs_order_leaves_the_seeds_of_gpus(monkeypatch):
-    """torch.manual_seed() would set them: the first step of an epoch would drop out others."""
-    monkeypatch.setattr(torch, "manual_seed", None)
-    args = namespace(grad_accum_steps=1)
-    assert len(next(images.training_batches(range(12), 0, args))) == args.batch_size == 12
+    """They are those of its step, whose dropout they draw. torch.manual_seed() sets them, too."""
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    next(images.training_batches(range(12), 0, namespace(grad_accum_steps=1)))
+    torch.manual_seed(3)
+    assert seeds == [3]
 
 
 def test_a_file_larger_than_memory_is_mapped(tmp_path):
