@@ -104,7 +104,7 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     dist.all_gather_object(by_rank, seconds)
     if dist.get_rank() > 0:
         return
-    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # slowest: waits least
+    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # the last waits least
     shown = sorted({*range(min(8, len(by_rank))), late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
     means = {name: sum(each.get(name, 0) for each in by_rank) / len(by_rank) for name in seconds}
@@ -118,7 +118,7 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--num_gpus", type=int, default=0, help="processes; 0: all GPUs, or two")
+    parser.add_argument("--num_gpus", type=int, default=0, help="processes; 0: all GPUs; none: two")
     parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")

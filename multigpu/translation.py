@@ -229,7 +229,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, this one included."""
     return args.learning_rate * (1 - 0.95 * done)
 
 
@@ -284,7 +284,7 @@ def parse_run_args(parser, **defaults):
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
-    add("--num_gpus", type=int, default=0, help="processes; 0: all GPUs, or two")
+    add("--num_gpus", type=int, default=0, help="processes; 0: all GPUs; none: two")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")

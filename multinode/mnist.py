@@ -126,7 +126,7 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     dist.all_gather_object(by_rank, seconds)
     if dist.get_rank() > 0:
         return
-    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # slowest: waits least
+    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # the last waits least
     shown = sorted({*range(min(8, len(by_rank))), late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
     means = {name: sum(each.get(name, 0) for each in by_rank) / len(by_rank) for name in seconds}

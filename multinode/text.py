@@ -193,7 +193,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, this one included."""
     return args.learning_rate * 0.9 ** (done * args.epochs)
 
 

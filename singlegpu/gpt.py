@@ -144,7 +144,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, this one included."""
     if done < 0.05:  # a linear rise; then half a cosine falls to a tenth of the peak
         return args.learning_rate * done / 0.05
     return args.learning_rate * (0.55 + 0.45 * math.cos(math.pi * (done - 0.05) / 0.95))

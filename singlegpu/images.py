@@ -166,7 +166,7 @@ def create_optimizer(model, args):
 
 
 def learning_rate(args, done):
-    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, including it."""
+    """Returns the rate of a step. `done`: the share of all steps, 0 to 1, this one included."""
     return args.learning_rate * (20 * done if done < 0.05 else 1.05 - done)  # up, then down
 
 
