@@ -182,6 +182,8 @@ def watch(store, rank, world_size, timeout, progress):
 
     try:
         while time.monotonic() < progress["moment"] + timeout + 5 * rank:  # rank 0 is the first
+            if progress["moment"] == math.inf:
+                return
             if pool.submit(read, ["over"]).result(timeout) != ["0 unseen"]:
                 os._exit(1)
             time.sleep(0.5)
@@ -196,8 +198,7 @@ def watch(store, rank, world_size, timeout, progress):
     if found:
         print(f"no sign of life for {timeout} s from {found}", file=sys.stderr)
         time.sleep(2)  # so that all others see that it is over
-    if progress["moment"] < math.inf:
-        os._exit(1)
+    os._exit(1)
 
 
 def main(args):
@@ -224,7 +225,8 @@ def main(args):
     store = dist.TCPStore(*address, world_size, is_server, wait, wait_for_workers=False)
     progress = {"moment": time.monotonic()}
     words = store.clone(), rank, world_size, args.timeout, progress
-    threading.Thread(target=watch, args=words, daemon=True).start()
+    watcher = threading.Thread(target=watch, args=words, daemon=True)
+    watcher.start()
     try:
         dist.init_process_group(backend, None, 9 * wait, world_size, rank, store)
         dist.all_gather_object(places := [None] * world_size, (node, os.uname().nodename))
@@ -233,12 +235,13 @@ def main(args):
             rates = measure_pairs(args, device, of_nodes, progress)
         else:
             link = measure(args, device, nodes, progress)
-        progress["moment"] = math.inf
-        dist.barrier()
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         time.sleep(1e9)  # a peer is gone: watch() says which one, and ends this process
+    progress["moment"] = math.inf
+    watcher.join()  # nobody asks the store any more when rank 0, which holds it, ends
+    dist.barrier()
     dist.destroy_process_group()
     if rank == 0 and args.pairs:
         sys.exit(print_pairs(rates, [dict(places)[n] for n in range(nodes)], args.expect))
