@@ -1,60 +1,48 @@
 """tools/check.py: it names the faults that are put into scripts by hand, and no others."""
 
-import importlib.util
+import contextlib
+import shlex
 import subprocess
 import sys
 
 import faults
 import link
 import pytest
+from conftest import module
+from test_training import check_forks
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-BY_NAME = {each.name: each for each in faults.FAULTS}
-# Several faults in one script, which do not hide each other: the short form of soak/soak_check.py.
-GROUPS = {
-    "rate_set_afterwards validates_in_train same_dropout_mask same_numbers_in_ranks other_flags "
-    "validation_drops_last written_in_place": "--processes 2 --snapshot {tmp}/s.pt",
-    "own_order_in_each_rank schedule_n_times eval_after_validation never_used no_zero_grad": None,
-    "no_set_epoch samples_change statistics_differ one_row_for_all clipped_while_scaled": None,
-    "zeroed_in_micro_batches averaged_in_each_micro_batch": None,
-    "loss_nan weights_in_bf16 not_shuffled layer_without_optimizer": None,
-    "input_lost dropout_in_eval same_samples": None,
-    "split_differs steps_twice clipped_early layer_made_in_forward": None,
-    "rate_0 validation_counts_twice clipped_late autocast_around_the_loop": None,
-    "all_ranks_save": None,
-    "moved_after_ddp": None,
-    "same_numbers_in_epochs": None,
-    "never_started_group": None,
-    "hangs": None,
-    "loss_summed": None,
-    "state_in_no_state_dict": None,
-    "images_written_in_place images_head_without_optimizer images_same_masks images_one_order "
-    "images_input_lost images_change images_validation_lacks_some": None,
-    "images_past_ddp images_no_zero_grad images_weights_in_bf16 images_same_samples": None,
-}
+QUICK = [each for each in faults.FAULTS if each.name != "images_hangs"]  # that takes a minute
 
 
 def problems(lines):
     return [line for line in lines if line.startswith(("ERROR", "warning")) or "failed" in line]
 
 
-@pytest.mark.parametrize("names", GROUPS)
-def test_faults_are_named(names, tmp_path):
-    """Each fault of a group comes with its sentence, within 100 columns, and the status is 1."""
-    group = [BY_NAME[name] for name in names.split()]
-    status, lines, before = faults.run(group, tmp_path, GROUPS[names])
-    missing = [each.name for each in group if not faults.is_found(each, lines)]
-    assert not missing, (missing, lines, before[-2000:])
+def check_in_forks(command, folder, options=""):
+    """As faults.check(), without the seconds of each import."""
+    with contextlib.chdir(folder):
+        done = check_forks(*shlex.split(options), "--", *command)
+    lines, before = faults.table_of(done.stdout)
+    return done.returncode, lines, before + done.stderr
+
+
+@pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.name)
+def test_a_fault_is_named(fault, tmp_path, check=check_in_forks, python="1"):
+    """By its sentence; an ERROR has status 1. The soak starts the commands themselves."""
+    status, lines, before = faults.run(fault, tmp_path, check=check, python=python)
+    assert faults.is_found(fault, lines), (lines, before[-2000:])
     assert status == any(line.startswith("ERROR") for line in lines)
     assert not any("failed itself" in line for line in lines), lines
+    assert fault.name != "images_alone" or len(problems(lines)) == 1, lines  # no second cause
 
 
 def test_every_kind_has_a_fault():
-    spec = importlib.util.spec_from_file_location("check", ROOT / "tools/check.py")
-    check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check)
-    kinds = {name for name in vars(check.Kinds) if name[0] != "_"} | {"against", "resume"}
+    kinds = {name for name in vars(module("tools/check.py").Kinds) if name[0] != "_"} | {
+        "against",
+        "resume",
+    }
     assert len(kinds) > 15
     assert kinds - {each.kind for each in faults.FAULTS} == set()
 
@@ -83,42 +71,36 @@ def test_one_that_does_not_train_is_not_judged(tmp_path):
     assert status == 2 and "status 3" in lines[0]
 
 
-def is_right(name, tmp_path):
+RIGHT = """ordinary closures rollouts two_views averaged_weights teacher diffusion lost_window tasks
+    shared_weights traced with_replacement""".split()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_that_look_odd(name, tmp_path):
     """A program of right.py has no finding, in two processes."""
-    command = [*TORCHRUN, 2, faults.FOLDER / "right.py", name]
-    status, lines, before = faults.check(command, tmp_path)
+    (program := tmp_path / "hybrid/right.py").parent.mkdir()  # as of torchrun
+    program.symlink_to(faults.FOLDER / "right.py")
+    status, lines, before = check_in_forks(["2", program, name], tmp_path)
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
 
-@pytest.mark.parametrize("name", ["ordinary", "closures"])
-def test_right_programs_that_look_odd(name, tmp_path):
-    """More are in the soak."""
-    is_right(name, tmp_path)
+SCRIPTS = [("singlegpu", 1), ("multigpu", 1), ("multigpu", 3), ("multinode", 3), ("hybrid", 4)]
 
 
-SCRIPTS = {
-    "multigpu/mnist.py --num_gpus 2": 0,
-    "hybrid/mnist.py": 2,
-}
-LONG_SCRIPTS = {
-    "singlegpu/mnist.py": 0,
-    "multigpu/mnist.py --num_gpus 1": 0,
-    "multigpu/mnist.py --num_gpus 3": 0,
-    "multinode/mnist.py": 1,
-    "multinode/mnist.py ": 3,
-    "hybrid/mnist.py": 4,
-}
+@pytest.mark.parametrize("folder, processes", SCRIPTS)
+def test_mnist_is_right(folder, processes, tmp_path):
+    """test_training.py watches all other scripts."""
+    command = [f"{processes}", f"{folder}/mnist.py", "--synthetic"]
+    status, lines, before = check_in_forks(command, tmp_path, "--steps 20")
+    assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
 
-def start(script, processes):
-    """Returns the command, by torchrun if there are processes."""
-    words = (f"{ROOT / script} --synthetic").split()
-    return [*TORCHRUN, processes, *words] if processes else [sys.executable, *words]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_are_right(script, tmp_path):
-    status, lines, before = faults.check(start(script, SCRIPTS[script]), tmp_path, "--steps 6")
+@pytest.mark.parametrize("start", [[sys.executable], [*TORCHRUN, 1]])
+def test_a_command_as_it_is_typed(start, tmp_path):
+    """It starts two processes, by spawn, or one, by torchrun."""
+    script = "multigpu/mnist.py --num_gpus 2" if len(start) == 1 else "multinode/mnist.py"
+    command = [*start, *f"{ROOT}/{script} --synthetic".split()]
+    status, lines, before = faults.check(command, tmp_path, "--steps 6")
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
 
@@ -130,8 +112,8 @@ def test_data_that_round_differently(tmp_path):
     edits = [(jitter, total + jitter), ("Images(256, 0, 0.01)", "Images(256, 0, 0)")]
     loop = "    for i, (x, y) in enumerate(loader):\n"
     edits += [(loop, "    ddp.eval()\n" + loop)]
-    fault = BY_NAME["loss_summed"]._replace(edits=edits)
-    status, lines, before = faults.run([fault], tmp_path)
+    fault = faults.FAULTS[0]._replace(edits=edits, options=faults.AGAINST)
+    status, lines, before = faults.run(fault, tmp_path, check_in_forks, "1")
     assert status == 0, (lines, before[-2000:])
     assert any("samples of step 1 are others, by rounding" in line for line in lines), lines
 

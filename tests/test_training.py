@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
@@ -52,11 +53,15 @@ PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 
 
 class Forks:
-    """What tools/check.py starts, in place of subprocess.Popen: N script.py ..., in N forks."""
+    """What tools/check.py starts, in place of subprocess.Popen: N script.py ..., in N forks.
+
+    With python in place of N, one.
+    """
 
     def __init__(self, words, env, **_):
         count, script, *arguments = words
-        commands, envs = forks_of(script, arguments, int(count), **env)
+        count = 1 if count == sys.executable else int(count)
+        commands, envs = forks_of(script, arguments, count, **env)
         self.forks = [Fork(*each) for each in zip(commands, [os.getcwd()] * len(envs), envs)]
         self.pid = self.forks[0].pid
 
@@ -76,18 +81,23 @@ class Forks:
             print(*["".join(fork.end()[1:]) for fork in self.forks])
 
 
+def check_forks(*words):
+    """Runs tools/check.py in this process. Its jobs, N script.py ..., are forks."""
+    tool = module("tools/check.py")
+    tool.subprocess, tool.GRACE = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutExpired), 0
+    return call(tool, *words)
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """check(words) runs tools/check.py. Returns kinds that are ok, and what was printed.
 
     It finds nothing wrong. What the jobs write to {tmp} stays, in tmp_path.
     """
-    tool = module("tools/check.py")
-    tool.subprocess, tool.GRACE = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutExpired), 0
     monkeypatch.setenv("CHECK_FOLDER", str(tmp_path))
 
     def check(*words):
-        done = call(tool, "--steps", 14, *words)
+        done = check_forks("--steps", 14, *words)
         jobs, _, table = done.stdout.rpartition("process(es) that train: ")
         found = re.findall(r"^(ERROR|warning|ok|not seen) +(\w+) +(.*(?:\n {22}.*)*)", table, re.M)
         assert not [each for each in found if each[0] in ("ERROR", "warning")], table

@@ -10,7 +10,6 @@ processes. --pairs has status 1 where a pair is slower than half of the median, 
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -171,7 +170,7 @@ def print_pairs(rates, hosts, expect):
     return 1 if slow else 0
 
 
-def watch(store, rank, world_size, timeout, progress):
+def watch(store, rank, world_size, timeout, progress, done):
     """A thread. It ends this process where nothing goes on, and one for all says who is missing."""
     beats = [f"beat {each}" for each in range(world_size)]
     pool = ThreadPoolExecutor(1)  # it asks the store, which is rank 0's and may not answer
@@ -182,11 +181,10 @@ def watch(store, rank, world_size, timeout, progress):
 
     try:
         while time.monotonic() < progress["moment"] + timeout + 5 * rank:  # rank 0 is the first
-            if progress["moment"] == math.inf:
-                return
             if pool.submit(read, ["over"]).result(timeout) != ["0 unseen"]:
                 os._exit(1)
-            time.sleep(0.5)
+            if done.wait(0.5):
+                return
         before = pool.submit(read, beats).result(timeout)
         time.sleep(3)
         pairs = enumerate(zip(before, pool.submit(read, beats).result(timeout)))
@@ -223,10 +221,9 @@ def main(args):
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     wait = timedelta(seconds=args.timeout)  # the group waits longer, so that watch() comes first
     store = dist.TCPStore(*address, world_size, is_server, wait, wait_for_workers=False)
-    progress = {"moment": time.monotonic()}
-    words = store.clone(), rank, world_size, args.timeout, progress
-    watcher = threading.Thread(target=watch, args=words, daemon=True)
-    watcher.start()
+    progress, done = {"moment": time.monotonic()}, threading.Event()
+    words = store.clone(), rank, world_size, args.timeout, progress, done
+    (watcher := threading.Thread(target=watch, args=words, daemon=True)).start()
     try:
         dist.init_process_group(backend, None, 9 * wait, world_size, rank, store)
         dist.all_gather_object(places := [None] * world_size, (node, os.uname().nodename))
@@ -239,7 +236,7 @@ def main(args):
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         time.sleep(1e9)  # a peer is gone: watch() says which one, and ends this process
-    progress["moment"] = math.inf
+    done.set()
     watcher.join()  # nobody asks the store any more when rank 0, which holds it, ends
     dist.barrier()
     dist.destroy_process_group()

@@ -41,6 +41,12 @@ def write(script, edits, folder):
     return path
 
 
+def table_of(out):
+    """Returns the table in what check.py has printed, a line for each finding; and the rest."""
+    before, _, table = out.rpartition("process(es) that train:")
+    return re.sub(r"\n {20,}", " ", table).splitlines()[1:], before
+
+
 def check(command, folder, options=""):
     """Runs check.py on a command in a folder. Returns its status, its table, and what came before.
 
@@ -52,20 +58,18 @@ def check(command, folder, options=""):
     job = subprocess.run(
         list(map(str, words)), cwd=folder, env=env, capture_output=True, text=True, timeout=600
     )
-    before, _, table = job.stdout.rpartition("process(es) that train:")
-    lines = re.sub(r"\n {20,}", " ", table).splitlines()[1:]
+    lines, before = table_of(job.stdout)
     return job.returncode, lines, before + job.stderr
 
 
-def run(faults, folder, flags=None):
-    """Runs check.py on a script with these faults. Returns what check() returns."""
-    one, edits = faults[0], dict.fromkeys(edit for each in faults for edit in each.edits)
-    path = write(one.script, edits, folder)
-    options = one.options.replace("PYTHON", sys.executable).replace("ROOT", str(ROOT))
-    options = options.replace("SCRIPT", f"{path}" + f" --folder {folder}" * (one.script == TRAIN))
-    words = shlex.split(one.flags if flags is None else flags)
-    words += ["--folder", "{tmp}"] if one.script == TRAIN else []
-    return check([sys.executable, path, *words], folder, options)
+def run(fault, folder, check=check, python=sys.executable):
+    """Runs check.py on a script with this fault. Returns what check() returns."""
+    path = write(fault.script, fault.edits, folder)
+    options = fault.options.replace("PYTHON", python).replace("ROOT", str(ROOT))
+    options = options.replace("SCRIPT", f"{path}" + f" --folder {folder}" * (fault.script == TRAIN))
+    words = shlex.split(fault.flags)
+    words += ["--folder", "{tmp}"] if fault.script == TRAIN else []
+    return check([python, path, *words], folder, options)
 
 
 def is_found(fault, lines):

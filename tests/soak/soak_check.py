@@ -6,34 +6,13 @@ import sys
 import faults
 import pytest
 import torch
-from test_check import LONG_SCRIPTS, TORCHRUN, is_right, problems, start
+from test_check import TORCHRUN, problems, test_a_fault_is_named
 from test_slurm import ONE_PROCESS, SMALL, cluster, site  # noqa: F401
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_is_named(fault, tmp_path):
-    status, lines, before = faults.run([fault], tmp_path)
-    assert faults.is_found(fault, lines), (lines, before[-2000:])
-    assert not any("failed itself" in line for line in lines), lines
-    assert fault.name != "images_alone" or len(problems(lines)) == 1, lines  # no second cause
-
-
-ODD = (
-    "rollouts two_views averaged_weights teacher diffusion lost_window tasks shared_weights traced"
-)
-
-
-@pytest.mark.parametrize("name", [*ODD.split(), "with_replacement"])
-def test_right_programs_that_look_odd(name, tmp_path):
-    is_right(name, tmp_path)
-
-
-@pytest.mark.parametrize("script", LONG_SCRIPTS)
-def test_scripts_are_right(script, tmp_path):
-    status, lines, before = faults.check(
-        start(script, LONG_SCRIPTS[script]), tmp_path, "--steps 20"
-    )
-    assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+def test_a_fault_is_named_by_the_command(fault, tmp_path):
+    test_a_fault_is_named(fault, tmp_path, faults.check, sys.executable)
 
 
 def torchrun(processes, name, *flags):
@@ -78,7 +57,7 @@ def test_machines_that_round_differently(tmp_path):
     sgd = "torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)"
     edits = [(rank, other), (sgd, "torch.optim.AdamW(ddp.parameters(), lr=0.01, fused=True)")]
     fault = faults.FAULTS[0]._replace(edits=edits)
-    status, lines, before = faults.run([fault], tmp_path)
+    status, lines, before = faults.run(fault, tmp_path)
     assert status == 0 and "rounding" in lines[0], (lines, before[-2000:])
 
 
@@ -104,5 +83,5 @@ def test_on_the_emulated_accelerator(tmp_path, monkeypatch):
         status, lines, before = faults.check(words, tmp_path, "--steps 8")
         assert status == 0 and problems(lines) == [], (lines, before[-2000:])
     [fault] = [each for each in faults.FAULTS if each.name == "images_same_masks"]
-    status, lines, _ = faults.run([fault], tmp_path)
+    status, lines, _ = faults.run(fault, tmp_path)
     assert faults.is_found(fault, lines), lines
