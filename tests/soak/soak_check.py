@@ -5,13 +5,14 @@ import sys
 
 import faults
 import pytest
+import test_check
 import torch
-from test_check import TORCHRUN, problems, test_a_fault_is_named
+from test_check import TORCHRUN, problems
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_a_fault_is_named_by_the_command(name, tmp_path):
-    test_a_fault_is_named(name, tmp_path, faults.check, sys.executable)
+    test_check.test_a_fault_is_named(name, tmp_path, faults.check, sys.executable)
 
 
 def torchrun(processes, name, *flags):
