@@ -27,7 +27,7 @@ BUDGETS = """
     multinode/*.py: mnist 149, images 590, gpt 575, text 620, translation 670
     hybrid/*.py: mnist 175, images 690, gpt_fsdp 640, gpt_pipeline 750
     quantize/*.py: mnist 68, gpt 300
-    tools/*.py: check 1100, report 340, predict 420, allreduce 250
+    tools/*.py: check 1100, report 340, predict 419, allreduce 251
     examples/*.py: * 450
     slurm/*: sweep.sh 134, README.md 100
     *.md: README 230, results 450

@@ -50,26 +50,28 @@ def test_fit_finds_the_line():
     assert fit_line([1000, 2000], [1e-6, 3e-6], 2)[0] == 0
 
 
-CHECK = "        if (buffer !="
+CHECK, LAST = "        if (buffer !=", "    link |= {"  # before these lines comes a fault
+HANG = "time.sleep(100 * (rank == 1))"  # though its threads live
 # A stopped process is ended when the others have ended.
 STOP = "(os.system(f'(sleep 14; kill -9 {os.getpid()}) &') or os.kill(os.getpid(), 19))"
-FAULTS = {  # of five processes: one element is wrong; one hangs, though its threads live; they stop
-    "buffer[5] += 5 * (rank == 1)": "rank 1: an all-reduce of 4096 bytes gave a wrong sum",
-    "time.sleep(100 * (rank == 1))": "from the links: all processes live",
-    f"rank in (2, 3) and {STOP}": "from rank 2 ({host}), rank 3 ({host})",
-    f"rank == 0 and {STOP}": "from rank 0",  # which holds the store
-}
+FAULTS = [  # of five processes; the last one holds the store
+    (CHECK, "buffer[5] += 5 * (rank == 1)", "rank 1: an all-reduce of 4096 bytes gave a wrong sum"),
+    (CHECK, HANG, "from the links: all processes live"),
+    (LAST, HANG, "from the links: all processes live"),
+    (CHECK, f"rank in (2, 3) and {STOP}", "from rank 2 ({host}), rank 3 ({host})"),
+    (CHECK, f"rank == 0 and {STOP}", "from rank 0"),
+]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_the_measurement(changed, tmp_path, fault):
+@pytest.mark.parametrize("line, fault, expected", FAULTS)
+def test_a_fault_ends_the_measurement(changed, tmp_path, line, fault, expected):
     """It is named in one line, by one process, three seconds after --timeout."""
-    script = changed(SCRIPT, {CHECK: f"        {fault}\n{CHECK}"})
+    indent = re.match(" *", line)[0]
+    script = changed(SCRIPT, {f"\n{line}": f"\n{indent}{fault}\n{line}"})
     commands, envs = forks_of(script, [*SIZES, "--timeout", 3], 5)
-    is_exit = "wrong sum" in FAULTS[fault]
-    answers = run_all(commands, envs, tmp_path, 30, ends_others=is_exit)
+    answers = run_all(commands, envs, tmp_path, 30, ends_others="wrong sum" in expected)
     [told] = [err for status, _, err in answers if status == 1 and err]
-    expected = FAULTS[fault].format(host=os.uname().nodename)
+    expected = expected.format(host=os.uname().nodename)
     assert told.count("\n") == 1 and told.endswith(f"{expected}\n"), told
 
 

@@ -1,19 +1,17 @@
 """tools/check.py: it names the faults that are put into scripts by hand, and no others."""
 
-import contextlib
+import os
 import shlex
 import subprocess
 import sys
 
 import faults
-import link
 import pytest
-from conftest import module
+from conftest import LOOPBACK, free_port, module
 from test_training import check_forks
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-QUICK = [name for name in faults.FAULTS if name != "images_hangs"]  # that takes a minute
 
 
 def problems(lines):
@@ -22,21 +20,35 @@ def problems(lines):
 
 def check_in_forks(command, folder, options=""):
     """As faults.check(), without the seconds of each import."""
-    with contextlib.chdir(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         done = check_forks(*shlex.split(options), "--", *command)
     lines, before = faults.table_of(done.stdout)
     return done.returncode, lines, before + done.stderr
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_fault_is_named(name, tmp_path, check=check_in_forks, python="1"):
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_a_fault_is_named(name, tmp_path, check=check_in_forks):
     """By its sentence; an ERROR has status 1. The soak starts the commands themselves."""
     fault = faults.FAULTS[name]
-    status, lines, before = faults.run(fault, tmp_path, check, python)
+    status, lines, before = faults.run(fault, tmp_path, check)
     assert faults.is_found(fault, lines), (lines, before[-2000:])
-    assert status == any(line.startswith("ERROR") for line in lines)
+    assert status == any(line.startswith("ERROR") for line in lines), (status, lines)
     assert not any("failed itself" in line for line in lines), lines
     assert name != "images_alone" or len(problems(lines)) == 1, lines  # no second cause
+
+
+MANY = """rate_set_afterwards validates_in_train same_dropout_mask same_numbers_in_ranks other_flags
+    validation_drops_last written_in_place""".split()
+
+
+def test_faults_do_not_hide_each_other(tmp_path):
+    group = [faults.FAULTS[name] for name in MANY]
+    edits = [edit for each in group for edit in each.edits]
+    status, lines, before = faults.run(group[-1]._replace(edits=edits), tmp_path, check_in_forks)
+    missing = [each.name for each in group if not faults.is_found(each, lines)]
+    assert status == 1 and not missing, (missing, lines, before[-2000:])
 
 
 def test_every_kind_has_a_fault():
@@ -70,35 +82,23 @@ def test_one_that_does_not_train_is_not_judged(tmp_path):
     assert status == 2 and "status 3" in lines[0]
 
 
-RIGHT = """ordinary closures rollouts two_views averaged_weights teacher diffusion lost_window tasks
+ODD = """ordinary closures rollouts two_views averaged_weights teacher diffusion lost_window tasks
     shared_weights traced with_replacement""".split()
+MNIST = ("1 singlegpu", "1 multigpu", "3 multigpu", "3 multinode", "4 hybrid")
+RIGHT = [f"2 tests/faults/hybrid/right.py {name}" for name in ODD]  # in its folder, as of torchrun
+RIGHT += [f"{script}/mnist.py --synthetic" for script in MNIST]
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_programs_that_look_odd(name, tmp_path):
-    """A program of right.py has no finding, in two processes."""
-    (program := tmp_path / "hybrid/right.py").parent.mkdir()  # as of torchrun
-    program.symlink_to(faults.FOLDER / "right.py")
-    status, lines, before = check_in_forks(["2", program, name], tmp_path)
+@pytest.mark.parametrize("command", RIGHT)
+def test_right_programs(command, tmp_path):
+    """Those of right.py look odd. test_training.py watches all other training scripts."""
+    status, lines, before = check_in_forks(command.split(), tmp_path)
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
 
-SCRIPTS = [("singlegpu", 1), ("multigpu", 1), ("multigpu", 3), ("multinode", 3), ("hybrid", 4)]
-
-
-@pytest.mark.parametrize("folder, processes", SCRIPTS)
-def test_mnist_is_right(folder, processes, tmp_path):
-    """test_training.py watches all other scripts."""
-    command = [f"{processes}", f"{folder}/mnist.py", "--synthetic"]
-    status, lines, before = check_in_forks(command, tmp_path, "--steps 20")
-    assert status == 0 and problems(lines) == [], (lines, before[-2000:])
-
-
-@pytest.mark.parametrize("start", [[sys.executable], [*TORCHRUN, 1]])
-def test_a_command_as_it_is_typed(start, tmp_path):
-    """It starts two processes, by spawn, or one, by torchrun."""
-    script = "multigpu/mnist.py --num_gpus 2" if len(start) == 1 else "multinode/mnist.py"
-    command = [*start, *f"{ROOT}/{script} --synthetic".split()]
+def test_a_command_as_it_is_typed(tmp_path):
+    """It starts two processes by spawn."""
+    command = [sys.executable, ROOT / "multigpu/mnist.py", "--synthetic", "--num_gpus", 2]
     status, lines, before = faults.check(command, tmp_path, "--steps 6")
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
@@ -112,27 +112,19 @@ def test_data_that_round_differently(tmp_path):
     loop = "    for i, (x, y) in enumerate(loader):\n"
     edits += [(loop, "    ddp.eval()\n" + loop)]
     fault = faults.FAULTS["loss_summed"]._replace(edits=edits)
-    status, lines, before = faults.run(fault, tmp_path, check_in_forks, "1")
+    status, lines, before = faults.run(fault, tmp_path, check_in_forks)
     assert status == 0, (lines, before[-2000:])
     assert any("samples of step 1 are others, by rounding" in line for line in lines), lines
 
 
-@pytest.mark.skipif(link.what_is_missing(), reason=f"{link.what_is_missing()}")
-def test_two_machines(tmp_path):
-    """Two torchruns in two network namespaces, with names of their own: one table."""
-    jobs, port = [], next(link.PORTS)
-    own_name = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
-    env = ["env", f"CHECK_FOLDER={tmp_path}/new", "GLOO_SOCKET_IFNAME=veth", "OMP_NUM_THREADS=1"]
-    with link.nodes(2) as spaces:
-        for rank, space in enumerate(spaces):
-            command = [*env, sys.executable, ROOT / "tools/check.py", "--steps", 6, "--"]
-            command += [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 1]
-            command += ["--nnodes", 2, "--node_rank", rank, "--master_addr", "10.99.0.1"]
-            command += ["--master_port", port, TRAIN]
-            command = ["ip", "netns", "exec", space, *own_name, f"node{rank}", *command]
-            pipes = {"stdout": subprocess.PIPE, "text": True}
-            jobs.append(subprocess.Popen(list(map(str, command)), cwd=tmp_path, **pipes))
-        outputs = [job.communicate(timeout=300)[0] for job in jobs]
+def test_on_each_of_two_nodes(tmp_path):
+    """A torchrun each: one table. On two machines: soak_slurm."""
+    words = [sys.executable, ROOT / "tools/check.py", "--steps", "6", "--", *TORCHRUN[:3]]
+    words += ["--nnodes=2", f"--master_port={free_port()}", TRAIN]
+    env = os.environ | LOOPBACK | {"CHECK_FOLDER": f"{tmp_path}/new"}
+    how = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
+    jobs = [subprocess.Popen(words, env=env | {"PET_NODE_RANK": rank}, **how) for rank in "01"]
+    outputs = [job.communicate(timeout=300)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert problems(outputs[0].splitlines()) == [] and "2 in one group" in outputs[0], outputs
     assert "the table is with rank 0" in outputs[1]

@@ -106,7 +106,7 @@ def test_jobs_train_stop_and_fail(site, run, data):
     path = f"PATH={site.environment['PATH']}"  # from the job file alone
     text, count = re.subn("^# EDIT: activate.*", path, job_file.read_text(), flags=re.M)
     assert job_file.write_text(text) and count == 1
-    words = "--model mlp --dropout 0.5 --max_steps 350 --eval_every 25 --num_workers 1".split()
+    words = "--model mlp --dropout 0.5 --max_steps 500 --eval_every 25 --num_workers 1".split()
     words += ["--dataset", "mnist", "--data_dir", data]
     log, alone = site.folder / "log.jsonl", [*ONE_PROCESS, "--export=NONE"]
     stopped = site.submit("hybrid_images", *words, "--log", log, options=alone)
@@ -118,7 +118,7 @@ def test_jobs_train_stop_and_fail(site, run, data):
     assert site.wait(stopped) == "COMPLETED", site.output(stopped)
     assert int(site.show(stopped)["Restarts"]) == 1
     steps = [json.loads(line)["step"] for line in open(log)][::2]
-    assert steps == sorted({*steps}) and steps[-1] == 350, "it began again"
+    assert steps == sorted({*steps}) and steps[-1] == 500, "it began again"
     more = ("--num_workers", 0, "--snapshot", site.folder / "whole.pt")
     run("hybrid/images.py", *words, *more, processes=(2, 1))
     assert_same_weights(site.folder / "whole.pt", snapshot)

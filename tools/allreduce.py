@@ -232,12 +232,13 @@ def main(args):
             rates = measure_pairs(args, device, of_nodes, progress)
         else:
             link = measure(args, device, nodes, progress)
+        dist.barrier()  # until here each process is watched
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         time.sleep(1e9)  # a peer is gone: watch() says which one, and ends this process
     done.set()
-    watcher.join()  # nobody asks the store any more when rank 0, which holds it, ends
+    watcher.join()  # nobody asks the store any more when rank 0, which may hold it, ends
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0 and args.pairs:

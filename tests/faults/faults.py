@@ -17,9 +17,12 @@ Fault = namedtuple("Fault", "name script edits flags options kind words")
 def read_faults():
     """Returns the faults of faults.txt. Their edits are pairs (old, new)."""
     for block in (FOLDER / "faults.txt").read_text().split("\n\n")[1:]:
+        if odd := re.search(r"\n[^-+$%>\n]|^[^-+\n].*\n\+", block, re.M):
+            raise ValueError(f"faults.txt: {odd[0]!r} in {block!r}")
         (first, rest), found = re.split("[: ] *", block, maxsplit=1), {"$": "", "%": "", ">": ""}
         parts = re.findall(r"((?:^-.*\n)+)((?:^\+.*\n?)*)", block + "\n", re.M)
-        edits = [[re.sub("^.", "", part, flags=re.M).strip("\n") for part in e] for e in parts]
+        parts = [[re.sub("^.", "", part, flags=re.M) for part in pair] for pair in parts]
+        edits = [[part.removesuffix("\n") for part in pair] for pair in parts]
         if first == "=":
             script, flags = rest.splitlines()[0].split(maxsplit=1)
             common = edits
@@ -55,23 +58,21 @@ def check(command, folder, options=""):
     In the table each finding is one line.
     """
     words = [sys.executable, ROOT / "tools/check.py", *shlex.split(options), "--", *command]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"GLOO_SOCKET_IFNAME": "lo"}
-    job = subprocess.run(
-        list(map(str, words)), cwd=folder, env=env, capture_output=True, text=True, timeout=600
-    )
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 600}
+    job = subprocess.run(list(map(str, words)), **how)
     lines, before = table_of(job.stdout)
     return job.returncode, lines, before + job.stderr
 
 
-def run(fault, folder, check=check, python=sys.executable):
+def run(fault, folder, check=check):
     """Runs check.py on a script with this fault. Returns what check() returns."""
     path = write(fault.script, fault.edits, folder)
-    options = fault.options.replace("PYTHON", python).replace("ROOT", str(ROOT))
+    options = fault.options.replace("PYTHON", sys.executable).replace("ROOT", str(ROOT))
     options = options.replace("SCRIPT", f"{path}" + f" --folder {folder}" * (fault.script == TRAIN))
     words = shlex.split(fault.flags)
     words += ["--folder", "{tmp}"] if fault.script == TRAIN else []
-    return check([python, path, *words], folder, options)
+    return check([sys.executable, path, *words], folder, options)
 
 
 def is_found(fault, lines):
