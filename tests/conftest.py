@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from fork_server import run_all, torchrun_env
+from torch import load
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,8 @@ FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 SCRIPTS = sorted(f"{name}/{path.name}" for name in FOLDERS for path in (ROOT / name).glob("*.py"))
 # One thread a process: tests side by side do not slow each other. No test gives a flag for it.
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home_")  # caches of `datasets`
+HOME = tempfile.TemporaryDirectory(prefix="hf_home_", ignore_cleanup_errors=True)
+os.environ["HF_HOME"] = HOME.name  # caches of `datasets`
 # A shell that runs `make test` in the background lets it, and what it starts, ignore these.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -85,10 +86,6 @@ class Scheduler(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config, log):
     return Scheduler(config, log)
-
-
-def pytest_sessionfinish():
-    shutil.rmtree(ENVIRONMENT["HF_HOME"], ignore_errors=True)
 
 
 class Job:
@@ -328,22 +325,10 @@ def base(data):
     return (*words, "--batch_size", 48)
 
 
-def uneven_table(path):
-    """Writes a CSV file of ages, prices, Unix times within minutes, and a target."""
-    ages, prices, times, noise = np.random.default_rng(0).standard_normal((4, 600))
-    target = 150 + 40 * ages - 20 * prices + 50 * times + 8 * noise
-    columns = [50 + 10 * ages, 9e5 + 1e5 * prices, np.round(1_764_300_000 + 30 * times), target]
-    np.savetxt(path, np.stack(columns, axis=1), "%.12g", ",", header="age,price,time,target")
-    return path
-
-
 def rows(path):
     """The rows of a log; of a repeated step the last."""
-    found = {}
-    for line in Path(path).read_text().splitlines():
-        row = json.loads(line)
-        found[row["run"], row["step"], row["rank"]] = row
-    return list(found.values())
+    every = map(json.loads, Path(path).read_text().splitlines())
+    return list({(row["run"], row["step"], row["rank"]): row for row in every}.values())
 
 
 def curve(path, *more):
@@ -352,16 +337,10 @@ def curve(path, *more):
     return np.array([[row[name] for name in ("train_loss", "val_loss", *more)] for row in first])
 
 
-def load(path):
-    return torch.load(path, weights_only=True)
-
-
 def assert_same_weights(path, other, rounding=0):
     """Bit for bit, or up to such a difference."""
-    a, b = (load(each)["model"] for each in (path, other))
-    assert a.keys() == b.keys()
-    for name in a:
-        assert (a[name] - b[name]).abs().max() <= rounding, name
+    weights, others = (load(each)["model"] for each in (path, other))
+    torch.testing.assert_close(weights, others, rtol=0, atol=rounding)
 
 
 def wait_for(condition, seconds=TIMEOUT, pause=0.01):

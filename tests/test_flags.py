@@ -69,6 +69,13 @@ def sends_half(plain, step):
     assert bytes_of(step, "gather") == bytes_of(plain, "gather")
 
 
+def gathers_half(plain, step):
+    """Weights are sent in bf16, gradients in fp32."""
+    computes_in("bfloat16")(plain, step)
+    assert bytes_of(step, "gather") == bytes_of(plain, "gather") / 2 > 10_000
+    assert bytes_of(step, "scatter") == bytes_of(plain, "scatter") > 10_000
+
+
 def accumulates(plain, step):
     """Three micro-batches are sent as often as one. Layers run thrice, each on a third."""
     assert bytes_of(step, "reduce") == bytes_of(plain, "reduce")
@@ -90,6 +97,7 @@ EFFECTS = {  # flags: what they change in the second step of each process, and i
     "--precision tf32": (computes_in("float32", "high"), "singlegpu/images"),
     "--precision bf16": (computes_in("bfloat16"), "singlegpu/images hybrid/gpt_pipeline"),
     "--precision fp16": (computes_in("float16"), "singlegpu/images"),
+    "--precision bf16 --grad_accum_steps 1": (gathers_half, "hybrid/gpt_fsdp"),
     "--comm_hook bf16": (sends_half, "multigpu/images hybrid/images hybrid/gpt_fsdp"),
     "--grad_accum_steps 3": (accumulates, "singlegpu/images multinode/images hybrid/gpt_fsdp"),
     "--num_workers 2": (has_workers, "singlegpu/images multigpu/images hybrid/gpt_pipeline"),
@@ -103,22 +111,11 @@ CASES = [(flags, script) for flags, (_, scripts) in EFFECTS.items() for script i
 def test_effects(seen, flags, script):
     """The losses stay nearly the same. There is a validation before the second step."""
     processes = 1 if "singlegpu" in script else 2
-    (plain, expected), (found, logged) = (
-        seen(f"{script}.py", f"{EACH} {more}", processes) for more in ("", flags)
-    )
+    runs = [seen(f"{script}.py", f"{EACH} {more}", processes) for more in ("", flags)]
+    (plain, expected), (found, logged) = runs
     assert losses_of(logged) == pytest.approx(losses_of(expected), rel=0.02)
     for before, after in zip(plain, found):
         EFFECTS[flags][0](before[1], after[1])
-
-
-def test_precision_of_shards(seen):
-    """Weights are sent in bf16, gradients in fp32."""
-    (plain, _), (found, _) = (
-        seen("hybrid/gpt_fsdp.py", f"{EACH} {more}", 2) for more in ("", "--precision bf16")
-    )
-    computes_in("bfloat16")(before := plain[0][1], after := found[0][1])
-    assert bytes_of(after, "gather") == bytes_of(before, "gather") / 2 > 10_000
-    assert bytes_of(after, "scatter") == bytes_of(before, "scatter") > 10_000
 
 
 def test_rate_and_norm(seen):
@@ -148,9 +145,8 @@ def test_seed(seen, tmp_path):
     one, other = (losses_of(seen(start, f"{more} {seed}")[1]) for seed in (1, 2))
     assert (one != other).all()
     seen(start, f"{more} 3 --snapshot {tmp_path}/s.pt")
-    one, other = (
-        losses_of(seen(start, f"{more} {seed} --init_from {tmp_path}/s.pt")[1]) for seed in (1, 2)
-    )
+    from_it = f"--init_from {tmp_path}/s.pt"
+    one, other = (losses_of(seen(start, f"{more} {seed} {from_it}")[1]) for seed in (1, 2))
     assert one[0, 0] != other[0, 0] and one[0, 1] == other[0, 1]
 
 

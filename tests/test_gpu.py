@@ -4,8 +4,7 @@ import os
 import re
 
 import pytest
-from conftest import forks_of, module
-from fork_server import run_all
+from conftest import module
 from test_training import check_forks
 
 gpu = module("tests/gpu.py")
@@ -42,7 +41,7 @@ TOLD = {  # part, or a check of it: patterns of lines of gpu.md
 
 @pytest.mark.usefixtures("emulator")
 @pytest.mark.parametrize("part", TOLD)
-def test_each_kind_of_command_runs(monkeypatch, data, tmp_path, part):
+def test_each_kind_of_command_runs(attempt, monkeypatch, data, tmp_path, part):
     """Its checks hold, but for a tolerance that is too small, and gpu.md has their lines."""
     count = 1 if "ranks" in part else 2
 
@@ -55,9 +54,7 @@ def test_each_kind_of_command_runs(monkeypatch, data, tmp_path, part):
                     patch.setenv(name, value)
                 done = check_forks(*words)
             return done.returncode, done.stdout, done.stderr
-        commands, envs = forks_of(script, words, processes, **env)
-        statuses, outs, errs = zip(*run_all(commands, envs, os.getcwd()))
-        return max(map(abs, statuses)), "".join(outs), "".join(errs)
+        return attempt(script, *words, processes=processes, cwd=os.getcwd(), **env)
 
     tiny = {name: words.format(data=data) for name, words in TINY.items()}
     for name, value in {"SIZES": tiny, "NUM_TOKENS": 1 << 14, "RANKS": (4,)}.items():

@@ -13,10 +13,8 @@ import torch
 from conftest import curve, module
 
 gpt, text, translation = (module(f"singlegpu/{name}.py") for name in ("gpt", "text", "translation"))
-# What a model asks of its data.
-KNOWN = SimpleNamespace(
-    classes=range(4), tokenizers=[SimpleNamespace(get_vocab_size=lambda: 30)] * 2
-)
+tokenizer = SimpleNamespace(get_vocab_size=lambda: 30)
+KNOWN = SimpleNamespace(classes=range(4), tokenizers=[tokenizer] * 2)  # what a model asks of data
 
 
 def namespace(**changes):
@@ -25,11 +23,6 @@ def namespace(**changes):
     found |= {"n_heads": 4, "num_layers": 2, "dropout": 0.0, "epochs": 1, "num_workers": 0}
     found |= {"model": "transformer", "size": "small", "precision": "fp32", "dataset": "words"}
     return argparse.Namespace(**found | changes)
-
-
-def batches_of(script, data, batches):
-    """The batches of these lists of indices."""
-    return list(script.create_loader(data, batches, namespace()))
 
 
 def test_gpt(tmp_path):
@@ -46,7 +39,7 @@ def test_gpt(tmp_path):
     for name in ("train", "val"):
         np.save(tmp_path / f"{name}.npy", np.arange(512, dtype=np.uint16))
     data, _ = gpt.read_data(namespace(dataset=str(tmp_path)))
-    [[ids]] = batches_of(gpt, data, [[*range(len(data))]])
+    [[ids]] = gpt.create_loader(data, [[*range(len(data))]], namespace())
     tokens, targets = ids.long()[:, :-1], ids.long()[:, 1:]
     assert tokens.shape == (31, 16) and torch.equal(tokens + 1, targets)
     assert len(tokens.unique()) == 31 * 16
@@ -123,7 +116,7 @@ def test_batches_of_similar_lengths(data, script):
     assert sorted(order) == [*range(600)]
     lengths = train_data.tensors[0].count_nonzero(1)[order].view(50, 12)
     assert (lengths.diff(dim=1) < 0).any(), "no process has all the long texts"
-    batches = batches_of(script, train_data, order.reshape(50, 12).tolist())
+    batches = list(script.create_loader(train_data, order.reshape(50, 12).tolist(), namespace()))
     num_words = sum(tokens.count_nonzero() for tokens, _ in batches)
     assert num_words == train_data.tensors[0].count_nonzero()
     assert num_words > 0.95 * sum(tokens.numel() for tokens, _ in batches)

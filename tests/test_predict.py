@@ -39,10 +39,7 @@ def log(seconds=(10, 10), **changes):
 
 SIZES = np.array([1 << 20, 4_000_000 - (1 << 20)])
 SHARE = SIZES[0] / 4e6
-
-
-def about(value):
-    return pytest.approx(value, rel=0.004)
+about = functools.partial(pytest.approx, rel=0.004)
 
 
 def test_prediction_by_hand():

@@ -61,9 +61,8 @@ class Site:
         return dict(re.findall(r"(\w+)=(\S*)", self.command("scontrol", "show", "job", "-o", job)))
 
     def output(self, job):
-        return "".join(
-            path.read_text(errors="replace") for path in self.folder.rglob(f"*-{job}.out")
-        )
+        paths = self.folder.rglob(f"*-{job}.out")
+        return "".join(path.read_text(errors="replace") for path in paths)
 
     def wait(self, job):
         """The state in which the job ended."""

@@ -66,7 +66,7 @@ class Forks:
         self.pid = self.forks[0].pid
 
     def poll(self):
-        statuses = [fork.poll() for fork in self.forks]
+        statuses = [fork.child.exitcode for fork in self.forks]
         return None if None in statuses else max(statuses, key=abs)
 
     def send_signal(self, signum):

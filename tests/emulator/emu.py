@@ -56,13 +56,8 @@ def build():
     return library
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("emu_C", build())
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
-
-
-_C = load()
+spec = importlib.util.spec_from_file_location("emu_C", build())
+spec.loader.exec_module(_C := importlib.util.module_from_spec(spec))
 host_waits, sleep = _C.host_waits, _C.sleep
 device_count, _is_in_bad_fork = _C.device_count, _C.is_bad_fork
 
@@ -95,11 +90,7 @@ def set_rng_state(state, device=None):
     torch.set_rng_state(state)
 
 
-def manual_seed(seed):
-    torch.default_generator.manual_seed(seed)
-
-
-manual_seed_all = manual_seed
+manual_seed = manual_seed_all = torch.default_generator.manual_seed
 
 
 def stream(stream):

@@ -121,9 +121,8 @@ for epoch in range(first_epoch, args.epochs):
             sums += torch.tensor([(ddp(x).argmax(1) == y).sum(), len(y)])
     dist.all_reduce(sums)
     if rank == 0:
-        print(
-            f"epoch {epoch}: loss {loss.item():.3f}, accuracy {sums[0] / sums[1]:.3f}", flush=True
-        )
+        accuracy = sums[0] / sums[1]
+        print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {accuracy:.3f}", flush=True)
         if args.snapshot:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"scheduler": scheduler.state_dict(), "epoch": epoch + 1}

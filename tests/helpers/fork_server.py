@@ -36,12 +36,6 @@ def torchrun_env(rank, agents, each):
     return {name: str(value) for name, value in env.items()}
 
 
-def enter(network):
-    with open(f"/run/netns/{network}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), network)
-
-
 def run(command, cwd, env, files):
     """Do in a fork what the interpreter does with the command; multiprocessing ends it alike."""
     import torch.multiprocessing  # here, as the tests need not wait for it
@@ -57,7 +51,9 @@ def run(command, cwd, env, files):
     os.chdir(cwd)
     os.environ.update(env)
     if "NETWORK" in env:
-        enter(env["NETWORK"])
+        with open(f"/run/netns/{env['NETWORK']}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+                raise OSError(ctypes.get_errno(), env["NETWORK"])
     # As torch does at its import, where it finds one of these.
     if "EMU_DEVICES" in env:
         sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
@@ -86,9 +82,6 @@ class Fork:
         self.child = CONTEXT.Process(target=run, args=words)
         self.child.start()
         self.pid = self.child.pid
-
-    def poll(self):
-        return self.child.exitcode
 
     def end(self):
         """Ends it with all that it has left behind. Returns (exit status, stdout, stderr)."""

@@ -34,9 +34,8 @@ def test_job_completes(site, run, data, name):  # noqa: F811
     """On several nodes tools/check.py watches it before, by the line that a user uncomments."""
     folder, script = name.split("_", 1)
     path = site.folder / f"slurm/{name}.slurm"
-    text, checks = re.subn(
-        "^# (CHECK_FOLDER=.*check.py)", r"\1 --steps 5", path.read_text(), flags=re.M
-    )
+    line = re.compile("^# (CHECK_FOLDER=.*check.py)", re.M)
+    text, checks = line.subn(r"\1 --steps 5", path.read_text())
     path.write_text(text)
     if name == "quantize_mnist":
         run("singlegpu/mnist.py", *WORDS["mnist"], cwd=site.folder)
