@@ -7,7 +7,7 @@ import sys
 
 import faults
 import pytest
-from conftest import LOOPBACK, free_port, module
+from conftest import LOOPBACK, Job, free_port, module, wait_for
 from test_training import check_forks
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
@@ -101,6 +101,18 @@ def test_a_command_as_it_is_typed(tmp_path):
     command = [sys.executable, ROOT / "multigpu/mnist.py", "--synthetic", "--num_gpus", 2]
     status, lines, before = faults.check(command, tmp_path, "--steps 6")
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
+
+
+def test_no_process_is_left(request, tmp_path):
+    """SIGTERM, as of timeout(1), ends check.py and its job."""
+    words = ["--steps", "1000000", "--", sys.executable, TRAIN, "--processes", "2"]
+    words += ["--epochs", "1000000", "--folder", "{tmp}"]
+    job = Job([sys.executable, ROOT / "tools/check.py", *words], tmp_path)
+    request.addfinalizer(job.end)
+    wait_for(lambda: len(job.processes()) == 4)
+    job.process.terminate()
+    assert job.wait()[0] != 0
+    wait_for(lambda: not job.processes())
 
 
 def test_data_that_round_differently(tmp_path):

@@ -19,7 +19,6 @@ import pickle
 import random
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -46,6 +45,7 @@ def main():
     add("command", nargs=argparse.REMAINDER, help="after --: what starts the training")
     args = parser.parse_args()
     command = shlex.join(args.command).removeprefix("-- ")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, it ends the job
     with tempfile.TemporaryDirectory() as own_folder:
         folder = Path(os.environ.get("CHECK_FOLDER", own_folder)).resolve()
         job = run(command, args, folder / "whole")
@@ -956,7 +956,7 @@ def run(command, args, folder, stop_at=0, life=1):  # watches a command, and ret
     for each in (info, seen, folder / "tmp"):
         each.mkdir(parents=True, exist_ok=True)
     (info / "entry_points.txt").write_text("[torch.backends]\ncheck = check_plugin:install\n")
-    shutil.copy(__file__, folder / "plugin" / "check_plugin.py")
+    (folder / "plugin" / "check_plugin.py").write_text(Path(__file__).read_text())
     paths = [str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), "CHECK_PARENT": process_name(os.getpid())}
     env |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "CHECK_STUCK": str(args.timeout / 2)}
