@@ -58,13 +58,12 @@ def test_every_kind_has_a_fault():
     assert kinds - {each.kind for each in faults.FAULTS.values()} == set()
 
 
-def test_weights_are_the_same_with_and_without(tmp_path):
+def test_weights_are_the_same_with_and_without(run, tmp_path):
     """A right training has no finding; its weights stay the same bit for bit; the status is 0."""
-    flags = ["--processes", 2, "--workers", 1, "--epochs", 2]
-    alone = [sys.executable, TRAIN, *flags, "--folder", tmp_path, "--weights", tmp_path / "alone"]
-    subprocess.run(list(map(str, alone)), check=True, capture_output=True, timeout=300)
-    watched = [sys.executable, TRAIN, *flags, "--folder", "{tmp}", "--weights", tmp_path / "seen"]
-    status, lines, before = faults.check(watched, tmp_path, "--steps 12")
+    words = (TRAIN, "--processes", 2, "--workers", 1, "--epochs", 2, "--weights")
+    run(*words, tmp_path / "alone", "--folder", tmp_path)
+    watched = [sys.executable, *words, tmp_path / "seen", "--folder", "{tmp}"]
+    status, lines, before = check_in_forks(watched, tmp_path, "--steps 12")
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
     one, two = ((tmp_path / name).read_bytes() for name in ("alone", "seen"))
     # After step 12 the training ends within optimizer.step(), so that it writes 11 of 16.
