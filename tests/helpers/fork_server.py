@@ -14,6 +14,7 @@ import importlib
 import multiprocessing.connection
 import os
 import runpy
+import select
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+os_fork = os.fork
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = """datasets numpy sacrebleu tokenizers torch._dynamo torchvision tqdm
     transformers.models.distilbert.modeling_distilbert transformers.models.llama.modeling_llama"""
@@ -36,12 +38,33 @@ def torchrun_env(rank, agents, each):
     return {name: str(value) for name, value in env.items()}
 
 
+def fork():
+    """os.fork(). In Python 3.11.7 a child may wait for a lock for ever: then another one starts.
+
+    This is github.com/python/cpython/issues/112275, of processes with threads: those with loaders.
+    """
+    while True:
+        reads, writes = os.pipe()
+        if not (pid := os_fork()):
+            os.close(reads)
+            os.close(writes)  # says that it is there
+            return 0
+        os.close(writes)
+        is_there = select.select([reads], [], [], 30)[0]
+        os.close(reads)
+        if is_there:
+            return pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def run(command, cwd, env, files):
     """Do in a fork what the interpreter does with the command; multiprocessing ends it alike."""
     import torch.multiprocessing  # here, as the tests need not wait for it
 
     gc.freeze()  # no collection looks at what the imports have made, and copies its pages
     os.setsid()  # run_all() ends the group of this process
+    os.fork = fork
     methods = multiprocessing.get_all_start_methods()  # the first one is that of this Python
     multiprocessing.set_start_method(methods[0], force=True)  # in place of the fork server
     start = torch.multiprocessing.start_processes
