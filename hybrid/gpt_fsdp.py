@@ -273,7 +273,7 @@ def main(args):  # runs in each process
         model = create_model(args, train_data).train()
     shard_size = args.shard_size or world_size
     if world_size % shard_size:
-        sys.exit(f"--shard_size {shard_size} must divide {world_size}" if rank == 0 else 1)
+        sys.exit(f"--shard_size must divide {world_size} processes" if rank == 0 else 1)
     mesh_shape = (world_size // shard_size, shard_size)
     mesh = dist.init_device_mesh(device.type, mesh_shape, mesh_dim_names=("copies", "shards"))
     shard(model, mesh, args)

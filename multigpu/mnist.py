@@ -118,7 +118,7 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--num_gpus", type=int, default=0, help="processes; 0: all GPUs; none: two")
+    parser.add_argument("--num_gpus", type=int, default=0, help="processes; 0: all GPUs; no GPU: 2")
     parser.add_argument("--synthetic", action="store_true", help="make up images: no data needed")
     parser.add_argument("--data_dir", default="data", help="folder of MNIST, which is downloaded")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data")

@@ -284,7 +284,7 @@ def parse_run_args(parser, **defaults):
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
-    add("--num_gpus", type=int, default=0, help="processes; 0: all GPUs; none: two")
+    add("--num_gpus", type=int, default=0, help="processes; 0: all GPUs; no GPU: 2")
     add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")

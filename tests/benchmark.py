@@ -110,7 +110,7 @@ def main():
     add[predict]("--mbit", type=int, nargs="+", default=[100, 400, 1000], help="of each link")
     add[predict]("--nodes", type=int, nargs="+", default=[2, 4, 8])
     add[predict]("--grad_accum_steps", type=int, nargs="+", default=[1], help="micro-batches")
-    add[predict]("--changes", nargs="+", default=["as it is"], help="that predict.py tells")
+    add[predict]("--changes", nargs="+", default=["as it is"], help="as predict.py names them")
     add[predict]("--max_bytes", type=int, default=1 << 25, help="of what measures a link")
     add[predict]("--seconds", type=float, default=4, help="of a training, about")
     add[predict]("--logs", metavar="FOLDER", help="keep the logs and the links there")

@@ -80,7 +80,6 @@ def misnamed(script):
     return subprocess.run(ruff, capture_output=True, text=True).stdout
 
 
-OTHERS = {"muon", "tokens", "show_log", "predict_photo"}  # the last one: by test_project.py
 EXAMPLES = {  # name: its flags
     "README": "",
     "table": "",
@@ -89,6 +88,11 @@ EXAMPLES = {  # name: its flags
     "segmentation": "--image_size 24",
     "forecast": "--window 48 --horizon 12",
 }
+
+
+def test_each_example_is_tried():
+    others = {"muon", "tokens", "show_log", "predict_photo"}  # the last one by test_project.py
+    assert TEXTS.keys() == EXAMPLES.keys() | others
 
 
 def test_two_functions_of_one_name_are_found(changed):
@@ -134,7 +138,7 @@ def test_rows_of_a_log_in_tensorboard(run, tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("lr")] == [(4, 0.5), (8, 1.0)]
 
 
-@pytest.mark.parametrize("name", sorted(TEXTS.keys() - OTHERS))
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_train_with_one_loss_curve(logged, paste, hub, data, table, tmp_path, name):
     """They train on one process and on several, two workers each."""
     example = TEXTS[name].replace("table.csv", str(table))

@@ -97,7 +97,7 @@ EFFECTS = {  # flags: what they change in the second step of each process, and i
     "--precision tf32": (computes_in("float32", "high"), "singlegpu/images"),
     "--precision bf16": (computes_in("bfloat16"), "singlegpu/images hybrid/gpt_pipeline"),
     "--precision fp16": (computes_in("float16"), "singlegpu/images"),
-    "--precision bf16 --grad_accum_steps 1": (gathers_half, "hybrid/gpt_fsdp"),
+    "--precision bf16 --grad_accum_steps 1": (gathers_half, "hybrid/gpt_fsdp"),  # 1: the default
     "--comm_hook bf16": (sends_half, "multigpu/images hybrid/images hybrid/gpt_fsdp"),
     "--grad_accum_steps 3": (accumulates, "singlegpu/images multinode/images hybrid/gpt_fsdp"),
     "--num_workers 2": (has_workers, "singlegpu/images multigpu/images hybrid/gpt_pipeline"),

@@ -67,5 +67,6 @@ def test_each_kind_of_command_runs(attempt, monkeypatch, data, tmp_path, part):
     told = (tmp_path / "gpu.md").read_text()
     assert end.value.code == ("failed: losses gpt" if part == "losses:gpt" else 0), told
     assert re.findall("other losses: .* (.+)", told) == (["bf16"] if "losses" in part else [])
+    assert "\n- warning" not in told, told
     for pattern in TOLD[part]:
         assert re.search(pattern, told, re.M), (pattern, told)

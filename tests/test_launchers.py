@@ -102,16 +102,19 @@ def test_copies_that_differ(attempt, changed, flags, tmp_path, name):
 class Bomb:
     """Pickled, and then unpickled, it would leave a file behind."""
 
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return open, ("exploded", "w")
+        return open, (str(self.path), "w")
 
 
 def test_files_cannot_run_code(base, tmp_path):
     """Neither a snapshot, nor arrays of pickled objects, nor a data set's own script."""
     bomb, snapshot = tmp_path / "exploded", tmp_path / "bomb.pt"
-    torch.save({"model": Bomb()}, snapshot)
+    torch.save({"model": Bomb(bomb)}, snapshot)
     for name in ("train_images.npy", "train.npy", "val.npy"):
-        np.save(tmp_path / name, np.array([Bomb()], object), allow_pickle=True)
+        np.save(tmp_path / name, np.array([Bomb(bomb)], object), allow_pickle=True)
     (tmp_path / f"{tmp_path.name}.py").write_text(f"open({str(bomb)!r}, 'w')")
     commands = [[ROOT / f"singlegpu/{name}.py"] for name in ("images", "gpt", "text")]
     commands = [[*command, "--dataset", tmp_path] for command in commands]

@@ -140,7 +140,9 @@ def test_no_row_is_another_and_no_pickle_runs_code(tmp_path):
     reduced = should_reduce_range(torch.device("cpu"))
     assert (weight.qdata.int().abs().max() <= 64) == reduced
     assert weight.act_quant_kwargs.reduce_range == reduced
-    torch.save({"model": Bomb(), "settings": {}}, snapshot := tmp_path / "s.pt")
+    snapshot, bomb = tmp_path / "s.pt", tmp_path / "exploded"
+    torch.save({"model": Bomb(bomb), "settings": {}}, snapshot)
     for load_it in tool.load_quantized, lambda path: tool.load_trained(namespace(snapshot=path)):
         with pytest.raises(Exception, match="Weights only load failed"):
             load_it(snapshot)
+    assert not bomb.exists()

@@ -39,7 +39,7 @@ def torchrun_env(rank, agents, each):
 
 
 def fork():
-    """os.fork(). In Python 3.11.7 a child may wait for a lock for ever: then another one starts.
+    """os.fork(). In Python 3.11 a child may wait for a lock for ever: then another one starts.
 
     This is github.com/python/cpython/issues/112275, of processes with threads: those with loaders.
     """
@@ -64,7 +64,8 @@ def run(command, cwd, env, files):
 
     gc.freeze()  # no collection looks at what the imports have made, and copies its pages
     os.setsid()  # run_all() ends the group of this process
-    os.fork = fork
+    if sys.version_info < (3, 12):
+        os.fork = fork
     methods = multiprocessing.get_all_start_methods()  # the first one is that of this Python
     multiprocessing.set_start_method(methods[0], force=True)  # in place of the fork server
     start = torch.multiprocessing.start_processes
