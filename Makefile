@@ -40,6 +40,7 @@ lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	$(RUN) tests/check_copies.py
+	$(RUN) tests/check_measures.py
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -30,25 +30,6 @@ README = (ROOT / "README.md").read_text()
 LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the repository")
-def test_an_edit_is_carried_to_its_copies(tmp_path):
-    """By --fix, in all folders; not if two copies are new. What differs or is too long is told."""
-    subprocess.run(["git", "clone", "-q", ROOT, tmp_path], check=True)
-    copies, head = [*tmp_path.glob("multi*/[!m]*.py")], '    """Ends the workers.'
-
-    def fix(path, old, new):
-        path = tmp_path / path
-        path.write_text(path.read_text().replace(old, new))
-        command = [sys.executable, tmp_path / "tests/check_copies.py", "--fix"]
-        return subprocess.run(command, capture_output=True, text=True).stderr
-
-    assert fix("multigpu/gpt.py", head, f"{head} One.") == ""
-    assert sum(f"{head} One." in path.read_text() for path in copies) == len(copies) >= 4
-    assert "kill_workers\ndiffers" in fix("multigpu/gpt.py", "One.", "Two.")
-    assert "differ in more than a name" in fix("slurm/multinode_gpt.slurm", "status=", "\nstatus=")
-    assert "and a budget of" in fix("multigpu/mnist.py", "import os\n", "import os\n" * 100)
-
-
 def test_scripts_stand_alone():
     """They import the standard library and installed packages, and nothing of ours."""
     for script in SCRIPTS:
