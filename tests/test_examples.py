@@ -91,8 +91,9 @@ EXAMPLES = {  # name: its flags
 
 
 def test_each_example_is_tried():
-    others = {"muon", "tokens", "show_log", "predict_photo"}  # the last one by test_project.py
-    assert TEXTS.keys() == EXAMPLES.keys() | others
+    others = {"README", "muon", "tokens", "show_log", "predict_photo"}  # that by test_project.py
+    found = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert found | {"README"} == EXAMPLES.keys() | others
 
 
 def test_two_functions_of_one_name_are_found(changed):

@@ -26,8 +26,13 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
     "quantize/gpt.py": "--rounds 1 --eager --num_samples 8",
     "allreduce.py": "--max_bytes 2097152 --seconds 0.1",
 }
-README = (ROOT / "README.md").read_text()
+PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/*.md"))
+PAGES = sorted(path.name for path in ROOT.glob("*.md")) + PAGES
 LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
+
+
+def readme():
+    return (ROOT / "README.md").read_text()
 
 
 def test_scripts_stand_alone():
@@ -43,7 +48,7 @@ def test_scripts_stand_alone():
 def test_each_script_has_its_job_file(tmp_path):
     """The two have the same name, and Bash can read the job file. README's sed makes another."""
     shutil.copytree(ROOT / "slurm", tmp_path / "slurm")
-    [line] = re.findall("^sed .*", README, re.M)
+    [line] = re.findall("^sed .*", readme(), re.M)
     subprocess.run(line, shell=True, check=True, cwd=tmp_path)
     text = (mine := tmp_path / "slurm/multigpu_mine.slurm").read_text()
     assert "--job-name=multigpu_mine\n" in text and " python multigpu/mine.py --snapshot " in text
@@ -57,10 +62,7 @@ def test_each_script_has_its_job_file(tmp_path):
                 assert words in path.read_text(), path
 
 
-PAGES = "README.md slurm/README.md examples/README.md pictures/README.md tests/README.md"
-
-
-@pytest.mark.parametrize("page", PAGES.split())
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_names_what_exists(page):
     """Links to files and to sections of the page, and the scripts in commands."""
     text = (ROOT / page).read_text()
@@ -95,9 +97,9 @@ def test_readme_commands(data, tmp_path):
     torch.save(pretrained, tmp_path / "hub/checkpoints" / weights)
     for name in (*FOLDERS, "examples", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "my.txt").write_text(README)
-    blocks = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
-    text = re.sub(r"^```.*?^```", "", README, flags=re.M | re.S)
+    (tmp_path / "my.txt").write_text(readme())
+    blocks = re.findall(r"^```bash\n(.*?)^```", readme(), re.M | re.S)
+    text = re.sub(r"^```.*?^```", "", readme(), flags=re.M | re.S)
     lines = "".join(blocks).splitlines() + re.findall(r"`([^`]+)`", text)
     lines = [" ".join(line.split("  #")[0].split()) for line in lines]
     # OMP_NUM_THREADS=1, before a command, holds for all tests.
@@ -128,7 +130,7 @@ def test_readme_commands(data, tmp_path):
 
 def test_readme_shows_what_ddp_adds():
     """Each line of this block is in multigpu's mnist.py and not in singlegpu's; none is missing."""
-    [block] = re.findall(r"^```python\n(def main.*?)^```", README, re.M | re.S)
+    [block] = re.findall(r"^```python\n(def main.*?)^```", readme(), re.M | re.S)
     texts = [block, *[(ROOT / f"{name}/mnist.py").read_text() for name in FOLDERS[:2]]]
     shown, alone, ddp = ([x.split("  #")[0] for x in text.splitlines()] for text in texts)
     added = [line for line in ddp if line not in alone]

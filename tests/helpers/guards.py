@@ -1,0 +1,169 @@
+"""The guards of the collection: what each must catch, as a change that turns its test red.
+
+Each row has the words of tests/README.md's table for the guard and the change; the file that is
+changed, the text that is there once, and the text in its place; and the test that must then fail.
+With an empty text, the new one is put at the end of the file; with None in its place, the file is
+taken away. test_guards.py makes the changes of QUICK, and soak_guards.py those of SLOW.
+"""
+
+from typing import NamedTuple
+
+
+class Guard(NamedTuple):
+    guard: str
+    change: str
+    path: str
+    old: str
+    new: str | None
+    test: str
+
+
+P, E, F = "test_project.py::", "test_examples.py::", "test_flags.py::"
+JOB = f"{P}test_each_script_has_its_job_file"
+PAGE = f"{P}test_a_page_names_what_exists"
+GPT, IMAGES, HYBRID = "multigpu/gpt.py", "multigpu/images.py", "hybrid/images.py"
+FSDP, PIPELINE, SINGLE = "hybrid/gpt_fsdp.py", "hybrid/gpt_pipeline.py", "singlegpu/images.py"
+ALONE = "scripts import the standard library and packages alone"
+JOBS = "each script has its job file"
+PAGES = "links, anchors and commands of pages lead somewhere"
+
+QUICK = [
+    Guard(ALONE, "an import of ours", GPT, "import argparse\n", "import argparse, multigpu\n",
+          f"{P}test_scripts_stand_alone"),
+    Guard(JOBS, "a job file is missing", "slurm/singlegpu_gpt.slurm", "", None, JOB),
+    Guard(JOBS, "Bash cannot read one", "slurm/quantize_gpt.slurm", "", "if true\n", JOB),
+    Guard(JOBS, "one is not queued again", "slurm/multigpu_gpt.slurm", " --requeue", "", JOB),
+    Guard(JOBS, "one gets no signal", "slurm/hybrid_images.slurm", "USR2@120", "KILL@120", JOB),
+    Guard(JOBS, "README's line makes another", "README.md", "sed s/images/mine/", "sed s/a/b/",
+          JOB),
+    Guard(PAGES, "a link to no file", "README.md", "", "[x](none.md)\n", f"{PAGE}[README.md]"),
+    Guard(PAGES, "a link to no section", "results.md", "", "[x](#none)\n", f"{PAGE}[results.md]"),
+    Guard(PAGES, "no section of another page", "slurm/README.md", "", "[x](../README.md#none)\n",
+          f"{PAGE}[slurm/README.md]"),
+    Guard(PAGES, "a command of no script", "examples/README.md", "", "`python multigpu/none.py`\n",
+          f"{PAGE}[examples/README.md]"),
+    Guard("README shows what DDP adds", "a line of mnist.py is another", "multigpu/mnist.py",
+          "sampler.set_epoch(epoch)", "sampler.set_epoch(1)",
+          f"{P}test_readme_shows_what_ddp_adds"),
+    Guard("a test gives each flag", "a flag that no test gives", IMAGES, '    add("--seed"',
+          '    add("--unheard", type=int)\n    add("--seed"',
+          f"{F}test_each_flag_is_given_in_a_test"),
+    Guard("each example is tried", "one more example", "examples/new.py", "", "x = 1\n",
+          f"{E}test_each_example_is_tried"),
+]  # fmt: skip
+
+EFFECTS = {  # a flag and a script of test_flags.test_effects: the change, and what it does
+    ("--precision tf32", SINGLE): ('args.precision == "tf32" else "h', 'False else "h'),
+    ("--precision bf16", SINGLE): ("args.precision in DTYPES)", "args.precision == 'fp16')"),
+    ("--precision fp16", SINGLE): ("args.precision in DTYPES)", "args.precision == 'bf16')"),
+    ("--precision bf16", PIPELINE): ("args.precision in DTYPES)", "args.precision == 'fp16')"),
+    ("--precision bf16 --grad_accum_steps 1", FSDP): ("(DTYPES.get(args.precision), S", "(None, S"),
+    ("--comm_hook bf16", IMAGES): ("COMM_HOOKS[args.comm_hook]", 'COMM_HOOKS["none"]'),
+    ("--comm_hook bf16", HYBRID): ("COMM_HOOKS[args.comm_hook]", 'COMM_HOOKS["none"]'),
+    ("--comm_hook bf16", FSDP): ("SENT_TYPES[args.comm_hook]", 'SENT_TYPES["none"]'),
+    ("--num_workers 2", SINGLE): ('"num_workers": args.num_workers', '"num_workers": 0'),
+    ("--num_workers 2", IMAGES): ('"num_workers": args.num_workers', '"num_workers": 0'),
+    ("--num_workers 2", PIPELINE): ('"num_workers": args.num_workers', '"num_workers": 0'),
+    ("--checkpoint_activations", FSDP): ("if args.checkpoint_activations:", "if False:"),
+    ("--grad_accum_steps 3", SINGLE): ("range(args.grad_accum_steps)", "range(1)"),
+    ("--grad_accum_steps 3", "multinode/images.py"): ("= is_last  # else no", "= True  #"),
+    ("--grad_accum_steps 3", FSDP): ("range(args.grad_accum_steps)", "range(1)"),
+}  # fmt: skip
+
+RESUMED = {  # the test of test_training.py that resumes a run of this script
+    SINGLE: "1-singlegpu/images.py-mlp---num_workers 1 --precision fp16",
+    IMAGES: "2-multigpu/images.py-mlp---num_workers 1 --precision fp16",
+    "multinode/images.py": "2-multinode/images.py-mlp---grad_accum_steps 2 --precision fp16",
+    HYBRID: "2-hybrid/images.py-mlp---num_stages 2 --precision fp16",
+    PIPELINE: "2-hybrid/gpt_pipeline.py-gpt---num_stages 2 --precision fp16",
+    FSDP: "2-hybrid/gpt_fsdp.py-gpt---precision bf16",
+}
+SNAPSHOT = [  # what is left out at a resume, and the change in a script; in gpt_fsdp.py another
+    ("the snapshot has no optimizer", '"optimizer": optimizer, "scaler": scaler}',
+     '"scaler": scaler}'),
+    ("the snapshot has no scaler", ', "scaler": scaler}', "}"),
+    ("a resumed run starts at step 0", 'done_steps, old = snapshot["step"],',
+     "done_steps, old = 0,"),
+    ("a resumed run reads the epoch from its start", "order[step % steps :", "order[0:"),
+]  # fmt: skip
+OF_SHARDS = {  # it has no scaler
+    SNAPSHOT[0][0]: ("        dcp_states.set_optimizer_state_dict(", "        print("),
+    SNAPSHOT[2][0]: ('done_steps = int(newest[0].name.removeprefix("step-"))', "done_steps = 0"),
+    SNAPSHOT[3][0]: SNAPSHOT[3][1:],
+}
+
+TABLE, STOPS, SHARES = "examples/table.py", "test_stops.py::", "examples train alike on N processes"
+CURVE = f"{E}test_examples_train_with_one_loss_curve"
+SLOW = [
+    Guard("README's commands run", "a flag that is not there", "README.md", "--sample 500",
+          "--samples_of 500", f"{P}test_readme_commands"),
+    *[Guard("flags have their effects", f"{flag} does nothing in {path}", path, *change,
+            f"{F}test_effects[{flag}-{path.removesuffix('.py')}]")
+      for (flag, path), change in EFFECTS.items()],
+    Guard("flags have their effects", "--learning_rate is not set", IMAGES, 'group["lr"] = rate',
+          "pass", f"{F}test_rate_and_norm"),
+    Guard("flags have their effects", "--seed is not used", SINGLE, "manual_seed(args.seed)",
+          "manual_seed(1)", f"{F}test_seed"),
+    Guard("flags have their effects", "--eval_every is not used", SINGLE, "args.eval_every or ", "",
+          f"{F}test_steps_and_rows[singlegpu/images.py-1-"
+          "--epochs 2 --eval_every 3-at0]"),
+    Guard("flags have their effects", "--max_steps is not used", SINGLE, "args.max_steps or ", "",
+          f"{F}test_steps_and_rows[singlegpu/images.py-1---epochs 2 --max_steps 7-at1]"),
+    Guard("flags have their effects", "--compile is not used", IMAGES,
+          "torch.compile(model) if args.compile else model", "model",
+          f"{F}test_compile[multigpu]"),
+    Guard("flags have their effects", "--schedule is not used", PIPELINE,
+          "SCHEDULES[args.schedule]", 'SCHEDULES["1f1b"]', f"{F}test_pipeline"),
+    Guard("models have their layers", "--dropout is not used", "singlegpu/gpt.py",
+          "self.dropout(self.projection(y))", "self.projection(y)", f"{F}test_models[gpt]"),
+    Guard("ruff finds a function that stands twice", "it does not look", "tests/test_examples.py",
+          '"F811,F821"', '"F821"', f"{E}test_two_functions_of_one_name_are_found"),
+    Guard("examples do what they say", "muon.py: no resume", "examples/muon.py", ", self.state\n",
+          ", {}\n", f"{E}test_muon"),
+    Guard("examples do what they say", "tokens.py: another file", "examples/tokens.py",
+          '"val.npy"', '"test.npy"', f"{E}test_tokens"),
+    Guard("examples do what they say", "show_log.py: each rank's rows", "examples/show_log.py",
+          'row["rank"] == 0 and ', "", f"{E}test_rows_of_a_log_in_tensorboard"),
+    Guard("examples do what they say", "table.py: float32", TABLE, "np.float64", "np.float32",
+          f"{E}test_a_table_of_unlike_columns[table]"),
+    Guard(SHARES, "README: a sum", "README.md", "mse_loss(model(features), targets)",
+          'mse_loss(model(features), targets, reduction="sum")', f"{CURVE}[README]"),
+    Guard(SHARES, "table.py: a sum", TABLE, "mse_loss(predictions, targets)",
+          'mse_loss(predictions, targets, reduction="sum")', f"{CURVE}[table]"),
+    Guard(SHARES, "forecast.py: a sum", "examples/forecast.py", "mse_loss(predictions, future)",
+          'mse_loss(predictions, future, reduction="sum")', f"{CURVE}[forecast]"),
+    Guard(SHARES, "lora.py: a sum", "examples/lora.py", "tokens[:, 1:].flatten())",
+          'tokens[:, 1:].flatten(), reduction="sum")', f"{CURVE}[lora]"),
+    Guard(SHARES, "huggingface.py: weights of 16 bits", "examples/huggingface.py",
+          '    options["dtype"] = torch.float32', "    #", f"{CURVE}[huggingface]"),
+    Guard(SHARES, "segmentation.py: a mean of labelled pixels", "examples/segmentation.py",
+          "return loss / masks.numel()", "return loss / (masks != NO_LABEL).sum()",
+          f"{CURVE}[segmentation]"),
+    Guard("workers draw other numbers", "all processes have one seed", IMAGES,
+          "torch.manual_seed(hash((args.seed, done_steps, rank)))",
+          "torch.manual_seed(hash((args.seed, done_steps)))", f"{E}test_what_workers_draw"),
+    *[Guard("a resumed run has undisturbed weights", f"{words} ({path})", path,
+            *(OF_SHARDS[words] if path == FSDP else change),
+            f"test_training.py::test_a_resumed_run_has_the_weights_of_an_undisturbed_one[{test}]")
+      for path, test in RESUMED.items() for words, *change in SNAPSHOT
+      if path != FSDP or words in OF_SHARDS],
+    Guard("each kind of check.py has a fault", "a kind without one", "tools/check.py",
+          "    def ending(self):",
+          "    def another(self):\n        yield None\n\n    def ending(self):",
+          "test_check.py::test_every_kind_has_a_fault"),
+    Guard("a kind that must be right is seen", "check.py sees no order", "tools/check.py",
+          "    def order(self):\n", "    def order(self):\n        return ()\n",
+          "test_training.py::test_one_loss_curve[3-multigpu/gpt.py-gpt-]"),
+    Guard("a kind that is excepted is not seen", "one that is seen", "tests/test_training.py",
+          'UNSEEN = {FSDP: "layers snapshot"', 'UNSEEN = {FSDP: "order layers snapshot"',
+          "test_training.py::test_one_loss_curve[2-hybrid/gpt_fsdp.py-gpt-"
+          "--checkpoint_activations --grad_accum_steps 3]"),
+    Guard("check.py leaves no process", "it leaves its job", "tools/check.py",
+          "signal.SIGTERM, ", "", "test_check.py::test_no_process_is_left"),
+    Guard("no worker is left", "they are not ended", GPT, "        worker.kill()", "        pass",
+          f"{STOPS}test_resumed_weights_are_those_of_an_undisturbed_run[multigpu]"),
+    Guard("nothing listens beyond this machine", "all networks", IMAGES,
+          '{"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}', "{}",
+          "soak/soak_faults.py::test_killed_jobs_end_with_undisturbed_weights[multigpu]"),
+]  # fmt: skip
+GUARDS = [*QUICK, *SLOW]
