@@ -70,7 +70,6 @@ UNTIL_MENDED = """
     singlegpu/(gpt|images|text|translation).py: main(): lines without a heading 82
     singlegpu/make_bigmnist.py: tokens a code line 12.4, percent of lines with 25 tokens 10.8
     slurm/README.md: words a paragraph 33.5, colons per 100 words 4.8
-    tests/README.md: words a paragraph 62.9, commas per 100 words 8.4, colons per 100 words 2.6
     tools/allreduce.py: main(): lines without a heading 46, walrus in a call 2
     tools/check.py: tokens a code line 14.3, percent of lines with 25 tokens 16.6
     tools/check.py: against(): branches 25, run(): branches 18, updates(): branches 16

@@ -100,6 +100,16 @@ def test_pairs_name_the_slow_node_and_link(attempt, changed):
         assert float(rates[a][str(b)]) < 0.011, "1 MiB in 0.1 s"
 
 
+def test_pairs_of_nodes_with_two_processes(attempt, changed):
+    """A node's bandwidth is that of its processes together: each sends 1 MiB in half a second."""
+    send = "            there(buffer, peer)\n"
+    copy = changed(SCRIPT, {send: f"            time.sleep(0.5 * is_sender)\n{send}"})
+    _, out, err = attempt(copy, "--pairs", "--seconds", 0.05, processes=(2, 2))
+    rates = [float(rate) for rate in re.findall(r" sends GB/s to n\d ([\d.]+)$", out, re.M)]
+    of_one = 2**20 / 0.5 / 1e9
+    assert len(rates) == 2 and all(of_one < rate < 2 * of_one for rate in rates), (out, err)
+
+
 def test_what_is_slow_is_named(capsys):
     script, hosts = module(SCRIPT), [f"host{n}" for n in range(20)]
     rates = dict.fromkeys(itertools.permutations(range(20), 2), 10e9)

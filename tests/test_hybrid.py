@@ -1,11 +1,12 @@
 """Stages of a model, on devices or in pipelines, and shards. One loss curve: test_training.py."""
 
+import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
-from conftest import curve, load, rows
+from conftest import curve, load, module, rows
 from fork_server import run_all
 from test_training import FSDP, PIPELINE
 
@@ -32,6 +33,20 @@ def test_the_file_of_shards(logged, run, words, tmp_path):
     out = run("quantize/gpt.py", "--snapshot", path, *"--row fp32 --eager --rounds 1".split())
     perplexity = re.search(r"fp32 \| eager \| [\d.]+ \| ([\d.]+)", out)[1]
     assert float(perplexity) == pytest.approx(np.exp(loss), rel=1e-3)
+
+
+def test_the_largest_stage_is_as_small_as_possible():
+    """As found by trying all splits, of layers of random sizes, some of which have no weights."""
+    images, generator = module("hybrid/images.py"), np.random.default_rng(0)
+    for _ in range(20):
+        sizes = generator.integers(1, 9, 7)
+        layers = [torch.nn.Linear(1, size, bias=False) for size in sizes]
+        layers.insert(generator.integers(1, 7), torch.nn.ReLU())
+        stages = images.split_model(torch.nn.Sequential(*layers), ["cpu"] * 3)
+        found = [sum(weight.numel() for weight in stage.parameters()) for stage in stages]
+        splits = [np.split(sizes, ends) for ends in itertools.combinations(range(1, 7), 2)]
+        best = min(max(part.sum() for part in split) for split in splits)
+        assert max(found) == best and sum(found) == sizes.sum() and min(found) > 0
 
 
 CREATED = "    optimizer = create_optimizer(model, args)"

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +63,30 @@ def test_each_script_has_its_job_file(tmp_path):
                 assert words in path.read_text(), path
 
 
+def flags_of(path):
+    """The flags that a script, a job file's script or a shell script knows."""
+    if path.endswith(".slurm"):
+        folder, script = Path(path).stem.split("_", 1)
+        return flags_of(f"{folder}/{script}.py")
+    text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+    if path.endswith(".sh"):  # what it does not know itself, it gives to the scripts
+        return {*re.findall(r"--\w+", text)}.union(*map(flags_of, SCRIPTS))
+    return {*re.findall(r'"(--\w+)"', text), "--help"}
+
+
+def unknown_flags(text):
+    """The flags in the commands of a page that the script does not know, which precedes them."""
+    unknown = []
+    for command in re.findall(r"^.*\b(?:python|torchrun|sbatch|bash|srun) .*$", text, re.M):
+        # The options of torchrun, sbatch and check.py end where the name of a script begins.
+        parts = re.split(r"\b([a-z]+/\w+\.(?:py|slurm|sh))\b", command)
+        for path, words in zip(parts[1::2], parts[2::2]):
+            words = re.split(r"[`|;#]|&&|python -m| -- ", words)[0]
+            flags = {*re.findall(r"(?<=\s)--[a-z]\w+", words)}
+            unknown += [f"{path} {flag}" for flag in flags - flags_of(path) if "mine" not in path]
+    return unknown
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_names_what_exists(page):
     """Links to files and to sections of the page, and the scripts in commands."""
@@ -70,6 +95,7 @@ def test_a_page_names_what_exists(page):
     missing = [link for link, _ in links if not (ROOT / page).parent.joinpath(link).exists()]
     commands = re.findall(r"(?:python|sbatch|bash|--) ([a-z]+/(?!mine)\w+\.\w+)", text)
     missing += [name for name in commands if not (ROOT / name).exists()]
+    missing += unknown_flags(text)
     for link, anchor in links:
         there = (ROOT / page).parent.joinpath(link).read_text() if link and anchor else text
         titles = re.findall(r"^#+ (.*)", there, re.M)

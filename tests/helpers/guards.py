@@ -42,6 +42,8 @@ QUICK = [
           f"{PAGE}[slurm/README.md]"),
     Guard(PAGES, "a command of no script", "examples/README.md", "", "`python multigpu/none.py`\n",
           f"{PAGE}[examples/README.md]"),
+    Guard(PAGES, "a flag that the script has not", "results.md", "",
+          "`torchrun hybrid/gpt_fsdp.py --no_such_flag 2`\n", f"{PAGE}[results.md]"),
     Guard("README shows what DDP adds", "a line of mnist.py is another", "multigpu/mnist.py",
           "sampler.set_epoch(epoch)", "sampler.set_epoch(1)",
           f"{P}test_readme_shows_what_ddp_adds"),
