@@ -167,15 +167,16 @@ def drifted(files):
 
 
 def copy_problems(files):
-    """A diff for each copy that has drifted: of the text that most have, and of another."""
+    """A diff for each copy that has drifted from the text that most have."""
     for name, copies in drifted(files):
         texts = [text or "" for text in copies.values()]
         most = max(texts, key=texts.count)
+        example = list(copies)[texts.index(most)]
         for path, text in copies.items():
             if text != most:
                 lines = most.splitlines(), (text or "").splitlines()
-                diff = difflib.unified_diff(*lines, lineterm="")
-                yield "\n".join([f"{name} differs in {path}:", *diff])
+                diff = difflib.unified_diff(*lines, example, path, lineterm="")
+                yield "\n".join([f"{name} differs in {path} from {example}:", *diff])
 
 
 def section_problems(files):

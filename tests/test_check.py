@@ -111,7 +111,7 @@ def test_no_process_is_left(request, tmp_path):
     wait_for(lambda: len(job.processes()) == 4)
     job.process.terminate()
     assert job.wait()[0] != 0
-    wait_for(lambda: not job.processes())
+    wait_for(lambda: not job.processes(), 60)
 
 
 def test_data_that_round_differently(tmp_path):

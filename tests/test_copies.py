@@ -67,7 +67,7 @@ def told_of(path, source):
     """The names of what is told of a script where it has this text."""
     files = FILES | {path: source}
     told = [problem.splitlines()[0] for problem in check_copies.copy_problems(files)]
-    names = {line.partition(f" differs in {path}")[0] for line in told if f"in {path}:" in line}
+    names = {line.partition(" differs in ")[0] for line in told if path in line}
     told = [problem.splitlines()[0] for problem in check_copies.record_problems(files)]
     return names | {line.partition(": ")[0] for line in told if path in line}
 
