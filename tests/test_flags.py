@@ -205,12 +205,21 @@ def test_pipeline(seen):
 
 TABLES = "--dataset tables --data_dir {data} --seq_len"
 PAIRS = f"{TABLES} 5 --source number --target name --model"
-MODELS = {  # flags, and the shapes of the queries (B, H, T, D / H) of each attention
-    "gpt": ("--d_model 32 --n_heads 4 --num_layers 3 --seq_len 16", [[24, 4, 16, 8]] * 3),
-    "text large": (f"{TABLES} 4 --model transformer --size large", [[24, 8, 4, 32]] * 4),
+MODELS = {  # flags; the shapes of the queries (B, H, T, D / H) of each attention; how many dropouts
+    "gpt": (
+        "--d_model 32 --n_heads 4 --num_layers 3 --seq_len 16",
+        [[24, 4, 16, 8]] * 3,
+        1 + 3 * 2,
+    ),
+    "text large": (
+        f"{TABLES} 4 --model transformer --size large",
+        [[24, 8, 4, 32]] * 4,
+        1 + 4 * 2 + 1,
+    ),
     "translation transformer": (
         f"{PAIRS} transformer",
         [[24, 8, 5, 32]] * 3 + [[24, 8, 4, 32]] * 6,  # the decoder reads all but the last word
+        2 + 3 * 2 + 3 * 3,
     ),
 }
 
@@ -221,9 +230,10 @@ def test_models(seen, data, name):
 
     With --dropout, this share of values becomes zero.
     """
-    flags, shapes = MODELS[name]
+    flags, shapes, dropouts = MODELS[name]
     flags = f"{flags.format(data=data)} --dropout 0.3 --max_steps 1"
     found, _ = seen(f"singlegpu/{name.split()[0]}.py", flags)
     [step] = found[0]
     assert step["attention"] == shapes
+    assert len(step["dropped"]) == dropouts
     assert np.mean(step["dropped"]) == pytest.approx(0.3, abs=0.03)

@@ -48,7 +48,7 @@ RUNS = [  # processes, script, task, more flags. Its losses are to be those of s
 ]
 SEEN = "ending processes weights updates gradients accumulation finite shares order inputs samples"
 SEEN += " validation"  # kinds of check.py that must be right, and not only unseen
-# What check.py cannot see: such a snapshot is a folder, and each stage of a single pipeline is alone.
+# What check.py cannot see: a snapshot that is a folder, stages of one pipeline, each alone.
 UNSEEN = {FSDP: "layers snapshot", PIPELINE: "layers weights shares"}
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 
