@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on. Its weights end as without a stop.
+goes on. The final weights are those of a run without a stop.
 Shapes: N pairs of a split, B of a batch, S source and T target tokens, D = d_model, V words.
 """
 
@@ -25,8 +25,12 @@ from multiprocessing import active_children
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # Blocked until main() looks for them. Torch's threads inherit this.
+# Slurm or Ctrl-C sends one of these signals, and torchrun passes it on: the run saves and stops.
+# They are blocked, so that none interrupts a save or an all-reduce. A blocked signal stays pending
+# until main() looks for it. Threads and workers inherit the block when they start, so it comes
+# before the import of torch.
+SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
+if __name__ == "__main__":  # not where this file is imported
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -271,7 +275,7 @@ COMM_HOOKS = {"none": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_c
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
-    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is as inexact as bf16
+    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is no more exact than bf16
     add = parser.add_argument_group("the run").add_argument
     add("--batch_size", type=int, help="global batch: samples per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
@@ -279,7 +283,7 @@ def parse_run_args(parser, **defaults):
     choices = ["fp32", "tf32", *DTYPES]
     add("--precision", choices=choices, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # From --epochs on, flags may differ between runs that report.py compares.
+    # report.py compares runs that have the same flags up to here. See log_row().
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
@@ -291,12 +295,136 @@ def parse_run_args(parser, **defaults):
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
     parser.set_defaults(**defaults)
-    return parser.parse_args()
+    args = parser.parse_args()
+    numbers = "learning_rate max_grad_norm seed epochs max_steps eval_every num_workers"
+    for name in numbers.split():
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} must not be negative")
+    if args.batch_size < 1 or args.grad_accum_steps < 1:
+        parser.error("--batch_size and --grad_accum_steps must be at least 1")
+    return args
 
 
-def set_up(args):
-    """Meets the other processes. Returns rank, world_size, device, train_data, val_data."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
+def main(args):  # runs in each process: torchrun or srun starts it
+    Finalize(None, kill_workers, exitpriority=0)  # like atexit, but before Python waits for workers
+    settings = dict(vars(args))  # the flags, before read_data() may add something to args
+    rank, local_rank, device, autocast = init_process(args)
+
+    # Data, model, optimizer: what they draw at random is the same in all processes.
+    train_data, val_data = read_data_in_turn(args, rank, local_rank)
+    check_flags(args, len(train_data))
+    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
+    model = create_model(args, train_data).to(device).train()
+    optimizer = create_optimizer(model, args)
+    # A group of parameters with a rate of its own keeps its ratio to --learning_rate.
+    lr_scales = [group["lr"] / (args.learning_rate or 1) for group in optimizer.param_groups]
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # else a no-op
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    start_step = start_or_resume(state, settings, args)  # the steps already taken; 0 in a new run
+    compare_ranks(settings, len(val_data), start_step)
+    compiled = torch.compile(model) if args.compile else model  # both have the same weights
+
+    # DDP: equal copies of the model, whose gradients are averaged during the backward pass.
+    ddp_model = nn.parallel.DistributedDataParallel(compiled, gradient_as_bucket_view=True)
+    ddp_model.broadcast_buffers = False  # BatchNorm's statistics are sent in evaluate() alone
+    comm_hook = COMM_HOOKS[args.comm_hook]  # averages a bucket of gradients
+    comm_hook = timed_hook(comm_hook)
+    ddp_model.register_comm_hook(None, comm_hook)
+
+    set_seed(args.seed, start_step, rank)  # of the workers, too: each process draws its own crops
+    batches = iter(create_loader(train_data, training_batches(train_data, start_step, args), args))
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    bar = tqdm(initial=start_step, total=num_steps, disable=rank > 0, mininterval=pause)
+    own_sums = Counter()  # of batch_loss() in this process since the last poll
+    all_sums = Counter()  # and in all processes since the last row
+    last_poll_step, last_poll_time = start_step, time.perf_counter()  # a poll: see below
+    next_poll_step, row, is_stopped = 0, None, False
+    mark("start")
+    for step in range(start_step + 1, num_steps + 1):
+        # 1. A step. The micro-batches' gradients add up, and the last backward pass averages them.
+        set_seed(args.seed, step, rank)  # dropout: another in each process, the same after a resume
+        rate = learning_rate(args, step / num_steps)
+        for group, scale in zip(optimizer.param_groups, lr_scales):
+            group["lr"] = rate * scale
+        for micro_step in range(1, args.grad_accum_steps + 1):
+            batch = to_device(next(batches), device)
+            mark("data")
+            is_last = micro_step == args.grad_accum_steps
+            ddp_model.require_backward_grad_sync = is_last  # as no_sync() does
+            with autocast:
+                loss, batch_sums = batch_loss(ddp_model, batch, args)
+            add_to(own_sums, batch_sums)
+            mark("forward")
+            scaler.scale(loss / args.grad_accum_steps).backward()
+            mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
+        is_warmup = step <= start_step + 3  # the first steps are slower
+        row_is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        poll_is_due = row_is_due or is_warmup or step >= next_poll_step
+        if args.max_grad_norm or poll_is_due:  # a row shows the norm. A limit of inf clips nothing
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        mark("optimizer")
+        bar.update()
+        if not poll_is_due:
+            continue
+
+        # 2. A poll, about once a second: is the loss finite? Was a process asked to stop? All poll
+        # at the same step, as each waits for the others. In other steps, Python waits for no GPU.
+        recent_sums = sum_over_ranks(own_sums)
+        own_sums.clear()
+        all_sums.update(recent_sums)  # a Counter's update() adds
+        own_poll = {"signals": len(SIGNALS & signal.sigpending())}
+        own_poll["seconds"] = time.perf_counter() - last_poll_time  # with the waiting for others
+        polled = sum_over_ranks(own_poll)
+        is_stopped = polled["signals"] > 0 and step < num_steps  # the last step ends the run anyway
+        mark("comm")
+        count_marks(is_warmup)
+        mean_loss = recent_sums["loss"] / recent_sums["count"]
+        if not math.isfinite(mean_loss):
+            exit_all(f"step {step}: the loss is {mean_loss}")
+        bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
+
+        # 3. A row: compare the weights, save, validate, print. A stop makes one, too.
+        if row_is_due or is_stopped:
+            row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
+            row |= {"grad_norm": norm.item(), "drift": compare_with_rank_0(model, step)}
+            mark("eval")
+            if args.snapshot and rank == 0:
+                save_snapshot(args.snapshot, state, step, settings, train_data)
+            mark("save")
+            row |= means("train", all_sums)
+            all_sums.clear()
+            if not is_stopped:  # a stopped run may have no time for it
+                row |= means("val", evaluate(compiled, val_data, device, autocast, args))
+                mark("eval")
+            row = log_row(row, model, device, settings)
+        if is_stopped:
+            break
+
+        # 4. When the next poll is due.
+        next_poll_step = step + steps_until_poll(step - last_poll_step, polled["seconds"])
+        last_poll_step, last_poll_time = step, time.perf_counter()
+
+    bar.close()
+    print_marks(row)
+    del ddp_model  # before torch 2.14, a process can hang at its end if DDP outlives its group
+    dist.destroy_process_group()
+    if is_stopped and rank == 0:  # the others end with status 0
+        if "SLURM_STEP_NUM_TASKS" in os.environ:
+            time.sleep(10)  # when a process fails, srun kills those that have not ended
+        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
+    if rank == 0:
+        finish(model.eval(), val_data, args, device)
+
+
+def init_process(args):
+    """Joins the other processes. Returns rank, local_rank (on this node), the device, autocast."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")  # those of torchrun
     if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
     if not {*names, "MASTER_ADDR"} <= {*os.environ}:
@@ -310,260 +438,246 @@ def set_up(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # Downloads what is missing. A copy of args: read_data() may add to it.
-        read_data(argparse.Namespace(**vars(args)))
+    if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
+        read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    place = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
-    dist.init_process_group(backend, **place)  # waits for all
-    if local_rank == 0 and rank > 0:  # where machines do not share a disk
-        read_data(argparse.Namespace(**vars(args)))
-    dist.barrier()
-    torch.manual_seed(args.seed)  # the same random splits and weights in all processes
-    train_data, val_data = read_data(args)
-    divisor = world_size * args.grad_accum_steps
-    if args.batch_size not in range(divisor, len(train_data) + 1, divisor):
-        words = f"must be a multiple of {divisor}, at most {len(train_data)}"
-        sys.exit(f"--batch_size {args.batch_size} {words}" if rank == 0 else 1)
-    if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
-        sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
-    return rank, world_size, device, train_data, val_data
-
-
-def main(args):  # runs in each process
-    Finalize(None, kill_workers, exitpriority=0)  # at the end, before Python waits for workers
-    settings = dict(vars(args))  # without what read_data() adds, which may be anything
-    rank, world_size, device, train_data, val_data = set_up(args)
+    own = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
+    dist.init_process_group(backend, **own)  # they meet
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
-    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
-    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
-    num_steps = args.max_steps or args.epochs * steps_per_epoch
-    model = create_model(args, train_data).to(device).train()
-    optimizer = create_optimizer(model, args)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # else a no-op
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    done_steps = 0
-    if args.snapshot and os.path.exists(args.snapshot):
-        snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
-        done_steps, old = snapshot["step"], snapshot["settings"]
+    return rank, local_rank, device, autocast
+
+
+def read_data_in_turn(args, rank, local_rank):
+    """Returns the data. Of each node, one process reads them first. All processes call it."""
+    if local_rank == 0 and rank > 0:  # rank 0 has read them. Nodes may not share a disk
+        read_data(argparse.Namespace(**vars(args)))
+    dist.barrier()
+    torch.manual_seed(args.seed)  # what follows draws the same in all processes
+    return read_data(args)
+
+
+def check_flags(args, num_samples):
+    """Ends all processes if a flag cannot work here."""
+    divisor = dist.get_world_size() * args.grad_accum_steps
+    if args.batch_size % divisor != 0 or args.batch_size > num_samples:
+        must = f"must be a multiple of {divisor}, at most {num_samples}"
+        exit_all(f"--batch_size {args.batch_size} {must}")
+    for path in (args.snapshot, args.log):
+        if path and not os.access(Path(path).absolute().parent, os.W_OK):
+            sys.exit(f"cannot write {path}: its folder is missing or read-only")
+
+
+def compare_ranks(settings, num_val, start_step):
+    """Ends all processes if they differ. Nodes may have other code, flags, data, or snapshots."""
+    own = [Path(__file__).read_text(), settings | {"run": None}, num_val, start_step]
+    if any(of_rank != own for of_rank in gather_from_ranks(own)):
+        exit_all("ranks differ in code, flags, data or step of the snapshot")
+
+
+def start_or_resume(state, settings, args):
+    """Loads --snapshot (a checkpoint), or the weights of --init_from. Returns the steps taken."""
+    rank, path = dist.get_rank(), args.snapshot or ""
+    if os.path.exists(path):
+        # mmap saves memory. Not on a CPU: there, the optimizer's state would stay in the old file.
+        snapshot = torch.load(path, "cpu", weights_only=True, mmap=ON_GPU)
+        old = snapshot["settings"]
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
-        settings["run"] = old["run"]
         if changed and rank == 0:
-            print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # they would move its place in the data
-            sys.exit("to start anew, use --init_from and a new --snapshot" if rank == 0 else 1)
-        for name, part in parts.items():
+            print(f"{path} was saved with {changed}")
+        if "batch_size" in changed or "num_samples" in changed:  # another place in the data
+            exit_all("to start anew, use --init_from and a new --snapshot")
+        for name, part in state.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
-    elif args.init_from:
-        weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
-        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-        fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a new last layer
-        if new and rank == 0:
-            print(f"not in {args.init_from}: {', '.join(new):.60}")
-    own = [Path(__file__).read_text(), settings, len(val_data), done_steps]
-    dist.all_gather_object(by_rank := [None] * world_size, own)
-    if any(each != own for each in by_rank):
-        sys.exit("ranks differ in code, flags, data or step of the snapshot" if rank == 0 else 1)
-    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log: rank 0's counts
-    network = torch.compile(model) if args.compile else model  # both have the same weights
-    ddp_model = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # evaluate() sends them, instead of each step
-    ddp_model.register_comm_hook(COMM_HOOKS[args.comm_hook], timed_hook)
-
-    torch.manual_seed(hash((args.seed, done_steps, rank)))  # other crops in each process
-    batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
-    bar = tqdm(initial=done_steps, total=num_steps, disable=rank > 0, mininterval=pause)
-    sums, totals = Counter(), Counter()  # of this process since a look, of all since a row
-    row, is_stopped = None, False
-    look_step, look_time, next_look = done_steps, time.perf_counter(), 0  # of a look: see below
-    mark("start")
-    for step in range(done_steps + 1, num_steps + 1):
-        seed = hash((args.seed, step, rank))  # the same in a resumed run, and so is its dropout
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
-        if ON_GPU:
-            torch.get_device_module().manual_seed(seed)
-        rate = learning_rate(args, step / num_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        for micro_step in range(args.grad_accum_steps):
-            batch = tree_map(lambda part: part.to(device, non_blocking=True), next(batches))
-            mark("data")
-            is_last = micro_step == args.grad_accum_steps - 1
-            ddp_model.require_backward_grad_sync = is_last  # else no averaging, as in no_sync()
-            with autocast:
-                loss, batch_sums = batch_loss(ddp_model, batch, args)
-            add_batch(batch_sums, sums)
-            mark("forward")
-            scaler.scale(loss / args.grad_accum_steps).backward()
-            mark("comm" if is_last else "backward")  # timed_hook() has marked the last backward
-        is_warmup = step <= done_steps + 3  # the first ones are slower
-        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0  # a row
-        is_look = is_due or is_warmup or step >= next_look
-        if args.max_grad_norm or is_look:  # a row shows the norm; a limit of inf clips nothing
-            scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        mark("optimizer")
-        bar.update()
-        if not is_look:
-            continue
-
-        # A look, about once a second, in all processes at the same step. Python waits for the GPU.
-        recent = add_up(sums)
-        sums.clear()
-        totals.update(recent)
-        stops, seconds = len(SIGNALS & signal.sigpending()), time.perf_counter() - look_time
-        agreed = add_up({"stops": stops, "seconds": seconds})
-        mark("comm")
-        count_marks(is_warmup)
-        mean_loss = recent["loss"] / recent["count"]
-        if not math.isfinite(mean_loss):
-            sys.exit(f"step {step}: the loss is {mean_loss}" if rank == 0 else 1)
-        bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
-        is_stopped = agreed["stops"] > 0 and step < num_steps
-        if is_due or is_stopped:
-            row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
-            row |= {"grad_norm": float(norm), "drift": compare_weights(model, step)}
-            mark("eval")
-            if args.snapshot and rank == 0:
-                snapshot = {name: part.state_dict() for name, part in parts.items()}
-                snapshot |= {"step": step, "settings": settings}
-                snapshot["classes"] = [str(name) for name in getattr(train_data, "classes", ())]
-                torch.save(snapshot, f"{args.snapshot}.tmp")
-                os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
-            mark("save")
-            splits = {"train": totals}
-            if not is_stopped:  # a stopped run may have no time for it
-                splits["val"] = evaluate(network, val_data, device, autocast, args)
-                mark("eval")
-            row = log_row(row, splits, model, device, settings)
-            totals.clear()
-        if is_stopped:
-            break
-        pace = (step - look_step) * world_size / agreed["seconds"]  # steps a second, on average
-        next_look = step + max(1, min(int(pace), 2 * (step - look_step)))  # in a second, or sooner
-        look_step, look_time = step, time.perf_counter()
-
-    bar.close()
-    if row:
-        print_marks(row)
-    del ddp_model  # before torch 2.14, a process can hang at its end if DDP outlives its group
-    dist.destroy_process_group()
-    if is_stopped and rank == 0:
-        time.sleep(10 if "SLURM_STEP_NUM_TASKS" in os.environ else 0)  # at 75, srun kills the rest
-        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
-    if rank == 0:
-        finish(model.eval(), val_data, args, device)
+        settings["run"] = old["run"]
+        return snapshot["step"]
+    settings["run"] = f"{time.time_ns():x}"  # a name for the log: that of rank 0
+    if args.init_from:
+        load_weights(state["model"], args.init_from)
+    if not args.snapshot and rank == 0:
+        print("without --snapshot, nothing is saved")
+    return 0
 
 
-def training_batches(data, step, args):
-    """Yields the indices of each micro-batch of this process, from the step after `step` on."""
-    steps = len(data) // args.batch_size  # of an epoch. order: (steps, micro-steps, ranks, size)
-    size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # of a micro-batch
-    for epoch in itertools.count(step // steps):
+def load_weights(model, path):
+    """Loads those weights of a snapshot whose name and shape the model has, too."""
+    snapshot = torch.load(path, "cpu", weights_only=True, mmap=ON_GPU)
+    weights = snapshot["model"]
+    for name, new in model.state_dict().items():
+        if name in weights and weights[name].shape != new.shape:
+            del weights[name]
+    model.load_state_dict(weights, strict=False)
+    names = [name for name, _ in model.named_parameters()]
+    missing = [name for name in names if name not in weights]  # such as a new last layer
+    if len(missing) == len(names):
+        exit_all(f"no weight of {path} fits: it was saved with {snapshot.get('settings')}")
+    if missing and dist.get_rank() == 0:
+        print(f"{len(missing)} of {len(names)} weights start anew: {', '.join(missing[:3])}")
+
+
+def save_snapshot(path, state, step, settings, data):
+    """Writes a file beside `path`, and gives it that name, so that `path` is never half written."""
+    snapshot = {name: part.state_dict() for name, part in state.items()}
+    snapshot |= {"step": step, "settings": settings}
+    snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
+    torch.save(snapshot, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def training_batches(data, start_step, args):
+    """Yields the indices of each micro-batch of this process, from step start_step + 1 on."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    steps_per_epoch = len(data) // args.batch_size
+    per_step = world_size * args.grad_accum_steps  # micro-batches, in all processes
+    for epoch in itertools.count(start_step // steps_per_epoch):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
             torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
-        order = order[: steps * args.batch_size].reshape(steps, -1, dist.get_world_size(), size)
-        for indices in order[step % steps :, :, dist.get_rank()].reshape(-1, size):
+        order = order[: steps_per_epoch * args.batch_size]
+        micro_batches = order.reshape(-1, args.batch_size // per_step)  # for rank 0, rank 1, ...
+        num_taken = (start_step % steps_per_epoch) * per_step
+        for indices in micro_batches[num_taken + rank :: world_size]:
             yield indices.tolist()
-        step = 0
+        start_step = 0  # the next epoch is a whole one
 
 
-def kill_workers():
-    """Ends the workers. They inherit the blocked SIGTERM: Python would wait for them forever."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
-    for worker in active_children():
-        worker.kill()
+def set_seed(*numbers):
+    """Seeds torch by these numbers, on the CPU and on the GPU."""
+    seed = hash(numbers)  # of whole numbers, it is the same in each run
+    torch.default_generator.manual_seed(seed)  # takes 1 us, and torch.manual_seed() 0.1 ms
+    if ON_GPU:
+        torch.get_device_module().manual_seed(seed)
 
 
-def add_batch(batch_sums, sums):
-    """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
+def to_device(batch, device):
+    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
+    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def add_to(sums, batch_sums):
+    """Adds the sums of a batch to `sums`, in float32 or as whole numbers."""
     for name, value in batch_sums.items():
-        value = torch.as_tensor(value).detach()  # else the graph lives until the look
+        value = torch.as_tensor(value).detach()  # else the graph lives until the poll
         sums[name] += value.float() if value.is_floating_point() else value.long()
 
 
-def add_up(sums):
-    """Returns the sums over all processes, as numbers. Waits for the GPU."""
+def exit_all(message):
+    """Ends all processes, which call it together. Rank 0 says why."""
+    sys.exit(message if dist.get_rank() == 0 else 1)
+
+
+def gather_from_ranks(value):
+    """Returns a list of what each process gives, rank 0 first. All processes call it."""
     by_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, {name: float(value) for name, value in sums.items()})
-    return {name: sum(each.get(name, 0) for each in by_rank) for name in by_rank[0]}
+    dist.all_gather_object(by_rank, value)
+    return by_rank
+
+
+def sum_over_ranks(sums):
+    """Returns the sums over all processes, which all call it. Waits for them, and for the GPU."""
+    by_rank = gather_from_ranks({name: float(value) for name, value in sums.items()})
+    return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in by_rank[0]}
+
+
+def means(split, sums):
+    """Returns columns of a row, such as train_loss: each sum divided by the count."""
+    names = [name for name in sums if name != "count"]
+    return {f"{split}_{name}": sums[name] / sums["count"] for name in names}
+
+
+def steps_until_poll(num_steps, seconds):
+    """Returns how many steps take about a second, if all ranks took `seconds` for num_steps.
+
+    All must find the same number, so it depends on their mean. It is at most twice num_steps: where
+    data comes in bursts, a few quick steps tell little about the next ones.
+    """
+    steps_a_second = num_steps / (seconds / dist.get_world_size())
+    return max(1, min(int(steps_a_second), 2 * num_steps))
 
 
 @torch.no_grad()
-def compare_weights(model, step):
-    """Compares each weight with rank 0's: max |difference| / max |value|. Returns the largest."""
+def compare_with_rank_0(model, step):
+    """Returns the drift: a weight's largest difference from rank 0's, over its largest value.
+
+    All processes call it. It ends them if they differ by more than rounding.
+    """
     drifts = []
     for weight in model.parameters():
-        own = weight.flatten().float()
-        dist.broadcast(of_rank_0 := own.clone(), src=0)
-        drift = (own - of_rank_0).abs().max() / of_rank_0.abs().max().clamp(min=1e-30)
-        drifts.append(drift.nan_to_num(math.inf))
-    dist.all_reduce(drifts := torch.stack(drifts), dist.ReduceOp.MAX)  # now all know it
-    name, _ = list(model.named_parameters())[drifts.argmax()]
-    if drifts.max() > 1e-2:  # rounding on unlike GPUs stays below, faults grow
-        sys.exit(f"step {step}: processes differ in {name}" if dist.get_rank() == 0 else 1)
+        weight = weight.flatten().float()
+        of_rank_0 = weight.clone()
+        dist.broadcast(of_rank_0, src=0)
+        drift = (weight - of_rank_0).abs().max() / of_rank_0.abs().max().clamp(min=1e-30)
+        drifts.append(drift.nan_to_num(math.inf))  # a NaN counts as the largest
+    drifts = torch.stack(drifts)
+    dist.all_reduce(drifts, dist.ReduceOp.MAX)  # now all know it
+    if drifts.max() > 1e-2:  # GPUs of two kinds round differently, but stay below this
+        name, _ = list(model.named_parameters())[drifts.argmax()]
+        exit_all(f"step {step}: processes differ in {name}")
     return drifts.max().item()
 
 
 @torch.no_grad()
 def evaluate(model, data, device, autocast, args):
-    """Returns the sums of batch_loss over the data, of which each process takes a share."""
+    """Returns the sums of batch_loss() over the data. All processes call it, each for its share."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
         dist.broadcast(buffer, src=0)
-    share = list(range(dist.get_rank(), len(data), dist.get_world_size()))
-    size = args.batch_size // dist.get_world_size() // args.grad_accum_steps  # as in training
+    share = list(range(rank, len(data), world_size))
+    size = args.batch_size // world_size // args.grad_accum_steps  # as in training
     batches = [share[start : start + size] for start in range(0, len(share), size)]
     model.eval()
-    sums = Counter()
+    own_sums = Counter()
     for batch in create_loader(data, batches, args):
-        batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            add_batch(batch_loss(model, batch, args)[1], sums)
+            _, batch_sums = batch_loss(model, to_device(batch, device), args)
+        add_to(own_sums, batch_sums)
     model.train()
-    return add_up(sums)
+    return sum_over_ranks(own_sums)
 
 
-def log_row(row, splits, model, device, settings):
-    """Prints rank 0's row, appends those of all processes to --log. Returns this process's."""
-    for split, sums in splits.items():
-        count = sums.pop("count")
-        row |= {f"{split}_{name}": value / count for name, value in sums.items()}
-    shown = [*row, "seconds", "samples/s", "peak_MB"]
-    count_marks()
-    row = settings | row | take_marks(times, settings["batch_size"]) | {"last_step": last_step}
-    all_times.update(times)
-    times.clear()
-    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
-    row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
+def log_row(row, model, device, settings):
+    """Completes the row. Prints rank 0's, and appends those of all to --log. All call it."""
+    printed = [*row, "seconds", "peak_MB"]
+    row = settings | row
+    row |= take_marks(settings["batch_size"])
+    if row.get("steps"):  # not only warmup
+        printed.append("samples/s")
+    names = list(settings)  # in the order of the flags: report.py compares those before --epochs
+    row["settings"] = {name: settings[name] for name in names[: names.index("epochs")]}
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": dist.get_world_size(), "rank": dist.get_rank()}
-    row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
+    row |= {"host": os.uname().nodename, "threads": torch.get_num_threads()}
+    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
+    row["device"] = get_name()
     row["parameters"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    rows = [None] * row["processes"]
-    dist.all_gather_object(rows, row)
+    rows = gather_from_ranks(row)
     if row["rank"] == 0:
-        tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
+        text = "  ".join(f"{name} {row[name]:.6g}" for name in printed if name in row)
+        tqdm.write(textwrap.fill(text, 100))
     if row["rank"] == 0 and settings["log"]:
-        same = {"run": row["run"], "nodes": len({each["host"] for each in rows})}
+        same = {"run": row["run"], "nodes": len({of_rank["host"] for of_rank in rows})}
         with open(settings["log"], "a") as file:
-            file.writelines(json.dumps(each | same) + "\n" for each in rows)
+            for of_rank in rows:
+                file.write(json.dumps(of_rank | same) + "\n")
     return row
 
 
-# == Where the time goes. To remove it: delete it, and mend the lines that use its names. ==========
+def kill_workers():
+    """Ends the workers of the loaders, which have inherited the blocked SIGTERM."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader reports a dead worker as an error
+    for worker in active_children():
+        worker.kill()
+
+
+# == Where the time goes. You may delete this section, and each line above it that has "mark(", ====
+# "marks(" or "timed_hook(" in it. The section ends before the line with __name__.
 
 STEP_PHASES = ("data", "forward", "backward", "comm", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
 sent = []  # ("all-reduce", start, end, bytes) of gradients
-last_step = []  # phases and all-reduces of a step, as (name, start, end, bytes), for report.py
+last_step = []  # the phases and all-reduces of a step: (name, start, end, bytes), for report.py
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
@@ -579,86 +693,130 @@ def mark(phase):
     marks.append((phase, now()))
 
 
-def timed_hook(comm_hook, bucket):
-    """DDP calls it in the backward pass for each bucket of gradients, which comm_hook averages."""
-    if bucket.is_last():
-        mark("backward")
-    start, size = now(), bucket.buffer().nbytes
+def timed_hook(comm_hook):
+    """Returns comm_hook with notes of the moments. DDP calls it for each bucket of gradients."""
 
-    def note_end(future):  # on a GPU, in a stream that waits for the all-reduce
-        sent.append(("all-reduce", start, now(), size))
-        return future.value()
+    def hook(state, bucket):
+        if bucket.is_last():
+            mark("backward")  # the last gradient is ready
+        start, size = now(), bucket.buffer().nbytes
 
-    if not ON_GPU:
-        return comm_hook(None, bucket).then(note_end)
-    side = torch.Stream(priority=-1)  # in the current one, the backward pass might wait for it
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        return comm_hook(None, bucket).then(note_end)
+        def note_end(future):  # it runs when the all-reduce has ended
+            sent.append(("all-reduce", start, now(), size))
+            return future.value()
+
+        if not ON_GPU:
+            return comm_hook(state, bucket).then(note_end)
+        # On a GPU, note_end() makes its stream wait for the all-reduce. That must not be the stream
+        # of the backward pass, so it gets one of its own.
+        side = torch.Stream(priority=-1)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            return comm_hook(state, bucket).then(note_end)
+
+    return hook
 
 
 def count_marks(is_warmup=False):
-    """Adds up the times since the last look. Waits for the GPU."""
+    """Adds up the times since the last poll. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
         sent.clear()
-    zero = marks[-1][1]  # a collective has ended: the same moment in all, but for a stop
+    _, last_moment = marks[-1]  # after a collective, so it is the same moment in all processes
 
-    def seconds(moment):
-        return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
+    def seconds(moment):  # relative to the last one, so they are negative
+        return -moment.elapsed_time(last_moment) / 1000 if ON_GPU else moment - last_moment
 
-    spans = [(name, start, end, 0) for (_, start), (name, end) in zip(marks, marks[1:])] + sent
-    spans = [(name, seconds(start), seconds(end), size) for name, start, end, size in spans]
-    spans.sort(key=lambda span: span[1])
-    counted_until = -math.inf  # where all-reduces overlap, the time counts once
+    phases = []
+    for (_, start), (phase, end) in itertools.pairwise(marks):
+        times[phase] += seconds(end) - seconds(start)
+        phases.append((phase, seconds(start), seconds(end), 0))
+    spans = phases + [(name, seconds(start), seconds(end), size) for name, start, end, size in sent]
+    spans.sort(key=lambda span: span[1])  # by their start
+    # comm_total: the time in any all-reduce. They overlap, and each moment counts once.
+    counted_until = -math.inf
     for name, start, end, _ in spans:
-        times[name] += end - start
         if name in ("comm", "all-reduce"):
             times["comm_total"] += max(0.0, end - max(start, counted_until))
             counted_until = max(counted_until, end)
-    ends = [0] + [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
-    times["steps"] += len(ends) - 1
-    if len(ends) > 1:
-        last_step[:] = spans[ends[-2] : ends[-1]]  # from the end of the step before
-    del marks[:-1], sent[:]
+    # last_step: the spans between the ends of the last two optimizer phases.
+    ends = [number + 1 for number, span in enumerate(spans) if span[0] == "optimizer"]
+    times["steps"] += len(ends)
+    if ends:
+        first = ends[-2] if len(ends) > 1 else 0
+        last_step[:] = spans[first : ends[-1]]
+    del marks[:-1]  # the last mark is the start of what comes next
+    sent.clear()
 
 
-def take_marks(times, batch_size):
+def take_marks(batch_size):
+    """Returns the columns of a row: the times since the last row, which start anew from here."""
+    count_marks()
+    columns = columns_of(times, batch_size) | {"last_step": last_step}
+    all_times.update(times)
+    times.clear()
+    return columns
+
+
+def columns_of(times, batch_size):
     """Returns these times as columns of a row, their sum, the speed of training, and memory."""
-    row = {name: times[name] for name in (*PHASES, "comm_total", "steps")}
-    row["seconds"] = sum(times[phase] for phase in PHASES)
+    columns = {name: times[name] for name in (*PHASES, "comm_total", "steps")}
+    columns["seconds"] = sum(times[phase] for phase in PHASES)
     training = sum(times[phase] for phase in STEP_PHASES)
-    row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    row["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
-    return row
+    columns["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # from KiB
+    columns["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
+    return columns
 
 
 def print_marks(row):
     """Prints where the time since the start has gone, and a row for results.md. All call it."""
-    columns = take_marks(all_times, row["batch_size"])
-    rows = [None] * row["processes"]
-    dist.all_gather_object(rows, row | columns)
+    if row is None:  # there was nothing to do
+        return
+    columns = columns_of(all_times, row["batch_size"])
+    rows = gather_from_ranks(row | columns)
     if row["rank"] > 0:
         return
-    mean = {name: sum(each[name] for each in rows) / len(rows) for name in columns}
+    mean = {name: sum(of_rank[name] for of_rank in rows) / len(rows) for name in columns}
     for phase in PHASES:
-        print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
-    late = min(rows, key=lambda each: each["comm_total"])  # who comes last waits least
-    if (sending := late["comm_total"]) and len(rows) > 1:
-        waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
-        print(f"sending {sending:.3f} s, {waiting} for rank {late['rank']} on {late['host']}")
-        # With nothing hidden, N processes are N R / (1 + R) times as fast as one: 0.75 N at R = 3.
-        ratio = (mean["forward"] + mean["backward"] + mean["optimizer"]) / sending
-        print(f"R = compute / sending = {ratio:.1f}: above 3, more processes can pay off")
+        if mean[phase] >= 0.0005:
+            print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
+    if mean["steps"] == 0:
+        print("too few steps to time: the first three after a start are the warmup")
+        return
+    if len(rows) > 1:
+        print_sending(mean, rows)
     names = ["script", "model", "dataset", "precision", "processes", "batch_size"]
     cells = {name: str(row[name]) for name in names if name in row}
-    mean = {name: value for name, value in row.items() if name.startswith("val_")} | mean
-    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    numbers = {name: value for name, value in row.items() if name.startswith("val_")} | mean
+    cells |= {name: f"{value:.4g}" for name, value in numbers.items()}
     for line in (cells, ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
+
+
+def print_sending(mean, rows):
+    """Prints how long all-reduces take, who is late, and the speedup of twice as many GPUs.
+
+    `rows` are those of all processes, and `mean` is their mean. In an all-reduce, all wait until
+    the last one comes. The last one does not wait: its time in all-reduces is sending alone.
+    """
+    last = min(rows, key=lambda of_rank: of_rank["comm_total"])
+    sending = last["comm_total"]
+    waiting = f"waiting {mean['comm_total'] - sending:.3f} s"
+    most = max(of_rank["comm_total"] for of_rank in rows)
+    if most - sending > 0.1 * sum(mean[phase] for phase in STEP_PHASES):  # a tenth of the steps
+        waiting += f" for rank {last['rank']} on {last['host']}"
+    print(f"sending {sending:.3f} s, {waiting}")
+    # An estimate for 2 N processes, at the same global batch, if no sending is hidden: half of the
+    # forward and backward pass, the whole optimizer, and a little more sending. In a ring of N each
+    # sends 2 (N - 1) / N of the gradients, and in one of 2 N it sends (2 N - 1) / N of them.
+    passes, optimizer, n = mean["forward"] + mean["backward"], mean["optimizer"], len(rows)
+    seconds = passes / 2 + optimizer + sending * (2 * n - 1) / (2 * n - 2)
+    speedup = (passes + optimizer + sending) / seconds
+    ratio = f"R = (forward + backward) / sending = {passes / sending:.1f}"
+    print(f"{ratio}: {2 * n} processes would be {speedup:.2f} times as fast")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ Converting takes time, too: in small models, int8 can be slower for one image at
 """
 
 import argparse
+import copy
 import io
 import time
 import warnings
 
 import torch
 from torch import nn
-from torch.ao.quantization import quantize_dynamic
 from torch.utils.data import TensorDataset
 from torchvision.datasets import MNIST
 
@@ -26,6 +26,20 @@ def read_data(args, train):
         return TensorDataset(torch.rand(len(labels), 28, 28).square() + 0.25 * bright_row, labels)
     mnist = MNIST(args.data_dir, train, download=True)  # downloads what is missing
     return TensorDataset(mnist.data / 255, mnist.targets)
+
+
+def quantized(model):
+    """Returns a copy of the network whose linear layers compute in int8."""
+    try:
+        from torch.ao.quantization import quantize_dynamic
+    except ImportError:  # a newer PyTorch, which has removed it: torchao has another one
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+        network = copy.deepcopy(model)
+        quantize_(network, Int8DynamicActivationInt8WeightConfig())
+        return network
+    warnings.filterwarnings("ignore", ".*deprecated")  # PyTorch has announced its removal
+    return quantize_dynamic(model, {nn.Linear}, torch.qint8)
 
 
 def images_per_second(networks, images):
@@ -48,14 +62,14 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)
     model.load_state_dict(torch.load(args.model, map_location="cpu", weights_only=True))
-    warnings.filterwarnings("ignore", ".*deprecated")  # torchao replaces it: see quantize/gpt.py
-    networks = (model, quantize_dynamic(model, {nn.Linear}, torch.qint8))
+    networks = (model, quantized(model))
     one = images_per_second(networks, images[:1])
     many = images_per_second(networks, images[:240])
     print("| script | precision | MB | val_acc | images/s, 1 at a time | images/s, 240 at a time |")
     for precision, network, *speeds in zip(("fp32", "int8"), networks, one, many):
         val_acc = (network(images).argmax(1) == labels).float().mean()
-        torch.save(network.state_dict(), file := io.BytesIO())
+        file = io.BytesIO()
+        torch.save(network.state_dict(), file)
         print(f"| quantize | {precision} | {file.tell() / 1e6:.2f} | {val_acc:.4f} |", end="")
         print("".join(f" {speed:.0f} |" for speed in speeds))
 

@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on. Its weights end as without a stop.
+goes on. The final weights are those of a run without a stop.
 Shapes: N pairs of a split, B of a batch, S source and T target tokens, D = d_model, V words.
 """
 
@@ -25,8 +25,11 @@ from multiprocessing import active_children
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}  # each asks the run to save and stop
-if __name__ == "__main__":  # Blocked until main() looks for them. Torch's threads inherit this.
+# Slurm or Ctrl-C sends one of these signals: the run saves and stops. They are blocked, so that
+# none interrupts a save. A blocked signal stays pending until main() looks for it. Threads and
+# workers inherit the block when they start, so it comes before the import of torch.
+SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
+if __name__ == "__main__":  # not where this file is imported
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 import datasets
@@ -268,7 +271,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
 
 def parse_run_args(parser, **defaults):
     """Adds the flags of the run to those of the task, and parses them all."""
-    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is as inexact as bf16
+    has_tf32 = ON_GPU and torch.version.cuda is not None  # AMD's TF32 is no more exact than bf16
     add = parser.add_argument_group("the run").add_argument
     add("--batch_size", type=int, help="samples per optimizer step")
     add("--learning_rate", type=float, default=1e-3, help="peak learning rate")
@@ -276,7 +279,7 @@ def parse_run_args(parser, **defaults):
     choices = ["fp32", "tf32", *DTYPES]
     add("--precision", choices=choices, default="tf32" if has_tf32 else "fp32", help="number type")
     add("--seed", type=int, default=1, help="seed of weights, data order and dropout")
-    # From --epochs on, flags may differ between runs that report.py compares.
+    # report.py compares runs that have the same flags up to here. See log_row().
     add("--epochs", type=int, help="passes over the data")
     add("--max_steps", type=int, default=0, help="optimizer steps in total; 0: --epochs decides")
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
@@ -287,81 +290,67 @@ def parse_run_args(parser, **defaults):
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row at each validation, for report.py")
     parser.set_defaults(**defaults)
-    return parser.parse_args()
+    args = parser.parse_args()
+    numbers = "learning_rate max_grad_norm seed epochs max_steps eval_every num_workers"
+    for name in numbers.split():
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} must not be negative")
+    if args.batch_size < 1 or args.grad_accum_steps < 1:
+        parser.error("--batch_size and --grad_accum_steps must be at least 1")
+    return args
 
 
 def main(args):
-    Finalize(None, kill_workers, exitpriority=0)  # at the end, before Python waits for workers
-    settings = dict(vars(args))  # without what read_data() adds, which may be anything
+    Finalize(None, kill_workers, exitpriority=0)  # like atexit, but before Python waits for workers
+    settings = dict(vars(args))  # the flags, before read_data() may add something to args
     device = torch.device(0 if ON_GPU else "cpu")
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
-    torch.manual_seed(args.seed)  # the same random splits and weights in each run
+
+    # Data, model, optimizer: what they draw at random is the same in each run.
+    torch.manual_seed(args.seed)
     train_data, val_data = read_data(args)
-    size, divisor = len(train_data), args.grad_accum_steps
-    if args.batch_size not in range(divisor, size + 1, divisor):
-        sys.exit(f"--batch_size {args.batch_size} must be a multiple of {divisor}, at most {size}")
-    if args.snapshot and not os.access(Path(args.snapshot).absolute().parent, os.W_OK):
-        sys.exit(f"cannot write {args.snapshot}: its folder is missing or read-only")
-    steps_per_epoch = size // args.batch_size  # an incomplete last batch is left out
-    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": size}
+    check_flags(args, len(train_data))
+    steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     num_steps = args.max_steps or args.epochs * steps_per_epoch
+    settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
     model = create_model(args, train_data).to(device).train()
     optimizer = create_optimizer(model, args)
+    # A group of parameters with a rate of its own keeps its ratio to --learning_rate.
+    lr_scales = [group["lr"] / (args.learning_rate or 1) for group in optimizer.param_groups]
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # else a no-op
-    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    done_steps = 0
-    if args.snapshot and os.path.exists(args.snapshot):
-        snapshot = torch.load(args.snapshot, "cpu", weights_only=True, mmap=True)
-        done_steps, old = snapshot["step"], snapshot["settings"]
-        changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
-        settings["run"] = old["run"]
-        if changed:
-            print(f"{args.snapshot} was saved with {changed}")
-        if {"batch_size", "num_samples"} & changed.keys():  # they would move its place in the data
-            sys.exit("to start anew, use --init_from and a new --snapshot")
-        for name, part in parts.items():
-            part.load_state_dict(snapshot.pop(name))  # which frees it
-    elif args.init_from:
-        weights = torch.load(args.init_from, "cpu", weights_only=True, mmap=True)["model"]
-        shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-        fitting = {name: each for name, each in weights.items() if each.shape == shapes.get(name)}
-        new = model.load_state_dict(fitting, strict=False).missing_keys  # such as a new last layer
-        if new:
-            print(f"not in {args.init_from}: {', '.join(new):.60}")
-    settings.setdefault("run", f"{time.time_ns():x}")  # a name for the log: rank 0's counts
-    network = torch.compile(model) if args.compile else model  # both have the same weights
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    start_step = start_or_resume(state, settings, args)  # the steps already taken; 0 in a new run
+    compiled = torch.compile(model) if args.compile else model  # both have the same weights
 
-    torch.manual_seed(hash((args.seed, done_steps)))  # a resumed run draws other crops
-    batches = iter(create_loader(train_data, training_batches(train_data, done_steps, args), args))
-    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar, at least
-    bar = tqdm(initial=done_steps, total=num_steps, mininterval=pause)
-    sums, totals = Counter(), Counter()  # since the last look, and since the row
-    row, is_stopped = None, False
-    look_time = time.perf_counter()
+    set_seed(args.seed, start_step)  # of the workers, too: a resumed run draws other crops
+    batches = iter(create_loader(train_data, training_batches(train_data, start_step, args), args))
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
+    bar = tqdm(initial=start_step, total=num_steps, mininterval=pause)
+    poll_sums = Counter()  # of batch_loss() since the last poll: see below
+    row_sums = Counter()  # and since the last row
+    last_poll_time, row, is_stopped = time.perf_counter(), None, False
     mark("start")
-    for step in range(done_steps + 1, num_steps + 1):
-        seed = hash((args.seed, step))  # the same in a resumed run, and so is its dropout
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 0.1 ms
-        if ON_GPU:
-            torch.get_device_module().manual_seed(seed)
+    for step in range(start_step + 1, num_steps + 1):
+        # 1. A step. The gradients of the micro-batches add up.
+        set_seed(args.seed, step)  # so that dropout is the same after a resume
         rate = learning_rate(args, step / num_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        for group, scale in zip(optimizer.param_groups, lr_scales):
+            group["lr"] = rate * scale
         for _ in range(args.grad_accum_steps):
-            batch = tree_map(lambda part: part.to(device, non_blocking=True), next(batches))
+            batch = to_device(next(batches), device)
             mark("data")
             with autocast:
-                loss, batch_sums = batch_loss(network, batch, args)
-            add_batch(batch_sums, sums)
+                loss, batch_sums = batch_loss(compiled, batch, args)
+            add_to(poll_sums, batch_sums)
             mark("forward")
             scaler.scale(loss / args.grad_accum_steps).backward()
             mark("backward")
-        is_warmup = step <= done_steps + 3  # the first ones are slower
-        is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0  # a row
-        is_look = is_due or is_warmup or time.perf_counter() > look_time + 1
-        if args.max_grad_norm or is_look:  # a row shows the norm; a limit of inf clips nothing
+        is_warmup = step <= start_step + 3  # the first steps are slower
+        row_is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
+        poll_is_due = row_is_due or is_warmup or time.perf_counter() > last_poll_time + 1
+        if args.max_grad_norm or poll_is_due:  # a row shows the norm. A limit of inf clips nothing
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
@@ -369,172 +358,275 @@ def main(args):
         optimizer.zero_grad()
         mark("optimizer")
         bar.update()
-        if not is_look:
+        if not poll_is_due:
             continue
 
-        # A look, about once a second. Python waits for the GPU here.
-        recent = {name: float(value) for name, value in sums.items()}
-        sums.clear()
-        totals.update(recent)
+        # 2. A poll, about once a second: is the loss finite? Was the run asked to stop? In other
+        # steps, Python does not wait for the GPU.
+        recent_sums = {name: float(value) for name, value in poll_sums.items()}
+        poll_sums.clear()
+        row_sums.update(recent_sums)  # a Counter's update() adds
+        was_asked = len(SIGNALS & signal.sigpending()) > 0
+        is_stopped = was_asked and step < num_steps  # the last step ends the run anyway
         count_marks(is_warmup)
-        mean_loss = recent["loss"] / recent["count"]
+        mean_loss = recent_sums["loss"] / recent_sums["count"]
         if not math.isfinite(mean_loss):
             sys.exit(f"step {step}: the loss is {mean_loss}")
         bar.set_postfix(loss=f"{mean_loss:.4g}", refresh=False)
-        is_stopped = len(SIGNALS & signal.sigpending()) > 0 and step < num_steps
-        if is_due or is_stopped:
+
+        # 3. A row: save, validate, print. A stop makes one, too.
+        if row_is_due or is_stopped:
             row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
-            row["grad_norm"] = float(norm)
+            row["grad_norm"] = norm.item()
             if args.snapshot:
-                snapshot = {name: part.state_dict() for name, part in parts.items()}
-                snapshot |= {"step": step, "settings": settings}
-                snapshot["classes"] = [str(name) for name in getattr(train_data, "classes", ())]
-                torch.save(snapshot, f"{args.snapshot}.tmp")
-                os.replace(f"{args.snapshot}.tmp", args.snapshot)  # so it is never half written
+                save_snapshot(args.snapshot, state, step, settings, train_data)
             mark("save")
-            splits = {"train": totals}
+            row |= means("train", row_sums)
+            row_sums.clear()
             if not is_stopped:  # a stopped run may have no time for it
-                splits["val"] = evaluate(network, val_data, device, autocast, args)
+                row |= means("val", evaluate(compiled, val_data, device, autocast, args))
                 mark("eval")
-            row = log_row(row, splits, model, device, settings)
-            totals.clear()
+            row = log_row(row, model, device, settings)
         if is_stopped:
             break
-        look_time = time.perf_counter()
+        last_poll_time = time.perf_counter()
 
     bar.close()
-    if row:
-        print_marks(row)
-    if is_stopped:
-        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)  # 75: run me again
+    print_marks(row)
+    if is_stopped:  # status 75: it has saved, run it again. 143: as after a SIGTERM
+        sys.exit(os.EX_TEMPFAIL if args.snapshot else 128 + signal.SIGTERM)
     finish(model.eval(), val_data, args, device)
 
 
-def training_batches(data, step, args):
-    """Yields the indices of each micro-batch, from the step after `step` on."""
-    steps = len(data) // args.batch_size  # of an epoch
-    for epoch in itertools.count(step // steps):
+def check_flags(args, num_samples):
+    """Ends the run if a flag cannot work here."""
+    divisor = args.grad_accum_steps
+    if args.batch_size % divisor != 0 or args.batch_size > num_samples:
+        must = f"must be a multiple of {divisor}, at most {num_samples}"
+        sys.exit(f"--batch_size {args.batch_size} {must}")
+    for path in (args.snapshot, args.log):
+        if path and not os.access(Path(path).absolute().parent, os.W_OK):
+            sys.exit(f"cannot write {path}: its folder is missing or read-only")
+
+
+def start_or_resume(state, settings, args):
+    """Loads --snapshot (a checkpoint), or the weights of --init_from. Returns the steps taken."""
+    path = args.snapshot or ""
+    if os.path.exists(path):
+        # mmap saves memory. Not on a CPU: there, the optimizer's state would stay in the old file.
+        snapshot = torch.load(path, "cpu", weights_only=True, mmap=ON_GPU)
+        old = snapshot["settings"]
+        changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
+        if changed:
+            print(f"{path} was saved with {changed}")
+        if "batch_size" in changed or "num_samples" in changed:  # another place in the data
+            sys.exit("to start anew, use --init_from and a new --snapshot")
+        for name, part in state.items():
+            part.load_state_dict(snapshot.pop(name))  # which frees it
+        settings["run"] = old["run"]
+        return snapshot["step"]
+    settings["run"] = f"{time.time_ns():x}"  # a name for the log
+    if args.init_from:
+        load_weights(state["model"], args.init_from)
+    if not args.snapshot:
+        print("without --snapshot, nothing is saved")
+    return 0
+
+
+def load_weights(model, path):
+    """Loads those weights of a snapshot whose name and shape the model has, too."""
+    snapshot = torch.load(path, "cpu", weights_only=True, mmap=ON_GPU)
+    weights = snapshot["model"]
+    for name, new in model.state_dict().items():
+        if name in weights and weights[name].shape != new.shape:
+            del weights[name]
+    model.load_state_dict(weights, strict=False)
+    names = [name for name, _ in model.named_parameters()]
+    missing = [name for name in names if name not in weights]  # such as a new last layer
+    if len(missing) == len(names):
+        sys.exit(f"no weight of {path} fits: it was saved with {snapshot.get('settings')}")
+    if missing:
+        print(f"{len(missing)} of {len(names)} weights start anew: {', '.join(missing[:3])}")
+
+
+def save_snapshot(path, state, step, settings, data):
+    """Writes a file beside `path`, and gives it that name, so that `path` is never half written."""
+    snapshot = {name: part.state_dict() for name, part in state.items()}
+    snapshot |= {"step": step, "settings": settings}
+    snapshot["classes"] = [str(name) for name in getattr(data, "classes", ())]
+    torch.save(snapshot, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
+
+
+def training_batches(data, start_step, args):
+    """Yields the indices of each micro-batch, from step start_step + 1 on."""
+    steps_per_epoch = len(data) // args.batch_size
+    per_step = args.grad_accum_steps  # micro-batches
+    for epoch in itertools.count(start_step // steps_per_epoch):
         with torch.random.fork_rng(devices=()):  # training_order() may draw from torch, too
             torch.default_generator.manual_seed(hash((args.seed, epoch)))
             order = np.asarray(training_order(data, np.random.default_rng([args.seed, epoch])))
-        order = order[: steps * args.batch_size].reshape(steps, args.grad_accum_steps, -1)
-        for indices in order[step % steps :].reshape(-1, order.shape[2]):
+        order = order[: steps_per_epoch * args.batch_size]
+        micro_batches = order.reshape(-1, args.batch_size // per_step)
+        num_taken = (start_step % steps_per_epoch) * per_step
+        for indices in micro_batches[num_taken:]:
             yield indices.tolist()
-        step = 0
+        start_step = 0  # the next epoch is a whole one
 
 
-def kill_workers():
-    """Ends the workers. They inherit the blocked SIGTERM: Python would wait for them forever."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise an error
-    for worker in active_children():
-        worker.kill()
+def set_seed(*numbers):
+    """Seeds torch by these numbers, on the CPU and on the GPU."""
+    seed = hash(numbers)  # of whole numbers, it is the same in each run
+    torch.default_generator.manual_seed(seed)  # takes 1 us, and torch.manual_seed() 0.1 ms
+    if ON_GPU:
+        torch.get_device_module().manual_seed(seed)
 
 
-def add_batch(batch_sums, sums):
-    """Adds the sums of a batch to `sums`, on its device, in float32 or as whole numbers."""
+def to_device(batch, device):
+    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
+    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def add_to(sums, batch_sums):
+    """Adds the sums of a batch to `sums`, in float32 or as whole numbers."""
     for name, value in batch_sums.items():
-        value = torch.as_tensor(value).detach()  # else the graph lives until the look
+        value = torch.as_tensor(value).detach()  # else the graph lives until the poll
         sums[name] += value.float() if value.is_floating_point() else value.long()
+
+
+def means(split, sums):
+    """Returns columns of a row, such as train_loss: each sum divided by the count."""
+    names = [name for name in sums if name != "count"]
+    return {f"{split}_{name}": sums[name] / sums["count"] for name in names}
 
 
 @torch.no_grad()
 def evaluate(model, data, device, autocast, args):
-    """Returns the sums of batch_loss over the data."""
+    """Returns the sums of batch_loss() over the data, as numbers."""
     size = args.batch_size // args.grad_accum_steps  # as in training
     indices = list(range(len(data)))
     batches = [indices[start : start + size] for start in range(0, len(data), size)]
     model.eval()
     sums = Counter()
     for batch in create_loader(data, batches, args):
-        batch = tree_map(lambda part: part.to(device, non_blocking=True), batch)
         with autocast:
-            add_batch(batch_loss(model, batch, args)[1], sums)
+            _, batch_sums = batch_loss(model, to_device(batch, device), args)
+        add_to(sums, batch_sums)
     model.train()
     return {name: float(value) for name, value in sums.items()}
 
 
-def log_row(row, splits, model, device, settings):
-    """Prints the row, appends it to --log, and returns it."""
-    for split, sums in splits.items():
-        count = sums.pop("count")
-        row |= {f"{split}_{name}": value / count for name, value in sums.items()}
-    shown = [*row, "seconds", "samples/s", "peak_MB"]
-    count_marks()
-    row = settings | row | take_marks(times, settings["batch_size"]) | {"last_step": last_step}
-    all_times.update(times)
-    times.clear()
-    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
-    row["settings"] = dict(itertools.takewhile(lambda flag: flag[0] != "epochs", settings.items()))
+def log_row(row, model, device, settings):
+    """Completes the row, prints it, and appends it to --log."""
+    printed = [*row, "seconds", "peak_MB"]
+    row = settings | row
+    row |= take_marks(settings["batch_size"])
+    if row.get("steps"):  # not only warmup
+        printed.append("samples/s")
+    names = list(settings)  # in the order of the flags: report.py compares those before --epochs
+    row["settings"] = {name: settings[name] for name in names[: names.index("epochs")]}
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
     row |= {"processes": 1, "nodes": 1, "rank": 0}
-    row |= {"host": os.uname().nodename, "device": get_name(), "threads": torch.get_num_threads()}
+    row |= {"host": os.uname().nodename, "threads": torch.get_num_threads()}
+    get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
+    row["device"] = get_name()
     row["parameters"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    tqdm.write(textwrap.fill("  ".join(f"{name} {row[name]:.6g}" for name in shown), 100))
+    text = "  ".join(f"{name} {row[name]:.6g}" for name in printed if name in row)
+    tqdm.write(textwrap.fill(text, 100))
     if settings["log"]:
         with open(settings["log"], "a") as file:
             file.write(json.dumps(row) + "\n")
     return row
 
 
-# == Where the time goes. To remove it: delete it, and mend the lines that use its names. ==========
+def kill_workers():
+    """Ends the workers of the loaders, which have inherited the blocked SIGTERM."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader reports a dead worker as an error
+    for worker in active_children():
+        worker.kill()
+
+
+# == Where the time goes. You may delete this section, and each line above it that has "mark(" or ==
+# "marks(" in it. The section ends before the line with __name__.
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 PHASES = ("warmup", *STEP_PHASES, "eval", "save")
 marks = []  # (phase, the moment at which it ended)
-last_step = []  # its phases as (name, start, end, bytes) in seconds: report.py --step draws them
+last_step = []  # the phases of a step: (name, start, end, bytes), for report.py
 times, all_times = Counter(), Counter()  # seconds by phase since the last row, and since the start
 
 
+def now():
+    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    if not ON_GPU:
+        return time.perf_counter()
+    return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True))
+
+
 def mark(phase):
-    """Notes that this phase of a step ends here. Python does not wait for the GPU."""
-    moment = torch.Event(enable_timing=True) if ON_GPU else time.perf_counter()
-    if ON_GPU:
-        moment.record()  # queued like all work: the GPU notes the time when it gets here
-    marks.append((phase, moment))
+    """Notes that this phase of a step ends here."""
+    marks.append((phase, now()))
 
 
 def count_marks(is_warmup=False):
-    """Adds up the times since the last look. Waits for the GPU."""
+    """Adds up the times since the last poll. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:
         marks[:] = [("warmup", moment) for _, moment in marks]
-    zero = marks[-1][1]
+    _, last_moment = marks[-1]
 
-    def seconds(moment):
-        return -moment.elapsed_time(zero) / 1000 if ON_GPU else moment - zero
+    def seconds(moment):  # relative to the last one, so they are negative
+        return -moment.elapsed_time(last_moment) / 1000 if ON_GPU else moment - last_moment
 
-    spans = [(name, start, end) for (_, start), (name, end) in zip(marks, marks[1:])]
-    spans = [(name, seconds(start), seconds(end), 0) for name, start, end in spans]
-    for name, start, end, _ in spans:
-        times[name] += end - start
-    ends = [0] + [place for place, span in enumerate(spans, start=1) if span[0] == "optimizer"]
-    times["steps"] += len(ends) - 1
-    if len(ends) > 1:
-        last_step[:] = spans[ends[-2] : ends[-1]]  # from the end of the step before
-    del marks[:-1]
+    spans = []
+    for (_, start), (phase, end) in itertools.pairwise(marks):
+        times[phase] += seconds(end) - seconds(start)
+        spans.append((phase, seconds(start), seconds(end), 0))
+    # last_step: the spans between the ends of the last two optimizer phases.
+    ends = [number + 1 for number, span in enumerate(spans) if span[0] == "optimizer"]
+    times["steps"] += len(ends)
+    if ends:
+        first = ends[-2] if len(ends) > 1 else 0
+        last_step[:] = spans[first : ends[-1]]
+    del marks[:-1]  # the last mark is the start of what comes next
 
 
-def take_marks(times, batch_size):
+def take_marks(batch_size):
+    """Returns the columns of a row: the times since the last row, which start anew from here."""
+    count_marks()
+    columns = columns_of(times, batch_size) | {"last_step": last_step}
+    all_times.update(times)
+    times.clear()
+    return columns
+
+
+def columns_of(times, batch_size):
     """Returns these times as columns of a row, their sum, the speed of training, and memory."""
-    row = {name: times[name] for name in (*PHASES, "steps")}
-    row["seconds"] = sum(times[phase] for phase in PHASES)
+    columns = {name: times[name] for name in (*PHASES, "steps")}
+    columns["seconds"] = sum(times[phase] for phase in PHASES)
     training = sum(times[phase] for phase in STEP_PHASES)
-    row["samples/s"] = batch_size * times["steps"] / training if training else 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    row["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
-    return row
+    columns["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # from KiB
+    columns["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
+    return columns
 
 
 def print_marks(row):
     """Prints where the time since the start has gone, and a row for results.md."""
-    mean = take_marks(all_times, row["batch_size"])
+    if row is None:  # there was nothing to do
+        return
+    columns = columns_of(all_times, row["batch_size"])
     for phase in PHASES:
-        print(f"{phase:9} {mean[phase]:9.3f} s {mean[phase] / mean['seconds']:4.0%}")
+        if columns[phase] >= 0.0005:
+            print(f"{phase:9} {columns[phase]:9.3f} s {columns[phase] / columns['seconds']:4.0%}")
+    if columns["steps"] == 0:
+        print("too few steps to time: the first three after a start are the warmup")
+        return
     names = ["script", "model", "dataset", "precision", "processes", "batch_size"]
     cells = {name: str(row[name]) for name in names if name in row}
-    mean = {name: value for name, value in row.items() if name.startswith("val_")} | mean
-    cells |= {name: f"{value:.4g}" for name, value in mean.items()}
+    numbers = {name: value for name, value in row.items() if name.startswith("val_")} | columns
+    cells |= {name: f"{value:.4g}" for name, value in numbers.items()}
     for line in (cells, ["---"] * len(cells), cells.values()):
         print("|", " | ".join(line), "|")
 

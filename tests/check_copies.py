@@ -39,13 +39,17 @@ SECTIONS = {
 START = 'if __name__ == "__main__":'  # of the file's last block, which is a section, too
 FREE = {"main", "parse_args", "parse_run_args"}  # may differ in any two folders
 OWN = {  # names whose text may differ from that of the folders before, by folder or by script
-    "singlegpu": """training_batches evaluate log_row STEP_PHASES last_step mark count_marks
-        take_marks print_marks --batch_size --num_workers --log""",
-    "hybrid/images.py": """set_up compare_weights evaluate now timed_hook take_marks
+    "singlegpu": """check_flags start_or_resume load_weights training_batches evaluate log_row
+        STEP_PHASES last_step count_marks columns_of print_marks
+        --batch_size --num_workers --log""",
+    "multigpu": "check_flags init_process",
+    "hybrid/images.py": """init_process set_seed compare_with_rank_0 evaluate now
+        timed_hook columns_of
         --num_stages --num_workers""",
-    "hybrid/gpt_pipeline.py": """set_up training_batches add_up compare_weights evaluate
-        STEP_PHASES print_marks --num_stages""",
-    "hybrid/gpt_fsdp.py": """DTYPES set_up compare_weights evaluate sent count_marks
+    "hybrid/gpt_pipeline.py": """check_flags training_batches sum_over_ranks evaluate
+        compare_copies STEP_PHASES timed_hook print_marks print_sending --num_stages""",
+    "hybrid/gpt_fsdp.py": """DTYPES init_process start_or_resume save_snapshot
+        compare_copies evaluate sent timed_hook count_marks
         --grad_accum_steps --comm_hook --snapshot""",
     "hybrid/mnist.py": "print_marks",
     "tools/predict.py": "runs_of",  # it sums up a step, report.py an epoch

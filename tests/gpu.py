@@ -121,6 +121,7 @@ def changed(script, old="", new=""):
     text = text.replace(old, new) if old else text
     if options.sharing:
         text = TOO_FEW.sub("    if False:\n", text)
+        text = text.replace("torch.device(rank if ON_GPU", "torch.device(0 if ON_GPU")
     copy = Path(tempfile.mkdtemp(prefix="changed_", dir=os.getcwd()), *Path(script).parts[-2:])
     copy.parent.mkdir()
     copy.write_text(text)

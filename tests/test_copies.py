@@ -100,7 +100,7 @@ CARRIED = {  # a name, and the folders whose scripts have its text
     "create_model": check_copies.FOLDERS[:4],
     "main": ["multinode"],
     "--seed": check_copies.FOLDERS[:4],
-    "now": ["multigpu", "multinode", "hybrid"],
+    "now": check_copies.FOLDERS[:4],
     "the start": ["multinode"],
 }
 

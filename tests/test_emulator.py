@@ -160,14 +160,14 @@ def slow_down(module, inputs, output):
 
 
 """
-# Between two rows there is no look after the warmup. That of a row takes so many collectives:
-LOOKS = {"min(int(pace), 2 * (step - look_step))": "0 if step < 3 else 100"}
-IN_A_LOOK = {"hybrid/images.py": 0}  # by gloo. Else: 4
+# Between two rows there is no poll after the warmup. That of a row takes so many collectives:
+POLLS = {"min(int(steps_a_second), 2 * num_steps)": "100"}
+IN_A_POLL = {"hybrid/images.py": 0}  # by gloo. Else: 4
 # Of three layers, each weight and each bias is a bucket. That of the last one, 40 bytes, joins its
 # weight's: five buckets.
-VIEW, OPTION = "gradient_as_bucket_view=True", '"gradient_as_bucket_view": True'
+VIEW = "gradient_as_bucket_view=True"
 DDP = ("multigpu/images.py", 2, {VIEW: f"{VIEW}, bucket_cap_mb=1e-4"})
-STAGES = ("hybrid/images.py", 2, {OPTION: f'{OPTION}, "bucket_cap_mb": 1e-4'})
+STAGES = ("hybrid/images.py", 2, {VIEW: f"{VIEW}, bucket_cap_mb=1e-4"})
 PIPELINE, SHARDS = ("hybrid/gpt_pipeline.py", 4, {}), ("hybrid/gpt_fsdp.py", 2, {})
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "comm_total")
 TIMES = {  # a run; flags; the ms of a layer's forward and backward pass and of a collective or
@@ -188,16 +188,16 @@ TIMES = {  # a run; flags; the ms of a layer's forward and backward pass and of 
 
 @pytest.mark.parametrize("name", TIMES)
 def test_times_are_those_that_must_be(logged, words, changed, name):
-    """In each process. What a layer really computes takes no time. The look is taken off."""
+    """In each process. What a layer really computes takes no time. The poll is taken off."""
     (script, processes, changes), flags, (forward, backward, comm), times = TIMES[name]
     slow = SLOW.replace("LAYER", "GPTBlock" if "gpt" in script else "nn.Linear")
-    changes = changes | LOOKS | {GUARD: slow + GUARD}
+    changes = changes | POLLS | {GUARD: slow + GUARD}
     flags = (*words("gpt" if "gpt" in script else "mlp")[1:], *flags.split(), "--eval_every", 8)
     env = {"EMU_DEVICES": "4", "EMU_SIM": f"comm={1000 * comm}"}
     env |= {"FORWARD": str(forward / 1000), "BACKWARD": str(backward / 1000)}
     for row in rows(logged(changed(script, changes), *flags, processes=processes, **env)):
         for phase in ("comm", "comm_total"):
-            row[phase] -= IN_A_LOOK.get(script, 4) * comm / 1000
+            row[phase] -= IN_A_POLL.get(script, 4) * comm / 1000
         found = [1000 * row.get(phase, 0.0) / row["steps"] for phase in PHASES]
         assert found == pytest.approx(times, abs=1e-3)
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import CONSTANT, ROOT, RUN, assert_same_weights, curve, load, replaced, rows
+from conftest import CONSTANT, ROOT, assert_same_weights, call, curve, load, module, replaced, rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -60,23 +60,22 @@ def table(tmp_path_factory):
 
 @pytest.fixture
 def paste(tmp_path):
-    """paste(example, folder) is a copy of images.py after the steps of examples/README.md."""
+    """paste(example, folder) is a copy of images.py of a folder with the example, by paste.py."""
 
-    def paste(example, folder):
-        text = (ROOT / f"{folder}/images.py").read_text()
-        names = re.findall(r"^def (\w+)", example, re.M)
-        for name in {*names, "read_images", "read_photo"}:
-            text = re.sub(rf"^def {name}\(.*?(?=^\S)", "", text, flags=re.M | re.S)
+    def paste(example, folder, name="images.py"):
+        (task := tmp_path / "task.py").write_text(example)
+        done = call(module("tools/paste.py"), task, ROOT / folder / name)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
         (script := tmp_path / f"{folder}/mine.py").parent.mkdir(exist_ok=True)
-        script.write_text(replaced(text, {RUN: f"{example}\n\n{RUN}"}))
+        script.write_text(done.stdout)
         return script
 
     return paste
 
 
 def misnamed(script):
-    """What ruff says of names that are defined twice, or not at all."""
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F811,F821", script]
+    """What ruff says of names that are not defined."""
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", script]
     return subprocess.run(ruff, capture_output=True, text=True).stdout
 
 
@@ -87,6 +86,8 @@ EXAMPLES = {  # name: its flags
     "lora": "--network {hub}/llama --text {hub}/text.txt --seq_len 8 --learning_rate 3e-2",
     "segmentation": "--image_size 24",
     "forecast": "--window 48 --horizon 12",
+    "ema": "--dataset mnist --data_dir {data}",
+    "contrastive": "",
 }
 
 
@@ -96,18 +97,47 @@ def test_each_example_is_tried():
     assert found | {"README"} == EXAMPLES.keys() | others
 
 
-def test_two_functions_of_one_name_are_found(changed):
-    """By ruff, where somebody pastes an example and deletes nothing."""
+PASTED = {  # a task: the end of what is said, and whether it is refused
+    "def read_datas(args): pass": ("the run calls: batch_loss, create_loader, create_mo", True),
+    "def create_model(a, b): pass\ndef evaluate(): pass": ("has these names: evaluate", True),
+    "def batch_loss(a, b, c): pass\ndef read_dataset(args): pass": (
+        "read_dataset is not called by the run: is it meant to be read_data?",
+        False,
+    ),
+    None: ("there is no file", True),
+}
+
+
+@pytest.mark.parametrize("task", PASTED)
+def test_what_paste_says(tmp_path, task):
+    """It refuses a task of which nothing would be trained, and warns of a near name."""
+    path = tmp_path / "task.py"
+    if task:
+        path.write_text(task)
+    done = call(module("tools/paste.py"), path, ROOT / "hybrid/images.py")
+    told, is_refused = PASTED[task]
+    assert (done.returncode == 1) == is_refused and told in done.stderr, done.stderr
+    assert (done.stdout == "") == is_refused
+
+
+@pytest.mark.parametrize("script", ["singlegpu/gpt.py", "multigpu/images.py", "hybrid/images.py"])
+def test_pasted_functions_stand_once(paste, script):
+    """The old ones are gone, helpers and all other functions stay, and the run is the same."""
     example = TEXTS["table"]
-    found = misnamed(changed("multigpu/images.py", {RUN: f"{example}\n\n{RUN}"}))
-    names = {*re.findall(r"^def (\w+)", example, re.M)}
-    assert {*re.findall(r"^F811 .* `(\w+)`", found, re.M)} == names and len(names) == 4
+    folder, name = script.split("/")
+    before, after = (ROOT / script).read_text(), paste(example, folder, name).read_text()
+    defined = re.findall(r"^def (\w+)", after, re.M)
+    assert len({*defined}) == len(defined), "each once"
+    assert {*re.findall(r"^def (\w+)", before + example, re.M)} == {*defined}
+    start = before.index("# == The run: ")
+    assert after.endswith(before[start:]) and after.startswith(before[: before.index("# == Yours")])
+    assert example.strip() in after
 
 
-def test_muon(logged, changed, data, tmp_path):
+def test_muon(logged, paste, data, tmp_path):
     """It trains gpt.py; matrices of blocks go to Muon. Resumed, it has undisturbed weights."""
-    pasted = {RUN: f"{TEXTS['muon']}\n\n{RUN}"}  # a later def counts
-    script = changed("multigpu/gpt.py", CONSTANT | pasted)
+    script = paste(TEXTS["muon"], "multigpu", "gpt.py")
+    script.write_text(replaced(script.read_text(), CONSTANT))
     words = "--d_model 16 --n_heads 2 --num_layers 2 --seq_len 16 --batch_size 12 --eval_every 15"
     words = (script, "--dataset", data / "words.txt", *words.split(), "--snapshot")
     cut, whole = tmp_path / "cut.pt", tmp_path / "whole.pt"
@@ -152,7 +182,8 @@ def test_examples_train_with_one_loss_curve(logged, paste, hub, data, table, tmp
         more = ("--eval_every", 8, "--snapshot", path := tmp_path / f"{folder}.pt")
         curves.append(curve(logged(script, *words, *more, processes=processes)))
         assert curves[-1][-1, 1] < curves[-1][0, 1], "it learns"
-        assert {weight.dtype for weight in load(path)["model"].values()} == {torch.float32}
+        dtypes = {weight.dtype for weight in load(path)["model"].values()}
+        assert dtypes - {torch.int64} == {torch.float32}
     np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
 
 
@@ -167,6 +198,49 @@ def test_a_table_of_unlike_columns(logged, paste, table, name):
     row = rows(logged(script, *words))[-1]
     assert row["val_loss"] < 0.3, "in squared deviations"
     assert row["num_samples"] == 480
+
+
+def test_an_average_survives_a_resume(logged, paste, data, tmp_path):
+    """It has the bits of an undisturbed run, and is what is validated."""
+    script = paste(TEXTS["ema"], "multigpu")
+    script.write_text(replaced(script.read_text(), CONSTANT))
+    words = (script, "--dataset", "mnist", "--data_dir", data, "--batch_size", 48, "--snapshot")
+    cut, whole = tmp_path / "cut.pt", tmp_path / "whole.pt"
+    for path, num_steps in (cut, 10), (cut, 20), (whole, 20):
+        more = ("--eval_every", 10, "--max_steps", num_steps)
+        logged(*words, path, *more, processes=2)
+    assert_same_weights(cut, whole)
+    weights = load(cut)["model"]
+    assert weights["average.n_averaged"] == 20
+    assert (weights["network.1.weight"] != weights["average.module.1.weight"]).any()
+
+
+ROW = "            row = log_row(row, model, device, settings)\n"
+LOOP = "    for step in range(start_step + 1, num_steps + 1):\n"
+
+
+@pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), *LAUNCHES])
+def test_early_stopping_and_live_logging(logged, changed, base, tmp_path, folder, processes):
+    """The lines of the page: all processes stop after the third row without a better loss.
+
+    best.pt has the weights of the best row, and the log is in TensorBoard.
+    """
+    page = (ROOT / "examples/README.md").read_text()
+    lines = "".join(re.findall(r"^```python\n(            if .*?)^```", page, re.M | re.S))
+    if folder == "singlegpu":
+        lines = lines.replace(" and rank == 0", "").replace("if rank == 0:", "if True:")
+    lines = lines.replace('"best.pt"', f'"{tmp_path}/best.pt"')
+    start = "    from torch.utils.tensorboard import SummaryWriter\n"
+    start += "    best_loss, bad_rows = math.inf, 0\n"
+    start += f'    writer = SummaryWriter("{tmp_path}/runs")\n'
+    worse = f"{ROW}            row['val_loss'] = [3, 2, 4, 3, 2, 1][step // 2 - 1]\n"
+    script = changed(f"{folder}/images.py", {LOOP: start + LOOP, ROW: worse + lines})
+    log = logged(script, *base, "--max_steps", 12, "--eval_every", 2, processes=processes)
+    assert max(row["step"] for row in rows(log)) == 10, "the fifth row is the third bad one"
+    assert load(tmp_path / "best.pt")["model"]
+    events = EventAccumulator(str(tmp_path / "runs")).Reload()
+    steps = [event.step for event in events.Scalars("val_loss")]
+    assert steps == [2, 4, 6, 8], "the last row breaks before"
 
 
 DATA = "return [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]"

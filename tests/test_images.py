@@ -116,12 +116,41 @@ def test_weights_to_start_from(run, tmp_path):
     run("singlegpu/images.py", *words, "--dataset", first, "--max_steps", 1, "--snapshot", old)
     words += ["--dataset", second, "--init_from", old, "--snapshot", new, "--max_steps"]
     out = run("multinode/images.py", *words, 1, processes=2)
-    assert out.count(f"not in {old}: 6.weight, 6.bias\n") == 1
+    assert out.count("2 of 6 weights start anew: 6.weight, 6.bias\n") == 1
     before, after = load(old)["model"], load(new)["model"]
     changed = [name for name in after if not torch.equal(before[name], after[name])]
     assert changed == ["6.weight", "6.bias"]
     out = run("multinode/images.py", *words, 2, processes=2)
-    assert "not in" not in out and load(new)["step"] == 2
+    assert "anew" not in out and load(new)["step"] == 2
+
+
+@pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), ("multinode", 2)])
+def test_weights_of_which_none_fits(refused, run, tmp_path, folder, processes):
+    """The run ends, and says with which flags the file was made."""
+    words = [
+        "--batch_size",
+        12,
+        "--max_steps",
+        1,
+        "--dataset",
+        write(tmp_path / "x", (8, 8), (48, 12)),
+    ]
+    run("singlegpu/images.py", *words, "--model", "mlp", "--snapshot", old := tmp_path / "old.pt")
+    more = ("--model", "autoencoder", "--init_from", old)
+    err = refused("no weight of ", f"{folder}/images.py", *words, *more, processes=processes)
+    assert "'model': 'mlp'" in err and err.count("no weight of") == 1
+
+
+def test_a_broken_photograph_is_named(attempt, tmp_path):
+    for number in range(8):
+        name = f"{('train', 'val')[number % 2]}/cat/{number}.jpg"
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30)).save(path)
+    content = (tmp_path / "train/cat/2.jpg").read_bytes()
+    (tmp_path / "train/cat/2.jpg").write_bytes(content[:-200])
+    words = ("--dataset", tmp_path, "--image_size", 8, "--model", "mlp", "--batch_size", 4)
+    status, _, err = attempt("singlegpu/images.py", *words, "--epochs", 1)
+    assert status == 1 and "cannot read" in err and "train/cat/2.jpg" in err
 
 
 def test_pieces_of_a_large_file_are_shuffled():

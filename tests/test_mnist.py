@@ -88,6 +88,20 @@ def test_without_its_timing(run, data, trained, tmp_path, folder):
     assert not times(out)
 
 
+def test_int8_where_pytorch_has_none(run, data, tmp_path, trained):
+    """A PyTorch without torch.ao.quantization: torchao's int8 is as small, and as good."""
+    hide = "import sys\nsys.modules['torch.ao.quantization'] = None\n"
+    (copy := tmp_path / "quantize/mnist.py").parent.mkdir()
+    text = (ROOT / "quantize/mnist.py").read_text().replace("range(20)", "range(1)")
+    copy.write_text(text.replace("import argparse\n", f"import argparse\n{hide}"))
+    place, _ = trained("singlegpu")
+    out = run(copy, "--data_dir", data, "--model", place / "mnist.pt", cwd=tmp_path)
+    found = re.findall(r"^\| quantize \| (\w+) \| ([\d.]+) \| ([\d.]+) \|", out, re.M)
+    (_, fp32_size, fp32_acc), (_, int8_size, int8_acc) = found
+    assert float(int8_size) < float(fp32_size) / 3
+    assert float(int8_acc) == pytest.approx(float(fp32_acc), abs=0.02)
+
+
 def test_make_demo_and_int8(run, data, tmp_path, trained):
     """`make demo`: one process, two, the speedup, and int8. The images can be learned, not at once.
 

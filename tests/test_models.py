@@ -51,7 +51,7 @@ def test_gpt_reads_tokens_and_writes_text(run, tmp_path):
     ids = np.random.default_rng(0).integers(0, 300, 2_000, np.uint16)
     for name in ("train", "val"):
         np.save(tmp_path / f"{name}.npy", ids)
-    words = "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 2"
+    words = "--d_model 16 --n_heads 2 --num_layers 1 --seq_len 8 --batch_size 4 --max_steps 5"
     words = (*words.split(), "--vocab_size", 512)
     log = tmp_path / "log.jsonl"
     out = run("singlegpu/gpt.py", *words, "--dataset", tmp_path, "--sample", 40, "--log", log)
@@ -59,7 +59,7 @@ def test_gpt_reads_tokens_and_writes_text(run, tmp_path):
     assert len(drawn := json.loads(out.splitlines()[-1])) == 40 and 300 < max(drawn) < 512
     (tmp_path / "a.txt").write_bytes(b"text " * 999)
     out = run("singlegpu/gpt.py", *words[:-2], "--dataset", tmp_path / "a.txt", "--sample", 40)
-    assert re.search(r"\|\n.{20,40}\n$", out, re.S), "after the table"
+    assert re.search(r"\|\n.{20,160}\n$", out, re.S), "after the table"
     train, val = gpt.read_data(namespace(dataset=str(tmp_path / "a.txt"), seq_len=9))
     assert (len(train), len(val)) == ((4996 - 500) // 9, 498 // 9)
 

@@ -124,6 +124,8 @@ def test_readme_commands(data, tmp_path):
     for name in (*FOLDERS, "examples", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my.txt").write_text(readme())
+    [task] = re.findall(r"^```python\n(def read_data.*?)^```", readme(), re.M | re.S)
+    (tmp_path / "task.py").write_text(task)
     blocks = re.findall(r"^```bash\n(.*?)^```", readme(), re.M | re.S)
     text = re.sub(r"^```.*?^```", "", readme(), flags=re.M | re.S)
     lines = "".join(blocks).splitlines() + re.findall(r"`([^`]+)`", text)
@@ -140,12 +142,14 @@ def test_readme_commands(data, tmp_path):
         command = re.sub(r"\S+\*", lambda words: str(*tmp_path.glob(words[0])), command)
         command = command.replace("HEAD_NODE:29400", f"localhost:{free_port()}")
         command = command.replace("torchrun", "torchrun -m torch.distributed.run")
+        command, _, target = command.partition(" > ")  # what paste.py writes
         words = command.replace("node=4", "node=1").split()[1:]
         nodes = [words] * (1 + ("--nnodes=2" in words))
         env = LOOPBACK | {"TORCH_HOME": str(tmp_path)}
         for status, out, err in run_all(nodes, [env] * len(nodes), tmp_path):
             assert status == 0, (command, err)
             printed += out
+            assert not target or "def batch_loss(" in out
     assert (tmp_path / "gpt.pt").exists() and not (tmp_path / "none.pt").exists()
     assert {row["processes"] for row in rows(tmp_path / "run.jsonl")} == {2}, "no GPU: two"
     trained = torch.load(tmp_path / "photos.pt", weights_only=True)["model"]

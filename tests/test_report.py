@@ -97,7 +97,7 @@ def test_speedup_and_efficiency_by_hand(tmp_path, drawn):
         "device-hours": "0.00278 0.00333 0.00444",
         "comm (%)": "0.00 10.0 10.0",
         "hidden (%)": f"- 50.0 {100 - 100 * 0.4 / (0.8 + 0.45):.1f}",
-        "R (x)": "- 4.00 4.00",
+        "R (x)": "- 3.50 3.50",
         "sending (s)": "- 1.20 0.800",
         "waiting (s)": "- 0.00 0.450",
         "steps": "20 20 20",

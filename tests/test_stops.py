@@ -4,11 +4,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 
 import numpy as np
 import pytest
-from conftest import CONSTANT, assert_same_weights, curve, load, rows, wait_for
+from conftest import CONSTANT, ROOT, assert_same_weights, curve, load, replaced, rows, wait_for
 
 AGAIN = os.EX_TEMPFAIL  # 75: run me again
 GPT = "--d_model 32 --n_heads 2 --num_layers 1 --seq_len 32 --batch_size 24 --dropout 0.5"
@@ -149,21 +150,81 @@ def test_what_a_resume_says(refused, run, base, tmp_path):
     assert "'learning_rate': 0.001" in line and "batch_size" not in line and len(line) < 100, line
 
 
-LOOK = "        recent = add_up(sums)\n"
-BEHIND = """        time.sleep(0.02 * (step - look_step))
-        rank or print("looks at", step)
+OLD = "c0e4f83"  # the commit before the scripts were written anew
+OPTIMIZER = "torch.optim.AdamW(model.parameters(), args.learning_rate, fused=True)"
+GROUPS = """torch.optim.AdamW([
+        {"params": model[1].parameters(), "lr": 0.0}, {"params": model[3].parameters()},
+        {"params": model[6].parameters(), "lr": 2 * args.learning_rate}], args.learning_rate)"""
+
+
+def old_script(path, folder):
+    """Writes a script of that commit, and returns its path. A clone may have no history."""
+    command = ["git", "-C", ROOT, "show", f"{OLD}:{path}"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    if shown.returncode:
+        pytest.skip(f"this clone has no commit {OLD}")
+    (copy := folder / "old" / path).parent.mkdir(parents=True)
+    copy.write_text(shown.stdout)
+    return copy
+
+
+@pytest.mark.parametrize("folder", ("singlegpu", "multigpu"))
+def test_snapshots_of_older_scripts(run, base, tmp_path, folder):
+    """They are resumed, with the weights of an undisturbed run; a log goes on."""
+    cut, whole, log = (tmp_path / name for name in ("cut.pt", "whole.pt", "log.jsonl"))
+    script = f"{folder}/images.py"
+    words = (*base, "--eval_every", 5, "--log", log, "--snapshot")
+    old = old_script(script, tmp_path)
+    old.write_text(replaced(old.read_text(), CONSTANT))
+    new = tmp_path / "new" / script
+    new.parent.mkdir(parents=True)
+    new.write_text(replaced((ROOT / script).read_text(), CONSTANT))
+    run(old, *words, cut, "--max_steps", 10, processes=2)
+    out = run(new, *words, cut, "--max_steps", 20, processes=2)
+    assert f"{cut} was saved with {{'max_steps': 10}}\n" in out
+    assert [row["step"] for row in rows(log) if row["rank"] == 0] == [5, 10, 15, 20]
+    run(new, *words, whole, "--max_steps", 20, processes=2)
+    assert_same_weights(cut, whole)
+
+
+def test_groups_keep_their_ratio(run, base, changed, tmp_path):
+    """Of three, one has rate 0 and one twice --learning_rate, which the schedule multiplies.
+
+    Also after a resume, and after one of a snapshot whose groups all had one rate.
+    """
+    script = changed("singlegpu/images.py", {OPTIMIZER: GROUPS})
+    cut, whole = tmp_path / "cut.pt", tmp_path / "whole.pt"
+    words = (*base, "--eval_every", 5, "--max_steps", 20, "--snapshot")
+    run(script, *words, whole)
+    snapshot = load(whole)
+    rates = [group["lr"] for group in snapshot["optimizer"]["param_groups"]]
+    assert rates == pytest.approx([0, 5e-5, 1e-4]), "at the end a twentieth of 1e-3"
+    old = old_script("singlegpu/images.py", tmp_path)
+    old.write_text(replaced(old.read_text(), {OPTIMIZER: GROUPS}))
+    run(old, *words, cut, "--max_steps", 10)
+    before = load(cut)["model"]
+    run(script, *words, cut)
+    after = load(cut)
+    assert [group["lr"] for group in after["optimizer"]["param_groups"]] == pytest.approx(rates)
+    same = [name for name in before if bool((before[name] == after["model"][name]).all())]
+    assert same == ["1.weight", "1.bias"]
+
+
+POLL = "        recent_sums = sum_over_ranks(own_sums)\n"
+BEHIND = """        time.sleep(0.02 * (step - last_poll_step))
+        rank or print("polls at", step)
 """
 
 
-def test_looks_follow_a_device_that_is_behind(run, base, changed):
+def test_polls_follow_a_device_that_is_behind(run, base, changed):
     """About once a second, though Python starts a thousand steps in this time.
 
-    As for a GPU, a look waits for all steps since the last one; 50 take a second. A few quick
-    steps, as where data comes in bursts, put off the next look by as many again.
+    As for a GPU, a poll waits for all steps since the last one; 50 take a second. A few quick
+    steps, as where data comes in bursts, put off the next poll by as many again.
     """
-    copy = changed("multigpu/images.py", {LOOK: BEHIND + LOOK})
+    copy = changed("multigpu/images.py", {POLL: BEHIND + POLL})
     out = run(copy, *base, "--max_steps", 140, "--eval_every", 140, processes=2)
-    looks = [0, *map(int, re.findall(r"^looks at (\d+)$", out, re.M))]
-    steps = np.diff(looks)
-    assert looks[-1] == 140 and 8 <= max(steps) <= 60, looks
-    assert (steps[1:] <= 2 * steps[:-1]).all(), looks
+    polls = [0, *map(int, re.findall(r"^polls at (\d+)$", out, re.M))]
+    steps = np.diff(polls)
+    assert polls[-1] == 140 and 8 <= max(steps) <= 60, polls
+    assert (steps[1:] <= 2 * steps[:-1]).all(), polls

@@ -2,13 +2,15 @@
 
 import os
 import re
+import subprocess
 import sys
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import assert_same_weights, call, curve, forks_of, load, module, rows
+from conftest import ROOT, SCRIPTS, TRAINING, assert_same_weights, call, curve, forks_of, load
+from conftest import module, rows
 from fork_server import Fork
 
 FEW = "--max_steps 13 --eval_every 6 --learning_rate 3e-4"  # of the second epoch, too
@@ -186,10 +188,34 @@ def test_a_resumed_run_has_the_weights_of_an_undisturbed_one(
         assert load(cut)["scaler"] == load(whole)["scaler"]
 
 
+WORDS = re.compile(r"mark\(|marks\(|timed_hook\(")  # of the lines of the stopwatch
+
+
+@pytest.mark.parametrize("script", [*filter(TRAINING.search, SCRIPTS)])
+def test_without_its_timing(logged, data, tmp_path, script):
+    """Without its last section and these lines, it has the same losses. All names are known."""
+    text = (ROOT / script).read_text()
+    start = text.index("# == Where the time goes")
+    end = text.index('\nif __name__ == "__main__":\n', start)
+    lines = (text[:start] + text[end + 1 :]).splitlines(keepends=True)
+    (copy := tmp_path / script).parent.mkdir()
+    copy.write_text("".join(line for line in lines if not WORDS.search(line)))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", copy]
+    assert subprocess.run(ruff).returncode == 0
+    family = script.split("/")[1].split("_")[0].removesuffix(".py")
+    task = {"images": "mlp", "text": "nbow", "gpt": "gpt", "translation": "lstm"}[family]
+    words = (*flags_of(task, data).split(), "--max_steps", 4, "--eval_every", 2)
+    processes = 1 if "singlegpu" in script else 2
+    logs = [logged(each, *words, processes=processes) for each in (script, copy)]
+    before, after = (curve(log, "grad_norm") for log in logs)
+    np.testing.assert_array_equal(before[:, 1:], after[:, 1:])  # train_loss depends on the polls
+    assert "forward" in rows(logs[0])[0] and "forward" not in rows(logs[1])[0]
+
+
 def test_draws_and_bar(attempt, data, changed, tmp_path):
     """What is drawn, as by dropout, differs between processes, steps and micro-batches.
 
-    The bar has the loss of the last look. Where there is no terminal, it is hardly drawn again.
+    The bar has the loss of the last poll. Where there is no terminal, it is hardly drawn again.
     """
     loss, log = "    outputs = model(images)", tmp_path / "log.jsonl"
     spy = "    model.training and print(f'drawn {torch.rand(())}\\n', end='')\n"  # in one write

@@ -229,7 +229,8 @@ def predict_step(step, processes, local_batch):
     row = network | seconds | {"processes": processes, "devices": processes}
     row |= {"local batch (samples)": local_batch, "comm (%)": 100 * seconds["comm"] / training}
     row |= {"samples/s": processes * local_batch / training, "step (ms)": 1000 * training}
-    row["R (x)"] = (training - seconds["data"] - seconds["comm"]) / (all_reduces.sum() or math.nan)
+    passes = seconds["forward"] + seconds["backward"]
+    row["R (x)"] = passes / (all_reduces.sum() or math.nan)
     return row
 
 

@@ -16,7 +16,7 @@ and saves. So it does not matter how long a run was, or how often it was resumed
     hidden        share of the communication that goes on beside other phases
     sending       communication in the process that comes last, the late rank: it waits for no other
     waiting       mean communication over all processes, minus sending
-    R             compute / sending, where compute is forward, backward, bubble and optimizer
+    R             (forward + backward) / sending
     warmup        the first three steps after each start of the run, in all
     eval, save    one validation, and the snapshots of a row
     peak_MB       memory of the process that has held the most; val_loss and its like are the last
@@ -133,8 +133,8 @@ def runs_of(rows, lines):
     runs["comm (%)"] = (100 * runs["comm"] / runs["epoch (s)"]).where(is_known)
     hidden = (100 - 100 * runs["comm"] / runs["comm_total"]).clip(lower=0)
     runs["hidden (%)"] = hidden.where((runs["processes"] > 1) & is_known)
-    compute = runs["epoch (s)"] - runs["data"] - runs["comm"]
-    runs["R (x)"] = (compute / runs["sending (s)"]).where(is_known)
+    passes = runs["forward"] + runs["backward"]
+    runs["R (x)"] = (passes / runs["sending (s)"]).where(is_known)
     runs["split"] = ""  # the whole model is in each process
     for name, parts in ("num_stages", " stages"), ("shard_size", " shards"):
         runs["split"] = runs["split"].where(runs[name] == "-", runs[name].astype(str) + parts)
