@@ -8,20 +8,26 @@
     pipeline 0        rank 0         <->  rank 1    <->  rank 2
     pipeline 1        rank 3         <->  rank 4    <->  rank 5
 
-A pipeline passes its share of a batch through its stages in m micro-batches: activations to the
-right, their gradients to the left. Each stage has a copy in each pipeline, and the embedding is in
-the first and the last stage: all-reduces add up the gradients of copies. With 1f1b and m = 4:
+A pipeline cuts its share of a batch into m micro-batches. Their activations are sent to the right,
+and the gradients of these to the left. Then all-reduces add up the gradients of equal weights: of a
+stage over all pipelines, and of the embedding over the first and the last stage. With the schedule
+1f1b and m = 4, a step of the S = 3 stages looks like this:
 
     stage 0       f0 f1 f2 .. .. b0 f3 b1 .. b2 .. b3      f0: forward pass of micro-batch 0
     stage 1       .. f0 f1 .. b0 f2 b1 f3 b2 .. b3 ..      b0: its backward pass
-    stage 2       .. .. f0 b0 f1 b1 f2 b2 f3 b3 .. ..      ..: bubble, (S - 1)(f + b) for S stages
+    stage 2       .. .. f0 b0 f1 b1 f2 b2 f3 b3 .. ..      ..: bubble, (S - 1)(f + b) a stage
 
-With gpipe, all forward passes come first: the bubble is the same, but a stage holds the activations
-of m micro-batches, in place of S. The model need not fit on one GPU: each process makes it whole in
-RAM, and moves its stage to its GPU. Rank 0 keeps the others, to save them as multinode/gpt.py does.
-Read multinode/gpt.py first. For your own model, replace the first section and, in the second, Stage
-and the loss and shapes in create_schedule. A batch is ids (B, T + 1). A stage must have no buffers.
-Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
+With gpipe, all forward passes come first. The bubble is the same, but a stage holds the activations
+of m micro-batches, and with 1f1b those of at most S.
+
+The model need not fit on one GPU. Each process makes it whole in RAM, and moves its stage to its
+GPU. Rank 0 keeps the whole model in RAM: before it saves, the other stages send it their weights.
+So a snapshot is like one of multinode/gpt.py, and also resumes with another number of stages.
+
+Read multinode/gpt.py first. For your own model, replace the first section, then Stage, own_loss and
+the shapes in create_schedule. The rest of the file speaks of the model in few places: search for
+embedding, num_layers and tokens. A stage must have no buffers, since only parameters are saved.
+Shapes: B sequences of a micro-batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
 import argparse
@@ -58,7 +64,7 @@ import torch.nn.functional as F
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from tqdm import tqdm
 
@@ -232,7 +238,7 @@ class Stage(nn.Module):
             return x
 
     def own_parameters(self):
-        """Yields each parameter in one stage only: the embedding in the first."""
+        """Yields the stage's weights. The embedding is counted as the first stage's alone."""
         for name, weight in self.named_parameters():
             if self.is_first or name != "embedding.weight":
                 yield weight
@@ -242,27 +248,32 @@ def create_schedule(stage, pipeline, sums, scaler, device, args):
     """Returns the schedule, which passes a batch through the stages, and receives and sends."""
     num_pipelines = dist.get_world_size() // args.num_stages
 
-    def loss_of(logits, _, targets):  # stands in for the model in batch_loss()
+    def own_loss(logits, _, targets):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     if args.compile:
         stage.compile()
-        loss_of = torch.compile(loss_of)
+        own_loss = torch.compile(own_loss)
 
     def micro_batch_loss(logits, tokens):
-        """Returns a micro-batch's part of the mean loss of a batch. Gradients just add up."""
-        if not torch.is_grad_enabled():  # a validation, where rows may only fill up the batch
+        """Returns the mean loss over the number of micro-batches in all pipelines.
+
+        The sum of these is the mean loss of the batch, and so are the sums of their gradients.
+        """
+        if not torch.is_grad_enabled():  # evaluate() fills up its last batch with rows of -1
             is_real = tokens[:, 0] >= 0
             logits, tokens = logits[is_real], tokens[is_real]
             if len(tokens) == 0:
                 return logits.sum()  # 0, and unused
+        # batch_loss() calls a model. The stages have done so already: own_loss takes its place.
+        model = partial(own_loss, logits)
         with stage.autocast:
-            loss, batch_sums = batch_loss(partial(loss_of, logits), (tokens,), args)
+            loss, batch_sums = batch_loss(model, (tokens,), args)
         add_to(sums, batch_sums)
         return scaler.scale(loss / args.num_microbatches / num_pipelines)
 
     size = args.batch_size // num_pipelines // args.num_microbatches  # B
-    # What a stage receives and sends. Gradients come back for all but ids and logits.
+    # What a stage receives and sends. requires_grad: a gradient is sent back for it.
     with torch.device("meta"):  # types and shapes alone
         inputs = outputs = torch.empty(size, args.seq_len, args.d_model, requires_grad=True)
         if stage.is_first:
@@ -272,17 +283,21 @@ def create_schedule(stage, pipeline, sums, scaler, device, args):
             outputs = torch.empty(size, args.seq_len, args.vocab_size, dtype=logits_type)
     number = dist.get_rank(pipeline)
     part = PipelineStage(stage, number, args.num_stages, device, inputs, outputs, group=pipeline)
-    # The schedule calls these for each micro-batch. They are replaced by functions that note times.
+    # The schedule calls these three for each micro-batch. The marks are for the stopwatch alone.
     part.forward_one_chunk = with_pass_marks(part.forward_one_chunk, "forward")
     part.backward_one_chunk = with_pass_marks(part.backward_one_chunk, "backward")
     micro_batch_loss = with_pass_marks(micro_batch_loss, "forward")
-    schedule = SCHEDULES[args.schedule]
+    schedule = SCHEDULES[args.schedule]  # it cuts a batch into micro-batches
+    # scale_grads=False: micro_batch_loss() has divided by their number.
     return schedule(part, args.num_microbatches, micro_batch_loss, scale_grads=False)
 
 
 def pass_batch(schedule_pass, stage, tokens):
     """Passes tokens (B, T + 1) through the stages by schedule.step or, to validate, .eval."""
-    inputs = [tokens[:, :-1].clamp(min=0).contiguous()] if stage.is_first else []  # -1: no sample
+    inputs = []
+    if stage.is_first:
+        ids = tokens[:, :-1].clamp(min=0)  # evaluate() fills up with -1, which is no valid id
+        inputs = [ids.contiguous()]
     schedule_pass(*inputs, target=tokens if stage.is_last else None, return_outputs=False)
 
 
@@ -297,9 +312,12 @@ def join_gradients(stage, device):
 
 def norm_of_gradients(stage, args):
     """Returns the norm of all gradients of the model, with the same bits in all processes."""
+    num_pipelines = dist.get_world_size() // args.num_stages
     squared = nn.utils.get_total_norm([weight.grad for weight in stage.own_parameters()]) ** 2
-    dist.all_reduce(squared)  # one sum for all: each pipeline's could be rounded otherwise
-    return (squared / (dist.get_world_size() // args.num_stages)).sqrt()
+    # A sum over all processes, and not over those of a pipeline: so all have the same bits. It
+    # counts each stage once in each pipeline.
+    dist.all_reduce(squared)
+    return (squared / num_pipelines).sqrt()
 
 
 def gather_stages(model, stage, optimizer, args):
@@ -308,11 +326,13 @@ def gather_stages(model, stage, optimizer, args):
     if 0 < rank < args.num_stages:
         for weight in stage.own_parameters():
             parts = [weight.detach(), optimizer.state[weight]]
-            dist.send_object_list(tree_map(lambda part: part.cpu(), parts), dst=0)
+            parts = tree_map_only(torch.Tensor, lambda part: part.cpu(), parts)
+            dist.send_object_list(parts, dst=0)
     if rank > 0:
         return
     for number in range(1, args.num_stages):
-        for weight in Stage(model, number, None, args).own_parameters():
+        sender = Stage(model, number, None, args)  # it has the weights in the order of the sender's
+        for weight in sender.own_parameters():
             parts = [None, None]
             dist.recv_object_list(parts, src=number)
             weight.data, optimizer.state[weight] = parts
@@ -324,14 +344,14 @@ def drop_other_stages(model, stage):
     for part in model.modules():
         if of_stage.isdisjoint(part.parameters()):
             part.to_empty(device="meta")
-    # They load no values from a snapshot, which is meant.
+    # A snapshot has values for these weights, too. They are not loaded, and PyTorch need not warn.
     warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
 
 
 def create_groups(args):
-    """Returns three groups of processes: this pipeline; the copies of this stage; its embedding's.
+    """Returns the processes of this pipeline, those of this stage, and those of the embedding.
 
-    The embedding is in the first and in the last stage of a pipeline. Others have None.
+    The embedding is in the first and in the last stage of a pipeline. Other stages get None for it.
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, args.num_stages)  # (pipelines, stages)
     pipelines, stages = ranks.tolist(), ranks.T.tolist()
@@ -395,7 +415,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
     stage = Stage(model, rank % args.num_stages, autocast, args).to(device)  # moves its weights
     if rank > 0:  # rank 0 keeps the other stages, to save them
         drop_other_stages(model, stage)
-    optimizer = create_optimizer(model, args)  # it skips the other stages: no gradients
+    optimizer = create_optimizer(model, args)  # it skips weights of other stages: no gradients
     # A group of parameters with a rate of its own keeps its ratio to --learning_rate.
     lr_scales = [group["lr"] / (args.learning_rate or 1) for group in optimizer.param_groups]
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # else a no-op
@@ -403,9 +423,9 @@ def main(args):  # runs in each process: torchrun or srun starts it
     start_step = start_or_resume(state, settings, args)  # the steps already taken; 0 in a new run
     compare_ranks(settings, len(val_data), start_step)
     gradients = join_gradients(stage, device)
-    scaler.scale(gradients[:0])  # creates its scale. Only the last stage has a loss to scale
+    scaler.scale(gradients[:0])  # of nothing: it creates the scale where no loss will be scaled
 
-    # The processes of a pipeline load the same samples, and draw the same crops.
+    # The processes of a pipeline load the same samples, and a loader draws the same in all of them.
     pipeline, copies, tied = create_groups(args)
     pipeline_number = rank // args.num_stages
     set_seed(args.seed, start_step, pipeline_number)
@@ -420,9 +440,9 @@ def main(args):  # runs in each process: torchrun or srun starts it
     next_poll_step, row, is_stopped = 0, None, False
     mark("start")
     for step in range(start_step + 1, num_steps + 1):
-        # 1. A step. A batch passes through the pipeline, and gradients of copies are added up.
+        # 1. A step. A batch passes through the pipeline. Then gradients of equal weights are added.
         set_seed(args.seed, step, pipeline_number)
-        if ON_GPU:  # dropout: another in each process, the same after a resume
+        if ON_GPU:  # dropout has a seed of its own in each process, and the same after a resume
             seed = hash((hash((args.seed, step, pipeline_number)), rank))
             torch.get_device_module().manual_seed(seed)
         rate = learning_rate(args, step / num_steps)
@@ -431,23 +451,26 @@ def main(args):  # runs in each process: torchrun or srun starts it
         batch = to_device(next(batches), device)
         mark("data")
         pass_batch(schedule.step, stage, batch[0].long())
+        # A sum is enough: each loss was divided by the number of pipelines. It runs while other
+        # stages still work.
         reducing = dist.all_reduce(gradients, group=copies, async_op=True)
-        timed_hook(reducing, gradients.nbytes)  # while other stages still work
+        timed_hook(reducing, gradients.nbytes)
         bubble_mark(pipeline, device)
         reducing.wait()
-        if tied:  # both stages have a part of the embedding's gradient
+        if tied:  # the first and the last stage each have a part of the embedding's gradient
             dist.all_reduce(stage.embedding.weight.grad, group=tied)
-        if scaler.is_enabled():  # if one stage overflows, 0 * inf = nan: all skip the step
+        if scaler.is_enabled():
+            # If one stage has overflowed, the norm is inf, and 0 * inf = nan: all skip the step.
             gradients += 0 * norm_of_gradients(stage, args)
         mark("comm")
         is_warmup = step <= start_step + 3  # the first steps are slower
         row_is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         poll_is_due = row_is_due or is_warmup or step >= next_poll_step
-        if args.max_grad_norm or poll_is_due:  # a row shows the norm. A limit of inf clips nothing
+        if args.max_grad_norm or poll_is_due:  # a row shows the norm
             scaler.unscale_(optimizer)
             norm = norm_of_gradients(stage, args)
             mark("comm")
-            limit = args.max_grad_norm or math.inf
+            limit = args.max_grad_norm or math.inf  # inf clips nothing
             nn.utils.clip_grads_with_norm_(stage.parameters(), limit, norm)
         scaler.step(optimizer)
         scaler.update()
@@ -639,8 +662,8 @@ def set_seed(*numbers):
 
 
 def to_device(batch, device):
-    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Moves the tensors of a batch, which may be in tuples and dictionaries beside other things."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def add_to(sums, batch_sums):
@@ -665,7 +688,7 @@ def gather_from_ranks(value):
 def sum_over_ranks(sums):
     """Returns the sums over all processes, which all call it. Waits for them, and for the GPU."""
     by_rank = gather_from_ranks({name: float(value) for name, value in sums.items()})
-    names = max(by_rank, key=len)  # only the last stages have some
+    names = max(by_rank, key=len)  # only the last stages have sums. Others give {}
     return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in names}
 
 
@@ -689,13 +712,14 @@ def steps_until_poll(num_steps, seconds):
 def compare_copies(stage, copies, tied, step):
     """Returns the drift: a weight's largest difference from the first copy, over its largest value.
 
+    The first copy is that of the first pipeline. For the embedding, it is also the first stage's.
     All processes call it. It ends them if they differ by more than rounding.
     """
-    pairs = [(name, weight, copies) for name, weight in stage.named_parameters()]
+    to_compare = [(name, weight, copies) for name, weight in stage.named_parameters()]
     if tied:
-        pairs.append(("embedding.weight", stage.embedding.weight, tied))
+        to_compare.append(("embedding.weight", stage.embedding.weight, tied))
     drifts = []
-    for name, weight, group in pairs:
+    for name, weight, group in to_compare:
         weight = weight.flatten().float()
         of_first = weight.clone()
         dist.broadcast(of_first, group=group, group_src=0)
@@ -716,8 +740,9 @@ def evaluate(schedule, stage, own_sums, data, copies, device, args):
     stage.eval()
     for batch in create_loader(data, batches, args):
         tokens = batch[0].to(device, non_blocking=True).long()
-        tokens = F.pad(tokens, (0, 0, 0, size - len(tokens)), value=-1)  # adds rows at the end
-        pass_batch(schedule.eval, stage, tokens)  # which takes batches of one size only
+        # The schedule takes batches of one size only. This fills up the last one with rows of -1.
+        tokens = F.pad(tokens, (0, 0, 0, size - len(tokens)), value=-1)
+        pass_batch(schedule.eval, stage, tokens)
     stage.train()
     sums = sum_over_ranks(own_sums)
     own_sums.clear()

@@ -47,7 +47,7 @@ import torch.distributed as dist
 from PIL import Image, ImageOps
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from torchvision import datasets, models
 from torchvision.transforms import v2
@@ -588,8 +588,8 @@ def set_seed(*numbers):
 
 
 def to_device(batch, device):
-    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Moves the tensors of a batch, which may be in tuples and dictionaries beside other things."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def add_to(sums, batch_sums):

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from PIL import Image, ImageOps
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from torchvision import datasets, models
 from torchvision.transforms import v2
@@ -461,8 +461,8 @@ def set_seed(*numbers):
 
 
 def to_device(batch, device):
-    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Moves the tensors of a batch, which may be in tuples and dictionaries beside other things."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def add_to(sums, batch_sums):
@@ -605,6 +605,7 @@ def mark(phase):
 
 def timed_hook(comm_hook):
     """Returns comm_hook with notes of the moments. DDP calls it for each bucket of gradients."""
+    sides = {}  # a stream for each bucket. New ones in each step would soon be those of others
 
     def hook(state, bucket):
         if bucket.is_last():
@@ -619,7 +620,9 @@ def timed_hook(comm_hook):
             return comm_hook(state, bucket).then(note_end)
         # On a GPU, note_end() makes its stream wait for the all-reduce. That must not be the stream
         # of the backward pass, so it gets one of its own.
-        side = torch.Stream(priority=-1)
+        if bucket.index() not in sides:
+            sides[bucket.index()] = torch.Stream(priority=-1)
+        side = sides[bucket.index()]
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             return comm_hook(state, bucket).then(note_end)

@@ -41,7 +41,7 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from tqdm import tqdm
 
@@ -88,10 +88,12 @@ def read_texts(split, args):
 def synthetic_texts(split):
     """Returns numbers of 1 to 12 digits, such as "4 2", and their names, "four two"."""
     generator = np.random.default_rng(0)
-    rows = {"train": slice(2000, None), "validation": slice(1000), "test": slice(1000, 2000)}[split]
-    numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)][rows]
+    numbers = [generator.integers(10, size=1 + row % 12) for row in range(22_000)]
+    rows = {"validation": slice(1000), "test": slice(1000, 2000), "train": slice(2000, None)}
+    numbers = numbers[rows[split]]
     sources = [" ".join(map(str, digits)) for digits in numbers]
-    return sources, [" ".join(DIGITS[digit] for digit in digits) for digits in numbers]
+    targets = [" ".join(DIGITS[digit] for digit in digits) for digits in numbers]
+    return sources, targets
 
 
 def train_tokenizer(texts, seq_len):
@@ -109,24 +111,38 @@ def train_tokenizer(texts, seq_len):
 
 def encode(texts, tokenizer):
     """Returns token ids (N, seq_len), with zeros after a text's end."""
-    batches = (texts[row : row + 1000] for row in range(0, len(texts), 1000))
-    encodings = map(tokenizer.encode_batch_fast, batches)
-    return np.concatenate([np.array([text.ids for text in batch], np.int16) for batch in encodings])
+    batches = []
+    for row in range(0, len(texts), 1000):
+        encodings = tokenizer.encode_batch_fast(texts[row : row + 1000])
+        batches.append(np.array([encoding.ids for encoding in encodings], np.int16))
+    return np.concatenate(batches)
+
+
+def trim(tokens):
+    """Returns the token ids (B, T) as long as the longest row, and the length of each row.
+
+    The lengths are a list, which stays on the CPU. An LSTM needs them there.
+    """
+    lengths = tokens.count_nonzero(1).tolist()
+    return tokens[:, : max(lengths)].long(), lengths
 
 
 class Pairs(TensorDataset):
     """Token ids (N, seq_len) of sources and of targets. The shortest pairs come first."""
 
     def __init__(self, texts, tokenizers, args):
-        sides = [encode(*each) for each in zip(texts, tokenizers)]
-        order = sum(np.count_nonzero(tokens, axis=1) for tokens in sides).argsort(stable=True)
-        super().__init__(*[torch.from_numpy(tokens[order]) for tokens in sides])
+        sources, targets = [encode(*side) for side in zip(texts, tokenizers)]
+        lengths = np.count_nonzero(sources, axis=1) + np.count_nonzero(targets, axis=1)
+        order = lengths.argsort(stable=True)
+        super().__init__(torch.from_numpy(sources[order]), torch.from_numpy(targets[order]))
         self.tokenizers, self.batch_size = tokenizers, args.batch_size
 
     def __getitem__(self, indices):
-        """Returns sources (B, S) and targets (B, T), each as long as the longest of them."""
-        batches = super().__getitem__(indices)
-        return [tokens[:, : tokens.count_nonzero(1).max()].long() for tokens in batches]
+        """Returns sources (B, S), their lengths (a list), and targets (B, T)."""
+        sources, targets = super().__getitem__(indices)
+        sources, lengths = trim(sources)
+        targets, _ = trim(targets)
+        return sources, lengths, targets
 
 
 def training_order(data, rng):
@@ -152,8 +168,8 @@ def create_loader(data, batches, args):
 class Translator(nn.Module):
     """Maps sources (B, S) and targets (B, T) to the logits (B, T, V) of the next tokens."""
 
-    def forward(self, source, target):
-        return self.decode(self.encode(source), target)
+    def forward(self, source, lengths, target):
+        return self.head(self.decode(self.encode(source, lengths), target))
 
 
 class LSTMTranslator(Translator):
@@ -168,16 +184,17 @@ class LSTMTranslator(Translator):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(512, target_size)
 
-    def encode(self, source):
+    def encode(self, source, lengths):
         """Returns the encoder's state at the end of each source, not of its padding."""
         x = self.dropout(self.source(source))
-        lengths = source.count_nonzero(1).cpu()
-        x = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-        return self.encoder(x)[1]
+        x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        _, state = self.encoder(x)
+        return state
 
     def decode(self, state, target):
+        """Returns the decoder's outputs (B, T, 512)."""
         x, _ = self.decoder(self.dropout(self.target(target)), state)
-        return self.head(x)
+        return x
 
 
 class TransformerTranslator(Translator):
@@ -191,7 +208,8 @@ class TransformerTranslator(Translator):
         self.dropout = nn.Dropout(dropout)
         options = {"activation": "gelu", "batch_first": True, "norm_first": True, "bias": False}
         layer = nn.TransformerEncoderLayer(256, 8, 512, dropout=0.0, **options)
-        self.encoder = nn.TransformerEncoder(layer, 3, nn.LayerNorm(256), False)  # no NestedTensor
+        norm = nn.LayerNorm(256)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm, enable_nested_tensor=False)
         layer = nn.TransformerDecoderLayer(256, 8, 512, dropout=0.0, **options)
         self.decoder = nn.TransformerDecoder(layer, 3, nn.LayerNorm(256))
         for name, module in self.named_modules():  # dropout is only at the end of sublayers
@@ -202,20 +220,25 @@ class TransformerTranslator(Translator):
                 nn.init.xavier_uniform_(parameter)
 
     def embed(self, embedding, tokens):
+        """Returns the embeddings of tokens (B, T) and of their positions, added: (B, T, D)."""
         x = embedding(tokens) * 256**0.5  # scaled as in the paper
         return self.dropout(x + self.positions.weight[: tokens.shape[1]])
 
-    def encode(self, source):
+    def encode(self, source, lengths):
         """Returns the encoder's output (B, S, D), and where the sources are padding (B, S)."""
         padding = source == PAD
         x = self.embed(self.source, source)
         return self.encoder(x, src_key_padding_mask=padding), padding
 
     def decode(self, state, target):
+        """Returns the decoder's outputs (B, T, D)."""
         memory, padding = state
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
         x = self.embed(self.target, target)
-        x = self.decoder(x, memory, mask, tgt_is_causal=True, memory_key_padding_mask=padding)
+        return self.decoder(x, memory, mask, tgt_is_causal=True, memory_key_padding_mask=padding)
+
+    def head(self, x):
+        """Returns the logits (..., V) of outputs (..., D)."""
         return nn.functional.linear(x, self.target.weight)
 
 
@@ -238,27 +261,37 @@ def learning_rate(args, done):
 
 def batch_loss(model, batch, args):
     """Returns the loss of a batch, and sums over its target tokens. A row shows sums / count."""
-    sources, targets = batch
-    logits = model(sources, targets[:, :-1]).flatten(0, 1)  # (B x T, V)
+    sources, lengths, targets = batch
+    logits = model(sources, lengths, targets[:, :-1]).flatten(0, 1)  # (B x T, V)
     expected = targets[:, 1:].flatten()
     loss = nn.functional.cross_entropy(logits, expected, ignore_index=PAD, reduction="sum")
     # Divided by 13 tokens a sentence, not by their true number, which differs between processes.
     return loss / (13 * len(targets)), {"loss": loss, "count": (expected != PAD).sum()}
 
 
+def translate(model, sources, lengths, max_length):
+    """Returns the likeliest tokens (B, T) of the translations, from [START] on."""
+    state = model.encode(sources, lengths)
+    tokens = torch.full((len(sources), 1), START, device=sources.device)
+    while tokens.shape[1] < max_length and not (tokens == END).any(1).all():
+        outputs = model.decode(state, tokens)[:, -1]  # those of the last token (B, D)
+        next_token = model.head(outputs).argmax(1, keepdim=True)
+        tokens = torch.cat((tokens, next_token), dim=1)
+    return tokens
+
+
 @torch.no_grad()
 def finish(model, data, args, device):
     """Translates the test split greedily, prints an example, and BLEU without regard to case."""
     sources, targets = read_texts("test", args)
-    source_tokenizer, tokenizer = data.tokenizers
+    source_tokenizer, target_tokenizer = data.tokenizers
+    batches = torch.from_numpy(encode(sources, source_tokenizer)).split(128)
+    pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     outputs = []
-    for tokens in torch.from_numpy(encode(sources, source_tokenizer)).split(128):
-        state = model.encode(tokens[:, : tokens.count_nonzero(1).max()].long().to(device))
-        target = torch.full((len(tokens), 1), START, device=device)  # (B, T)
-        while target.shape[1] < args.seq_len and not (target == END).any(1).all():
-            token = model.decode(state, target)[:, -1].argmax(1)  # the likeliest
-            target = torch.cat((target, token[:, None]), 1)
-        texts = tokenizer.decode_batch(target[:, 1:].tolist(), skip_special_tokens=False)
+    for batch in tqdm(batches, "translating", mininterval=pause):
+        tokens, lengths = trim(batch)
+        tokens = translate(model, tokens.to(device), lengths, args.seq_len)[:, 1:]
+        texts = target_tokenizer.decode_batch(tokens.tolist(), skip_special_tokens=False)
         # An unknown word becomes one character: sacrebleu would take [UNK] for three words.
         outputs += [text.partition("[END]")[0].replace("[UNK]", "\u2047") for text in texts]
     print(sources[0], targets[0], outputs[0], sep="\n    ")
@@ -551,8 +584,8 @@ def set_seed(*numbers):
 
 
 def to_device(batch, device):
-    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Moves the tensors of a batch, which may be in tuples and dictionaries beside other things."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def add_to(sums, batch_sums):
@@ -695,6 +728,7 @@ def mark(phase):
 
 def timed_hook(comm_hook):
     """Returns comm_hook with notes of the moments. DDP calls it for each bucket of gradients."""
+    sides = {}  # a stream for each bucket. New ones in each step would soon be those of others
 
     def hook(state, bucket):
         if bucket.is_last():
@@ -709,7 +743,9 @@ def timed_hook(comm_hook):
             return comm_hook(state, bucket).then(note_end)
         # On a GPU, note_end() makes its stream wait for the all-reduce. That must not be the stream
         # of the backward pass, so it gets one of its own.
-        side = torch.Stream(priority=-1)
+        if bucket.index() not in sides:
+            sides[bucket.index()] = torch.Stream(priority=-1)
+        side = sides[bucket.index()]
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             return comm_hook(state, bucket).then(note_end)

@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from tqdm import tqdm
 
@@ -397,8 +397,8 @@ def set_seed(*numbers):
 
 
 def to_device(batch, device):
-    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Moves the tensors of a batch, which may be in tuples and dictionaries beside other things."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def add_to(sums, batch_sums):
