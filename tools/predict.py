@@ -25,7 +25,6 @@ report.py; measured is the speedup of the fastest run with so many processes in 
 """
 
 import argparse
-import itertools
 import json
 import math
 import re
@@ -35,19 +34,9 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pandas as pd
+from logs import LAUNCH, PHASES, STYLE, pays_up_to, read_logs, save, table, with_speedups
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
-# These together tell one run from another: `run` does not, as a copied snapshot keeps it. From
-# comm_hook on, a resumed run may have others.
-RUN = "run snapshot script processes nodes comm_hook compile num_workers num_stages".split()
-RUN += "shard_size grad_accum_steps num_microbatches schedule checkpoint_activations".split()
-LAUNCH = RUN[8:]  # how a model and a batch are split, which does not change the loss
-PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
-
-# What is taken where a script does not log these columns.
-DEFAULTS = {"snapshot": None, "comm_hook": "none", "compile": False, "num_workers": 0}
-DEFAULTS |= {"stages": [1]} | dict.fromkeys(LAUNCH, "-")
-DEFAULTS |= {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "val_loss": math.nan}
 WEAK = ["processes", "local batch (samples)", "step (ms)", "samples/s", "speedup (x)"]
 WEAK += ["efficiency (%)", "comm (%)", "link"]
 STRONG = [*WEAK[:-1], "R (x)", "measured (x)", "link"]
@@ -56,86 +45,6 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at
 UNITS = {"Gbit": 125e6, "Mbit": 125e3, "GB": 1e9, "MB": 1e6, "us": 1e-6, "ms": 1e-3}
 NOT_GIVEN = ("None", "False", "none", "-", "nan")  # what a row has for a flag that was not given
 OF_THIS_RUN = {"max_steps", "num_gpus", "snapshot", "log"}  # flags not for a job
-STYLE = {"figure.figsize": (6.4, 3.6), "figure.dpi": 125, "figure.constrained_layout.use": True}
-STYLE |= {"font.size": 12, "figure.titlesize": 12, "legend.frameon": False}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.8}
-
-
-def read_row(line):
-    """Returns the row in this line of a log, with what titles and comparisons need."""
-    row = json.loads(line)
-    settings = row["settings"]
-    # A row also holds the flags. Without them, a flag cannot stand for a column of its name.
-    row = {name: value for name, value in row.items() if settings.get(name) != value}
-    row = DEFAULTS | row | {"batch_size": settings["batch_size"]}
-    row["epoch"] = row["step"] / row["steps_per_epoch"]
-    row["of"] = str([row[name] for name in RUN])
-    stages = 1 if row["device"] == "CPU" else len(row["stages"])  # of hybrid/images.py
-    row["devices"] = row["processes"] * stages
-    script = Path(row["script"]).name.replace("_fsdp", "").replace("_pipeline", "")
-    titles = [settings[name] for name in ("model", "dataset", "precision") if name in settings]
-    row["task"] = ", ".join([script, *titles])
-    # Compared runs have all this in common.
-    same = {name: settings[name] for name in settings if name not in ("batch_size", "seed")}
-    same |= {name: row[name] for name in ("device", "parameters", "compile")} | {"script": script}
-    row["same"] = tuple(sorted((name, str(value)) for name, value in same.items()))
-    return row
-
-
-def read_logs(paths):
-    """Returns a table of the rows of all logs."""
-    rows = []
-    for path in paths:
-        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-            rows += [read_row(line) | {"file": file} for line in file.read_text().splitlines()]
-    return pd.DataFrame(rows).sort_values("step", kind="stable")
-
-
-def with_speedups(runs):
-    """Returns the table of runs with their speedups."""
-    ratio = runs["devices"] / runs["devices"].min()
-    speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].max()
-    columns = {"speedup (x)": speedup, "efficiency (%)": 100 * speedup / ratio}
-    return runs.assign(ratio=ratio, **columns)
-
-
-def pays_up_to(runs):
-    """Returns up to how many devices it pays, and a sentence on it."""
-    is_one_each = (runs["devices"] == runs["processes"]).all()  # no stages of hybrid/images.py
-    one, several = ("process", "processes") if is_one_each else ("GPU", "GPUs")
-    speedups = runs.groupby("devices")["speedup (x)"].max()  # the fastest with a number counts
-    for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
-        needed = 1.5 ** math.log2(many / few)
-        if fast / slow < needed:
-            limit = f"1 {one}" if few == 1 else f"{few} {several}"
-            gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
-            return few, f"It pays up to {limit}: {gain} (rule: {needed:.2f} or more pays)."
-    most = speedups.index.max()
-    return most, f"It pays up to {most} {several}. More were not tried."
-
-
-def cell(value):
-    """Returns words and whole numbers as they are, other numbers with at least three digits."""
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{round(value, 9):#.3g}" if abs(value) < 99.9 else f"{value:.0f}"
-    return "-" if isinstance(value, float) else str(value) or "-"
-
-
-def table(columns, rows):
-    """Returns these columns of the rows as a Markdown table, without those that are empty."""
-    cells = pd.DataFrame(rows).reindex(columns=columns).map(cell)
-    cells = cells.loc[:, (cells != "-").any()]
-    lines = [list(cells), *cells.to_numpy().tolist()]
-    widths = [max(2, *map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
-
-
-def save(figure, sentence, path, loc="outside lower center", **legend):
-    """Writes the figure, with a sentence above its axes and a legend outside of them."""
-    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
-    figure.legend(loc=loc, **legend)
-    figure.savefig(path)
 
 
 def quantity(text):

@@ -28,69 +28,30 @@ epoch: losses, and times as means over the processes.
 """
 
 import argparse
-import itertools
-import json
-import math
 import textwrap
 from pathlib import Path
 
 import matplotlib
 import pandas as pd
+from logs import (
+    COLOURS,
+    LAUNCH,
+    PHASES,
+    STYLE,
+    cell,
+    pays_up_to,
+    read_logs,
+    save,
+    table,
+    with_speedups,
+)
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
-# These together tell one run from another: `run` does not, as a copied snapshot keeps it. From
-# comm_hook on, a resumed run may have others.
-RUN = "run snapshot script processes nodes comm_hook compile num_workers num_stages".split()
-RUN += "shard_size grad_accum_steps num_microbatches schedule checkpoint_activations".split()
-LAUNCH = RUN[8:]  # how a model and a batch are split, which does not change the loss
-PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
-
-# What is taken where a script does not log these columns.
-DEFAULTS = {"snapshot": None, "comm_hook": "none", "compile": False, "num_workers": 0}
-DEFAULTS |= {"stages": [1]} | dict.fromkeys(LAUNCH, "-")
-DEFAULTS |= {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "val_loss": math.nan}
 SPEED = ["processes", "nodes", "batch (samples)", "steps", "epoch (s)", "samples/s", "speedup (x)"]
 SPEED += ["efficiency (%)", "device-hours", "split"]
 COMMUNICATION = "processes,comm (%),hidden (%),R (x),sending (s),waiting (s),late rank".split(",")
 BESIDE = ["processes", "step", "warmup (s)", "eval (s)", "save (s)", "peak_MB"]
 ROW = ["of", "task", "run", "processes", "nodes", "batch_size", "epoch", "step"]
-
-# Colours that colour-blind people can tell apart (Okabe and Ito 2008), the same in all pictures.
-COLOURS = {"data": "#E69F00", "forward": "#56B4E9", "backward": "#0072B2", "bubble": "#BBBBBB"}
-COLOURS |= {"comm": "#D55E00", "optimizer": "#009E73"}
-STYLE = {"figure.figsize": (6.4, 3.6), "figure.dpi": 125, "figure.constrained_layout.use": True}
-STYLE |= {"font.size": 12, "figure.titlesize": 12, "legend.frameon": False}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.8}
-
-
-def read_row(line):
-    """Returns the row in this line of a log, with what titles and comparisons need."""
-    row = json.loads(line)
-    settings = row["settings"]
-    # A row also holds the flags. Without them, a flag cannot stand for a column of its name.
-    row = {name: value for name, value in row.items() if settings.get(name) != value}
-    row = DEFAULTS | row | {"batch_size": settings["batch_size"]}
-    row["epoch"] = row["step"] / row["steps_per_epoch"]
-    row["of"] = str([row[name] for name in RUN])
-    stages = 1 if row["device"] == "CPU" else len(row["stages"])  # of hybrid/images.py
-    row["devices"] = row["processes"] * stages
-    script = Path(row["script"]).name.replace("_fsdp", "").replace("_pipeline", "")
-    titles = [settings[name] for name in ("model", "dataset", "precision") if name in settings]
-    row["task"] = ", ".join([script, *titles])
-    # Compared runs have all this in common.
-    same = {name: settings[name] for name in settings if name not in ("batch_size", "seed")}
-    same |= {name: row[name] for name in ("device", "parameters", "compile")} | {"script": script}
-    row["same"] = tuple(sorted((name, str(value)) for name, value in same.items()))
-    return row
-
-
-def read_logs(paths):
-    """Returns a table of the rows of all logs."""
-    rows = []
-    for path in paths:
-        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-            rows += [read_row(line) | {"file": file} for line in file.read_text().splitlines()]
-    return pd.DataFrame(rows).sort_values("step", kind="stable")
 
 
 def runs_of(rows, lines):
@@ -159,46 +120,6 @@ def groups_of(runs):
     return groups
 
 
-def with_speedups(runs):
-    """Returns the table of runs with their speedups."""
-    ratio = runs["devices"] / runs["devices"].min()
-    speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].max()
-    columns = {"speedup (x)": speedup, "efficiency (%)": 100 * speedup / ratio}
-    return runs.assign(ratio=ratio, **columns)
-
-
-def pays_up_to(runs):
-    """Returns up to how many devices it pays, and a sentence on it."""
-    is_one_each = (runs["devices"] == runs["processes"]).all()  # no stages of hybrid/images.py
-    one, several = ("process", "processes") if is_one_each else ("GPU", "GPUs")
-    speedups = runs.groupby("devices")["speedup (x)"].max()  # the fastest with a number counts
-    for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
-        needed = 1.5 ** math.log2(many / few)
-        if fast / slow < needed:
-            limit = f"1 {one}" if few == 1 else f"{few} {several}"
-            gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
-            return few, f"It pays up to {limit}: {gain} (rule: {needed:.2f} or more pays)."
-    most = speedups.index.max()
-    return most, f"It pays up to {most} {several}. More were not tried."
-
-
-def cell(value):
-    """Returns words and whole numbers as they are, other numbers with at least three digits."""
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{round(value, 9):#.3g}" if abs(value) < 99.9 else f"{value:.0f}"
-    return "-" if isinstance(value, float) else str(value) or "-"
-
-
-def table(columns, rows):
-    """Returns these columns of the rows as a Markdown table, without those that are empty."""
-    cells = pd.DataFrame(rows).reindex(columns=columns).map(cell)
-    cells = cells.loc[:, (cells != "-").any()]
-    lines = [list(cells), *cells.to_numpy().tolist()]
-    widths = [max(2, *map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
-
-
 def tables(columns, runs):
     """Returns three tables: speed, communication, and what comes beside the steps."""
     beside = [*BESIDE, *(name for name in runs if name.startswith("val_"))]
@@ -222,13 +143,6 @@ def comparison(group):
         places = [f"{count} on {kind}, {' '.join(sorted(on))}" for count, kind, on in places]
         lines += ["note: machines may differ in speed. " + "; ".join(places), ""]
     return lines
-
-
-def save(figure, sentence, path, loc="outside lower center", **legend):
-    """Writes the figure, with a sentence above its axes and a legend outside of them."""
-    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
-    figure.legend(loc=loc, **legend)
-    figure.savefig(path)
 
 
 def draw_scaling(group, path):
