@@ -52,7 +52,6 @@ OWN = {  # names whose text may differ from that of the folders before, by folde
         compare_copies evaluate sent timed_hook count_marks
         --grad_accum_steps --comm_hook --snapshot""",
     "hybrid/mnist.py": "print_marks",
-    "tools/predict.py": "runs_of",  # it sums up a step, report.py an epoch
 }
 NEIGHBORS = [  # whose differences are recorded: each script, and the one from which it grew
     ("singlegpu/images.py", "multigpu/images.py"),

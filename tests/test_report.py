@@ -153,7 +153,7 @@ def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
 
 PAYS = {  # seconds of 1, 2 and 6 processes: log2(6 / 2) = 1.58 doublings must pay, 1.5**1.58 = 1.90
     (12, 7, 4): "up to 2 processes: 6 are 1.75 times as fast as 2 (rule: 1.90 or more pays).",
-    (12, 7, 3.5): "It pays up to 6 processes. More were not tried.",
+    (12, 7, 3.5): "It pays up to 6 processes (more were not tried).",
     (12, 10, 3): "up to 1 process: 2 are 1.20 times as fast as 1 (rule: 1.50 or more pays).",
     (12, 4, 2): "Not to be trusted: N processes are over N times as fast",
 }
@@ -215,7 +215,7 @@ def test_launches_are_compared(tmp_path):
     assert group[-1]["device-hours"] == "0.00222" and "num_workers 0 / 4" in text
     for name, unknown in {"sending (s)": [0, 4], "R (x)": [0, 3, 4], "comm (%)": [3]}.items():
         assert [n for n, row in enumerate(group) if row[name] == "-"] == unknown, name
-    assert "It pays up to 4 GPUs. More were not tried." in text
+    assert "It pays up to 4 GPUs (more were not tried)." in text
 
 
 def test_the_last_step_is_drawn(tmp_path, drawn):

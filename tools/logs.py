@@ -197,9 +197,9 @@ def pays_up_to(runs):
         if fast / slow < needed:
             gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
             rule = f"(rule: {needed:.2f} or more pays)"
-            return few, f"It pays up to {count_of(few, runs)}: {gain} {rule}."
+            return few, f"It pays up to {count_of(few, runs)}: {gain} {rule}"
     most = speedups.index.max()
-    return most, f"It pays up to {count_of(most, runs)}. More were not tried."
+    return most, f"It pays up to {count_of(most, runs)} (more were not tried)"
 
 
 def cell(value):

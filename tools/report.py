@@ -28,6 +28,7 @@ epoch: losses, and times as means over the processes.
 """
 
 import argparse
+import signal
 import textwrap
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def comparison(group):
             facts.append((name, " / ".join(map(str, group[name].unique()))))
     facts = ", ".join(map(" ".join, facts)) + ". Times are those of an epoch."
     lines = [f"## {group['title'].iloc[0]}", "", *textwrap.wrap(facts, 100), ""]
-    lines += [*tables(SPEED, group), pays_up_to(group)[1], ""]
+    lines += [*tables(SPEED, group), pays_up_to(group)[1] + ".", ""]
     if (group["efficiency (%)"] > 110).any():
         lines += ["Not to be trusted: N processes are over N times as fast. Was one slowed?", ""]
     hosts = group["hosts"]
@@ -251,4 +252,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
     main()

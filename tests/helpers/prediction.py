@@ -51,7 +51,7 @@ class Network:
         log = self.folder / f"{next(self.numbers)}.jsonl"
         words = ["--model", model, "--batch_size", batch, "--max_steps", 3 + steps, "--log", log]
         self.run(nodes, self.script, *words, *more)
-        return foretell.runs_of(foretell.read_logs([log]))
+        return foretell.timed_steps(foretell.read_logs([log]))
 
     def one_process(self, model, passes):
         """Returns the run of one process, with so many micro-batches."""
