@@ -5,6 +5,7 @@ gets a line of JSON for each process: a row, a dictionary {column: value}. The t
 seconds since the row before. A row counts once, however many of the files have it.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -17,22 +18,24 @@ import pandas as pd
 # comm_hook on, a resumed run may have others.
 RUN = "run snapshot script processes nodes comm_hook compile num_workers num_stages".split()
 RUN += "shard_size grad_accum_steps num_microbatches schedule checkpoint_activations".split()
+RUN += ["tensor_size"]
 LAUNCH = RUN[8:]  # how a model and a batch are split, which does not change the loss
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
-COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter"]  # what processes do together
+COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter", "sum"]  # what processes do together
 
 # What is taken where a script does not log these columns.
 DEFAULTS = {"snapshot": None, "comm_hook": "none", "compile": False, "num_workers": 0}
 DEFAULTS |= {"stages": [1], "nodes": 1, "threads": 1, "epochs": 1, "eval_every": 0}
 DEFAULTS |= dict.fromkeys(LAUNCH, "-")
-DEFAULTS |= dict.fromkeys(["bubble", "comm", "comm_total", "warmup", "eval", "save"], 0)
+DEFAULTS |= dict.fromkeys(["bubble", "comm", "comm_total", "sum_total"], 0)
+DEFAULTS |= dict.fromkeys(["warmup", "eval", "save"], 0)
 DEFAULTS |= {"peak_MB": math.nan, "val_loss": math.nan, "last_step": None}
 
 # What a row must have, and the least value of a number. Of some rows only.
 TEXTS = ["run", "script", "host", "device"]
 COUNTS = {"step": 0, "rank": 0, "steps": 0, "parameters": 0, "processes": 1, "nodes": 1}
 COUNTS |= {"batch_size": 1, "steps_per_epoch": 1, "eval_every": 0}
-TIMES = [*PHASES, "comm_total", "warmup", "eval", "save"]
+TIMES = [*PHASES, "comm_total", "sum_total", "warmup", "eval", "save"]
 
 # Colours that colour-blind people can tell apart (Okabe and Ito 2008), the same in all pictures.
 COLOURS = {"data": "#E69F00", "forward": "#56B4E9", "backward": "#0072B2", "bubble": "#BBBBBB"}
@@ -219,6 +222,14 @@ def table(columns, rows):
     widths = [max(2, *map(len, column)) for column in zip(*lines)]
     lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
     return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
+
+
+def output_folder(text):
+    """A type for argparse: a folder that is there, or that can be made."""
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return path
 
 
 def save(figure, sentence, path, loc="outside lower center", **legend):

@@ -45,7 +45,17 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pandas as pd
-from logs import LAUNCH, PHASES, STYLE, pays_up_to, read_logs, save, table, with_speedups
+from logs import (
+    LAUNCH,
+    PHASES,
+    STYLE,
+    output_folder,
+    pays_up_to,
+    read_logs,
+    save,
+    table,
+    with_speedups,
+)
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
 WEAK = ["processes", "step (ms)", "samples/s", "speedup (x)", "efficiency (%)", "comm (%)", "link"]
@@ -445,7 +455,7 @@ def parse_args():
     add("--processes", type=at_least(1), nargs="+", help="predict these, and powers of two below")
     add("--steps", type=at_least(0), default=0, help="of the whole training; 0: the log's --epochs")
     add("--all", action="store_true", help="also a growing batch, hours, and lines for Slurm")
-    add("--out", type=Path, metavar="FOLDER", help="draw the predictions there")
+    add("--out", type=output_folder, metavar="FOLDER", help="draw the predictions there")
     args = parser.parse_args()
     args.links = [read_link(path) for path in args.files if path.suffix == ".json"]
     if args.link:
