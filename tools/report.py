@@ -19,7 +19,8 @@ and saves. So it does not matter how long a run was, or how often it was resumed
     sums          of hybrid/gpt_tensor.py: that part of it which adds up the parts of a layer
     waiting       mean communication over all processes, minus sending and sums
     R             (forward + backward + sums) / sending
-    tokens/s      if the tokens of a sample are known: of a GPT, or if the log has tokens/s
+    tokens/s      if the tokens of a sample are known: of a GPT, or if the log has tokens/s, or
+                  timing.py got tokens_per_sample
     MFU           (6 N + 12 L D T) x tokens/s / peak of all devices: the model's floating-point
                   operations (Chowdhery et al. 2022, PaLM, appendix B), for N parameters, L layers
                   of width D and T tokens of a sample; only 6 N where a log does not have these
@@ -190,6 +191,9 @@ def groups_of(runs):
 
 def tokens_of(run):
     """Returns the tokens of a sample, or NaN."""
+    given = run["settings"].get("tokens_per_sample")
+    if is_number(given):
+        return given
     rates = run.get("tokens/s"), run.get("samples/s")
     if all(is_number(rate) and rate > 0 for rate in rates):
         return rates[0] / rates[1]
