@@ -29,7 +29,8 @@ DEFAULTS |= {"stages": [1], "nodes": 1, "threads": 1, "epochs": 1, "eval_every":
 DEFAULTS |= dict.fromkeys(LAUNCH, "-")
 DEFAULTS |= dict.fromkeys(["bubble", "comm", "comm_total", "sum_total"], 0)
 DEFAULTS |= dict.fromkeys(["warmup", "eval", "save"], 0)
-DEFAULTS |= {"peak_MB": math.nan, "val_loss": math.nan, "last_step": None}
+DEFAULTS |= dict.fromkeys(["peak_MB", "val_loss", "seconds", "samples/s"], math.nan)
+DEFAULTS["last_step"] = None
 
 # What a row must have, and the least value of a number. Of some rows only.
 TEXTS = ["run", "script", "host", "device"]

@@ -157,7 +157,8 @@ def with_rates(runs):
     is_known = (runs["device"] == "CPU") | (runs["shard_size"] == "-")
     runs["comm (%)"] = (100 * runs["comm"] / runs["epoch (s)"]).where(is_known)
     hidden = (100 - 100 * runs["comm"] / runs["comm_total"]).clip(lower=0)
-    runs["hidden (%)"] = hidden.where((runs["processes"] > 1) & is_known)
+    has_sent = (runs["processes"] > 1) & (runs["comm_total"] > 0)
+    runs["hidden (%)"] = hidden.where(has_sent & is_known)
     passes = runs["forward"] + runs["backward"] + runs["sums (s)"].fillna(0)
     runs["R (x)"] = (passes / runs["sending (s)"]).where(is_known)
     runs["split"] = ""  # the whole model is in each process
