@@ -11,6 +11,7 @@ A training script has sections, under the titles of SECTIONS. These rules hold:
   where the scripts of a folder split a model in other ways, the start alone is the same.
 - What bears the same name in two scripts has the same text: functions, classes, constants, flags
   of the run. OWN and FREE list the names for which this does not hold.
+- The marks of tools/timing.py are those of the mnist.py.
 - How those differ between one folder and the next is recorded in folders.diff. An edit that
   forgets a folder changes that difference, and is seen.
 - The job files of a folder differ in names, and in the lines that are marked EDIT.
@@ -52,8 +53,8 @@ OWN = {  # names whose text may differ from that of the folders before, by folde
         compare_copies evaluate sent timed_hook count_marks
         --grad_accum_steps --comm_hook --snapshot""",
     "hybrid/mnist.py": "print_marks",
-    "tools/predict.py": "runs_of",  # it sums up a step, report.py an epoch
 }
+TIMER = {"tools/timing.py": ("ON_GPU", "marks", "mark")}  # are those of the mnist.py
 NEIGHBORS = [  # whose differences are recorded: each script, and the one from which it grew
     ("singlegpu/images.py", "multigpu/images.py"),
     ("multigpu/images.py", "multinode/images.py"),
@@ -145,6 +146,8 @@ def pieces_of(path, source):
             yield folder, "the run", sections.get("the run")
             yield several, "the timing", sections.get("the timing")
     for name, text in names_of(source).items():
+        if name in TIMER.get(path, ()):
+            yield "mnist", name, text
         if may_differ(path, name):
             continue
         if task in TASKS:

@@ -50,6 +50,32 @@ def test_fit_finds_the_line():
     assert fit_line([1000, 2000], [1e-6, 3e-6], 2)[0] == 0
 
 
+REFUSED = {  # flags, and why
+    ("--min_bytes", 0): "--min_bytes must be a multiple of 4, the bytes of a number",
+    ("--min_bytes", 6): "--min_bytes must be a multiple of 4, the bytes of a number",
+    ("--max_bytes", 8): "--max_bytes must not be less than --min_bytes",
+    ("--seconds", -1): "--seconds and --expect must not be negative",
+    ("--expect", "nan"): "--seconds and --expect must not be negative",
+    ("--timeout", 0): "--timeout must be at least 1",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_nonsense_is_refused(monkeypatch, capsys, words):
+    monkeypatch.setattr("sys.argv", [SCRIPT, *map(str, words)])
+    with pytest.raises(SystemExit, match="2"):
+        module(SCRIPT).parse_args()
+    assert capsys.readouterr().err.endswith(f"error: {REFUSED[words]}\n")
+
+
+def test_a_missing_folder_is_found_before_the_measurement(attempt, tmp_path):
+    """In one line, by one process. The others, which wait for it, end as well."""
+    words = (*SIZES, "--out", tmp_path / "missing/link.json")
+    status, out, err = attempt(SCRIPT, *words, processes=3)
+    told = f"cannot write {words[-1]}: its folder is missing or read-only"
+    assert (status, out, err) == (1, "", f"{told}\n")
+
+
 CHECK, LAST = "        if (buffer !=", "    link |= {"  # before these lines comes a fault
 HANG = "time.sleep(100 * (rank == 1))"  # though its threads live
 # A stopped process is ended when the others have ended.

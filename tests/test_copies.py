@@ -96,6 +96,16 @@ def with_edit(path, name):
     return with_lines(FILES[path], *edits_of(FILES[path])[name])
 
 
+@pytest.mark.parametrize("name", ["ON_GPU", "marks", "mark"])
+def test_timing_has_the_marks_of_mnist(name):
+    """An edit of one is found, and --fix carries an edit of singlegpu/mnist.py to timing.py."""
+    timing, mnist = "tools/timing.py", "singlegpu/mnist.py"
+    assert name in told_of(timing, with_edit(timing, name))
+    fixed = check_copies.fixed(FILES | {mnist: with_edit(mnist, name)}, FILES)
+    changed = {each for each in fixed if fixed[each] != FILES[each]}
+    assert {timing, mnist, "multigpu/mnist.py"} <= changed
+
+
 CARRIED = {  # a name, and the folders whose scripts have its text
     "create_model": check_copies.FOLDERS[:4],
     "main": ["multinode"],

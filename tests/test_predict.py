@@ -3,6 +3,9 @@
 import functools
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,8 @@ from test_report import column, report, rows_of, tables, write
 
 predict = module("tools/predict.py")
 run_predict = functools.partial(call, predict)
-predicted = functools.partial(tables, script=predict)
+predicted = functools.partial(tables, script=predict)  # text, batch kept in all, what would help
+all_predicted = functools.partial(predicted, "--all")  # and: batch kept in each process, hours
 
 
 @pytest.fixture(autouse=True)
@@ -43,20 +47,20 @@ about = functools.partial(pytest.approx, rel=0.004)
 
 
 def test_prediction_by_hand():
-    text, strong, weak, *_ = predicted(log(), link("l", 2, 0.01, 40e6))
+    text, strong, _, weak, _ = all_predicted(log(), link("l", 2, 0.01, 40e6))
     assert column(strong, "processes") == "2 4 8 16 32 64", "batch 64"
     assert column(weak, "processes") == "2 4 8 16 32 64 128 256 512 1024"
     first, rest = SIZES / 40e6 + 0.01
     comm = max(0.2 * SHARE + first, 0.2) + rest - 0.2
     step = 0.05 + 0.15 + 0.2 + comm + 0.1
     assert float(strong[0]["speedup (x)"]) == about(0.9 / step)
-    assert float(strong[0]["R (x)"]) == about(0.35 / (first + rest))
+    assert float(strong[0]["comm (%)"]) == about(100 * comm / step)
     # Weak: the backward pass stays long; a ring of 4 has 3 times the latency of one of 2.
     first, rest = SIZES * 1.5 / 40e6 + 0.03
     comm = max(0.4 * SHARE + first, 0.4) + rest - 0.4
     assert float(weak[1]["speedup (x)"]) == about(4 * 0.9 / (0.9 + comm))
     assert "It pays up to 2 processes: 4 are 1.32 times as fast as 2 (rule: 1.50 or" in text
-    assert "efficiency is 80% or more up to 8." in text
+    assert "Efficiency is 80% or more up to 8." in text
 
 
 # Without buckets in the log frozen weights are not sent, and the last micro-batch sends. Buckets
@@ -103,8 +107,14 @@ def test_prediction_over_nodes():
     assert one[:2] == two[:2]
     assert [row["link"] for row in two[:4]] == ["from 4", "measured", "measured", "from 8"]
     first, rest = SIZES * 2 * 7 / 8 / 1e8 + 7e-3
-    passes = 0.7 / 8 + 0.5 * first  # seconds of half the speed
-    assert float(two[2]["R (x)"]) == about(passes / (first + rest))
+    # The first bucket is sent beside half of the speed: so long the rest of the pass takes twice.
+    backward = 0.4 / 8 * SHARE
+    left = 0.4 / 8 * (1 - SHARE)
+    slowed = min(first, 2 * left)
+    backward += slowed + left - slowed / 2
+    comm = max(0.4 / 8 * SHARE + first, backward) + rest - backward
+    step = (0.1 + 0.3) / 8 + backward + comm + 0.1
+    assert float(two[2]["step (ms)"]) == about(1000 * step)
     between = link("between", nodes=2)
     for other in link("inside"), link("four", 4, nodes=2):
         assert "with all GPUs of each node" in run_predict(log(), between, other).stderr
@@ -126,11 +136,11 @@ def test_a_link_by_hand():
     gpus = log(device="H100")
     by_file = predicted(gpus, written, "--processes", 4, 8)[1:]
     by_hand = predicted(gpus, "--link", "100Gbit", "--latency", "5us", "--processes", 4, 8)[1:]
-    assert column(by_hand[0], "link") == "by hand by hand"
+    assert column(by_hand[0], "link") == "by hand by hand by hand", "of 2, 4 and 8"
     for row in sum((*by_file, *by_hand), []):
         row.pop("link", None)
     assert by_file == by_hand
-    words = ("--link", "1GB", "--gpus_per_node", 4, "--processes", 8)
+    words = ("--link", "1GB", "--gpus_per_node", 4, "--processes", 8, "--all")
     assert "sbatch --nodes=2 --gpus-per-node=4 " in run_predict(gpus, *words).stdout
 
 
@@ -138,17 +148,17 @@ def test_any_number_of_processes_and_nodes():
     """A link measured with all GPUs of each node is taken as it is, at that number."""
     whole = link("w", 6, 0.01, 1e8, nodes=2, device="H100")
     gpus = log(device="H100", epochs=3)
-    text, strong, *_, ask = predicted(gpus, whole, "--processes", 3, 5, 6, 12)
-    assert column(strong, "processes") == "3 5 6 12"
-    assert column(strong, "local batch (samples)") == "21 13 11 5"
-    assert [row["link"] for row in strong] == ["from 6", "from 6", "measured", "from 6"]
-    assert column(ask, "nodes") == "1 1 2 2 4"
+    text, strong, *_, ask = all_predicted(gpus, whole, "--processes", 5, 12)
+    assert column(strong, "processes") == "2 3 5 6 12", "whole nodes of 3 are tried, too"
+    assert re.findall(r"--batch_size (\d+) ", text) == ["64", "64", "63", "65", "66", "60"]
+    assert [row["link"] for row in strong] == ["from 6"] * 3 + ["measured", "from 6"]
+    assert column(ask, "nodes") == "1 1 1 2 2 4"
     # The warmup of 5 s counts, too; validations of 1 s, one for 10 steps, are shared.
-    hours = [(n * float(strong[2]["step (ms)"]) / 1000 + 5 + n / 10 / 6) / 3600 for n in (30, 1e5)]
-    assert float(ask[3]["device-hours"]) == pytest.approx(6 * hours[0], rel=0.01)
+    hours = [(n * float(strong[3]["step (ms)"]) / 1000 + 5 + n / 10 / 6) / 3600 for n in (30, 1e5)]
+    assert float(ask[4]["device-hours"]) == pytest.approx(6 * hours[0], rel=0.01)
     assert "30 steps (3 epoch(s), --epochs of the log)" in text
-    text, *_, ask = predicted(gpus, whole, "--processes", 6, "--steps", 100_000)
-    assert float(ask[1]["hours"]) == pytest.approx(hours[1], rel=0.01)
+    text, *_, ask = all_predicted(gpus, whole, "--processes", 6, "--steps", 100_000)
+    assert float(ask[-1]["hours"]) == pytest.approx(hours[1], rel=0.01)
     counts = "--nodes=2 --gpus-per-node=3 --ntasks-per-node=3"
     [[hour, minute]] = re.findall(rf"sbatch {counts} --time=(\d+):(\d+):00 .* 100000", text)
     minutes = 1.2 * 60 * hours[1] + 5  # a fifth, and 5 minutes
@@ -158,15 +168,18 @@ def test_any_number_of_processes_and_nodes():
 def test_what_helps():
     """Where an all-reduce is nearly all of a step, half the bytes are twice as fast."""
     words = link("l", 2, 0, 1e5, nodes=2), "--processes", 4, "--out", "o"
-    text, _, _, changes, _ = predicted(log(data=0), *words)
+    text, _, changes = predicted(log(data=0), *words)
     gains = {row["change"]: float(row["gain (x)"]) for row in changes}
     assert [*gains.values()] == sorted(gains.values(), reverse=True) and gains["as it is"] == 1
+    assert "no time in data" not in gains, "there is none"
     for change in "--comm_hook bf16", "twice the batch", "a link twice as fast":
         assert gains[change] == pytest.approx(2, rel=0.02), change
     assert "what would help on 4 processes (predicted)" in text
     assert [path.name for path in Path("o").iterdir()] == ["predicted.png"]
     fast = link("f", 2, 0, 1e12, nodes=2)
-    assert predicted(log(data=9), fast)[3][0]["change"] == "no time in data"
+    assert predicted(log(data=9), fast)[2][0]["change"] == "no time in data"
+    text, *_, two, four, _, _ = all_predicted(log(), *words[:2], 2, 4)
+    assert "help on 2 processes" in text and "help on 4 processes" in text and two != four
 
 
 def test_doubts():
@@ -183,11 +196,120 @@ def test_doubts():
         "FSDP sends weights, too, and this is a prediction of DDP",
         "a node is taken to hold 8 processes, but was measured with 2",
     ]
-    note = "note: on CPUs this holds as far as each process has cores and memory of its own\n"
-    assert text.startswith(note) and text.count("note: ") == 2
+    note = "note: each process must have cores and memory of its own, which CPUs share\n"
+    assert text.count(note) == text.count("note: ") == 2
     text = run_predict(log(device="H100"), gpu, "--processes", 2).stdout
     text += run_predict(log(), link("two", nodes=2)).stdout
     assert "Not to be trusted" not in text and "note: " not in text
+    text = run_predict(log(), link("two", nodes=2), "--processes", 4, 100).stdout
+    assert "note: a batch of 64 has no samples for 100 processes\n" in text
+
+
+def test_the_first_screen():
+    """A sentence, a table and what would help: the answer, where it holds, and nothing else."""
+    words = link("l", 2, 0.01, 40e6, nodes=2), "--processes", 64
+    out = run_predict(log(), *words).stdout
+    assert max(map(len, out.splitlines())) <= 100 and out.count("\n") < 30
+    title, sentence, heading, rows, helps, *rest = out.strip().split("\n\n")
+    assert title == "# images.py, cnn, mnist, fp32, batch 64, run a" and rest != []
+    assert " ".join(sentence.split()) == (
+        "It pays up to 2 processes: 4 are 1.32 times as fast as 2 (rule: 1.50 or more pays), if "
+        "each process computes as fast as the one that was measured (CPU of node0, 4 threads): its "
+        "seconds cannot be carried over to a GPU or another CPU."
+    ), "though 64 were asked for"
+    assert heading == "## predicted, with a batch of 64 in all"
+    assert re.findall(r"^\| +(\d+) ", rows, re.M) == "2 4 8 16 32 64".split()
+    assert helps == "## what would help on 64 processes (predicted)" and "sbatch" not in out
+    gpu = run_predict(log(device="H100"), *words).stdout
+    assert "(H100 of node0): its seconds cannot be carried over to another GPU." in " ".join(
+        gpu.split()
+    )
+
+
+REFUSED = {  # flags, and why
+    ("--link", "-1Gbit"): "argument --link: -1Gbit is not above 0",
+    ("--link", "nanGbit"): "argument --link: nanGbit is not above 0",
+    ("--link", "infGB"): "argument --link: infGB is not above 0",
+    ("--link", "5us"): "argument --link: 5us has no unit of Gbit, Mbit, GB, MB",
+    ("--link", "fastGbit"): "argument --link: invalid number value: 'fastGbit'",
+    ("--link", "1Gbit", "--latency", "1Gbit"): "--latency: 1Gbit has no unit of us, ms",
+    ("--link", "1Gbit", "--latency=-5us"): "argument --latency: -5us is not above 0",
+    ("--link", "1Gbit", "--processes", 0): "argument --processes: 0 is less than 1",
+    ("--link", "1Gbit", "--processes", "2.5"): "--processes: invalid number value: '2.5'",
+    ("--link", "1Gbit", "--gpus_per_node=0"): "argument --gpus_per_node: 0 is less than 1",
+    ("--link", "1Gbit", "--steps=-1"): "argument --steps: -1 is less than 0",
+    (): "give a log of --log, and a link of allreduce.py --out or --link",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_nonsense_is_refused(words):
+    done = run_predict(log(), *glued(words))
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines()[-1].endswith(REFUSED[words])
+
+
+def glued(words):
+    """A value that begins with a dash is written after a =, as argparse wants it."""
+    words = list(map(str, words))
+    if len(words) > 1 and words[1].startswith("-1"):
+        return [f"{words[0]}={words[1]}", *words[2:]]
+    return words
+
+
+LINKS = {  # what is in the file, and why it is no link
+    "": "Expecting value: line 1 column 1 (char 0)",
+    "[]": "its processes is None",
+    '{"processes": 2, "nodes": 1}': "its latency_s is None",
+    '{"processes": 1}': "its processes is 1",
+    '{"processes": 2, "nodes": 1, "latency_s": -1}': "its latency_s is -1",
+    '{"processes": 2, "nodes": 1, "latency_s": 0, "bandwidth_bytes_per_s": 0}': (
+        "its bandwidth_bytes_per_s is 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", LINKS)
+def test_a_wrong_link_is_named(text):
+    Path("wrong.json").write_text(text)
+    done = run_predict(log(), "wrong.json")
+    told = f"wrong.json is no link of allreduce.py --out: {LINKS[text]}"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
+
+
+@pytest.mark.parametrize("tool", ["report", "predict"])
+def test_a_closed_pipe_is_silent(tool):
+    """As in `python tools/predict.py ... | head -1`, however much comes after."""
+    links = [link("l")] if tool == "predict" else []
+    runs = [rows_of(f"run{n}", 1, [8], samples=64 * (10 + n)) for n in range(300)]
+    words = [sys.executable, ROOT / f"tools/{tool}.py", write(Path("many.jsonl"), *runs), *links]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(words, **pipes, text=True)
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == -signal.SIGPIPE, "there was more to print"
+
+
+def test_the_factor_of_doubling(capsys):
+    """What a script prints at its end is what predict.py says, where nothing can be hidden.
+
+    One bucket is ready as the backward pass ends, over a link without latency.
+    """
+    scripts = module("multigpu/images.py")
+    seconds = {"data": 0, "forward": 3, "backward": 4, "optimizer": 1}  # of 10 steps
+    one = log([8], last_step=[["all-reduce", -0.1, 0, 4e6]], **seconds)
+    for bandwidth in 1e6, 1e7, 1e8:
+        _, strong, *_ = predicted(one, link("l", 2, 0, bandwidth, nodes=2), "--processes", 8)
+        steps = [float(row["step (ms)"]) for row in strong]
+        for n, step, twice in zip((2, 4), steps, steps[1:]):
+            sending = 10 * 2 * (n - 1) / n * 4e6 / bandwidth
+            row = {"forward": 3 / n, "backward": 4 / n, "optimizer": 1, "comm_total": sending}
+            row |= {"data": 0, "comm": sending, "host": "node0"}
+            scripts.print_sending(row, [row | {"rank": rank} for rank in range(n)])
+            [factor] = re.findall(r"would be ([\d.]+) times as fast", capsys.readouterr().out)
+            assert float(factor) == pytest.approx(step / twice, abs=0.011)
 
 
 ASKED = {"CPU": "0 --cpus-per-task=4", "H100": "2"}  # GPUs of a node: of CPUs, none
@@ -204,7 +326,9 @@ def test_jobs(device, script, job, arguments):
     links = link("i", device=device), link("b", 4, nodes=2, device=device)
     flags = {"model": "my net", "batch_size": 66, "dropout": 0.0, "pretrained": True, "mine": None}
     more = {"settings": flags, "batch_size": 66, "epochs": 3, "max_steps": 9, "log": "a.jsonl"}
-    out = run_predict(log(device=device, script=script, **more), *links, "--processes", 4).stdout
+    out = run_predict(
+        log(device=device, script=script, **more), *links, "--processes", 4, "--all"
+    ).stdout
     counts = f"--nodes=2 --gpus-per-node={ASKED[device]} --ntasks-per-node=2 --time=0:06:00"
     assert f"\nsbatch {counts} slurm/{job}.slurm {arguments}" in out
     assert "--batch_size 64 " in out, "66 is no multiple of 4"

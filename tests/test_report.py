@@ -52,7 +52,8 @@ def tables(*arguments, script=report):
         if part.startswith("|"):
             head, _, *rows = [re.split(r" *\| *", line)[1:-1] for line in part.splitlines()]
             rows = [dict(zip(head, row)) for row in rows]
-            if "warmup (s)" in head or ("comm (%)" in head and "step (ms)" not in head):
+            is_of_report = {"warmup (s)", "tokens/s"} & {*head}
+            if is_of_report or ("comm (%)" in head and "step (ms)" not in head):
                 rows = [more | row for more, row in zip(found.pop(), rows)]
             found.append(rows)
     return done.stdout, *found
@@ -119,11 +120,13 @@ def test_speedup_and_efficiency_by_hand(tmp_path, drawn):
     assert [*last] == pytest.approx([2, 1, 2.5, 0.4])
     assert [path.name for *_, path in drawn] == ["scaling.png", "scaling_2.png"]
     axes = drawn[0][0].axes
-    *bars, phases = [[bar.get_height() for bar in each.patches] for each in axes]
-    ideals = [each.lines[0].get_ydata() for each in axes[:3]]
-    np.testing.assert_allclose(bars, [[10, 6, 4], [1, 10 / 6, 2.5], [100, 250 / 3, 62.5]])
-    np.testing.assert_allclose(ideals, [[10, 5, 2.5], [1, 2, 4], [100] * 3])
+    bars, phases = [[bar.get_height() for bar in each.patches] for each in axes]
+    np.testing.assert_allclose(bars, [1, 10 / 6, 2.5])
+    np.testing.assert_allclose(axes[0].lines[0].get_ydata(), [1, 2, 4])
+    words = [text.get_text() for text in axes[0].texts]
+    assert words == ["1.00\n100%", "1.67\n83%", "2.50\n62%"]
     np.testing.assert_allclose(np.reshape(phases, (-1, 3)).sum(0), [1000, 600, 400])  # ms
+    assert drawn[0][1].startswith("It pays up to 4 processes (more were not tried).\nstrong sca")
 
 
 def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
@@ -153,7 +156,7 @@ def test_a_resumed_and_a_short_run_compare_with_a_whole_one(tmp_path):
 
 PAYS = {  # seconds of 1, 2 and 6 processes: log2(6 / 2) = 1.58 doublings must pay, 1.5**1.58 = 1.90
     (12, 7, 4): "up to 2 processes: 6 are 1.75 times as fast as 2 (rule: 1.90 or more pays).",
-    (12, 7, 3.5): "It pays up to 6 processes. More were not tried.",
+    (12, 7, 3.5): "It pays up to 6 processes (more were not tried).",
     (12, 10, 3): "up to 1 process: 2 are 1.20 times as fast as 1 (rule: 1.50 or more pays).",
     (12, 4, 2): "Not to be trusted: N processes are over N times as fast",
 }
@@ -215,30 +218,175 @@ def test_launches_are_compared(tmp_path):
     assert group[-1]["device-hours"] == "0.00222" and "num_workers 0 / 4" in text
     for name, unknown in {"sending (s)": [0, 4], "R (x)": [0, 3, 4], "comm (%)": [3]}.items():
         assert [n for n, row in enumerate(group) if row[name] == "-"] == unknown, name
-    assert "It pays up to 4 GPUs. More were not tried." in text
+    assert "It pays up to 4 GPUs (more were not tried)." in text
+
+
+def step_of(late, rank, start=-9.0):
+    """The last step of a rank. Its data take 5 ms, and its backward pass so many seconds more."""
+    moments = {"data": (0, 0.005), "forward 0": (0.005, 0.03)}
+    moments |= {"backward": (0.03, 0.05 + late), "comm": (0.05 + late, 0.12)}
+    spans = [[name, start + first, start + end, 0] for name, (first, end) in moments.items()]
+    return [*spans, ["all-reduce", start + 0.035 + late, start + 0.12, 4000]]
+
+
+def drawn_step(drawn, log, folder):
+    """The figure and the sentence of the only picture of a step."""
+    drawn.clear()
+    tables(log, "--step", "--out", folder)
+    [(figure, sentence, path)] = [words for words in drawn if "step" in words[2].name]
+    assert path == folder / f"{log.stem}_step.png"
+    return figure.axes[0], sentence
+
+
+def words_in(axes):
+    return [text.get_text() for text in axes.texts]
 
 
 def test_the_last_step_is_drawn(tmp_path, drawn):
     """Rank 1 is 60 ms late: rank 0 waits for it in the all-reduce. Of a folder, each log counts."""
     logged = list(rows_of("a", 2, [1, 1])) + list(rows_of("b", 2, [1, 1]))
     for row in logged:
-        late = 0.06 * row["rank"]
-        moments = {"data": (0, 0.005), "forward 0": (0.005, 0.03)}
-        moments |= {"backward": (0.03, 0.05 + late), "comm": (0.05 + late, 0.12)}
-        step = [[name, start - 9, end - 9, 0] for name, (start, end) in moments.items()]
-        step.append(["all-reduce", -8.965 + late, -8.88, 4000])
+        step = step_of(0.06 * row["rank"], row["rank"])
         row["last_step"] = step if (row["run"], row["step"]) == ("b", 20) else step[:3]
-    (folder := tmp_path / "logs").mkdir()
+    folder = tmp_path / "logs"
+    folder.mkdir()
     write(folder / "run.jsonl", logged, rows_of("z", 1, [1]))  # killed in the last validation
     write(folder / "none.jsonl", rows_of("a", 1, [1]))
     tables(folder, "--step", "--out", tmp_path)
     [(figure, sentence, path)] = [words for words in drawn if "step" in words[2].name]
-    assert path == tmp_path / "run_step.png" and sentence == "Rank 1 comes last: rank 0 waits 60 ms"
-    bars = [(bar.get_x(), bar.get_width()) for bar in figure.axes[0].patches]
+    assert path == tmp_path / "run_step.png"
+    assert sentence == "Process 1 is late: process 0 waits 60 ms for it."
+    [axes] = figure.axes
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches[:12]]
     assert len(bars) == 8 + 2 + 2, "of the last row of the last run: phases, all-reduces, waiting"
     assert bars[:2] == [pytest.approx((0, 5)), pytest.approx((0, 5))], "ms of data"
     assert bars[-2:] == [pytest.approx((35, 60)), pytest.approx((95, 0))], "waiting"
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()][0] == "rank 0 on node0"
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == ["process 0\nnode0", "process 1\nnode1"]
+    # The bracket has the length that the sentence says, and its arrow leads to process 0.
+    [bracket] = axes.lines
+    assert [bracket.get_xdata().min(), bracket.get_xdata().max()] == pytest.approx([50, 110])
+    assert words_in(axes)[-2:] == ["its backward phase is longer ", ""]
+    assert axes.texts[-1].xy == pytest.approx((80, 0.25)), "below the bar of process 0"
+
+
+def test_steps_of_one_of_equals_and_of_many(tmp_path, drawn):
+    """One process sends nothing. Nobody is late by less than a tenth. Of many, eight are drawn."""
+    log = write(tmp_path / "one.jsonl", rows_of("a", 1, [1], last_step=step_of(0, 0)))
+    axes, sentence = drawn_step(drawn, log, tmp_path)
+    assert sentence == "One step." and len(axes.patches) == 4, "no all-reduce"
+    for late, expected in (0.01, "One step. No process is late by more"), (0.02, "GPU 10 is late"):
+        logged = list(rows_of("a", 12, [1], device="H100", host="node0"))
+        for row in logged:
+            row["last_step"] = step_of(late * (row["rank"] == 10), row["rank"])
+        axes, sentence = drawn_step(drawn, write(tmp_path / "many.jsonl", logged), tmp_path)
+        assert sentence.startswith(expected)
+        labels = [text.get_text() for text in axes.get_yticklabels()]
+        last = "GPU 10" if late > 0.012 else "GPU 7"
+        assert labels == [f"GPU {rank}" for rank in range(7)] + [last]
+        assert len(axes.patches) == 8 * 6
+
+
+def test_a_trace(tmp_path):
+    """In Chrome's format: a track never has two spans at once, and all spans are there, in us.
+
+    Its clock begins with the step. The process and its tracks have names.
+    """
+    logged = list(rows_of("a", 2, [1, 1]))
+    for row in logged:
+        # An all-reduce of a small bucket, beside the larger one.
+        row["last_step"] = [*step_of(0.01, row["rank"]), ["all-reduce", -8.94, -8.9, 8]]
+    log, path = write(tmp_path / "a.jsonl", logged), tmp_path / "trace.json"
+    assert call(report, log, "--trace", path).returncode == 0
+    trace = json.loads(path.read_text())
+    assert trace.keys() == {"traceEvents", "displayTimeUnit"}
+    names, tracks = {}, {}
+    for event in trace["traceEvents"]:
+        assert type(event["pid"]) is int and isinstance(event["name"], str)
+        if event["ph"] == "M":
+            names[event["name"], event["pid"], event.get("tid")] = event["args"]["name"]
+        else:
+            assert event.keys() == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
+            assert event["ph"] == "X" and type(event["tid"]) is int
+            assert event["ts"] >= 0 and event["dur"] >= 0
+            tracks.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert names["process_name", 1, None] == "rank 1 on node1"
+    kinds = ["phases", "collectives", "collectives"]
+    assert [names["thread_name", 0, track] for track in range(3)] == kinds
+    assert tracks.keys() == {(rank, track) for rank in (0, 1) for track in range(3)}
+    for events in tracks.values():
+        ends = [event["ts"] + event["dur"] for event in events]
+        assert all(event["ts"] >= end - 1e-6 for event, end in zip(events[1:], ends))
+    forward = tracks[0, 0][1]
+    assert forward["name"] == "forward 0" and forward["ts"] == pytest.approx(5000)
+    assert forward["dur"] == pytest.approx(25_000)
+    assert [event["args"]["bytes"] for track in (1, 2) for event in tracks[1, track]] == [4000, 8]
+
+
+def test_tokens_and_mfu(tmp_path):
+    """Of a GPT the tokens are known, of others if the log has tokens/s. --peak is of one device.
+
+    In an epoch of 10 s, 640 samples of 100 tokens, on a model of a million weights.
+    """
+    sizes = {"num_layers": 2, "d_model": 8, "seq_len": 100}
+    settings = {"batch_size": 64, "precision": "bf16"} | sizes
+    gpt = {"script": "singlegpu/gpt.py", "settings": settings, "device": "NVIDIA H100 80GB HBM3"}
+    used = 6400 * (6e6 + 12 * 2 * 8 * 100) / 1e12  # TFLOPS of all devices
+
+    def work_of(*words, processes=1, **changes):
+        log = write(tmp_path / "a.jsonl", rows_of("a", processes, [10], **gpt | changes))
+        text, [row] = tables(log, *words)
+        return [row.get(name) for name in ("tokens/s", "peak (TFLOPS)", "MFU (%)")]
+
+    def percent(peak, devices=1):
+        return f"{100 * used / peak / devices:#.3g}"
+
+    assert work_of() == ["6400", "989", percent(989)]
+    assert work_of("--peak", 2) == ["6400", "2.00", percent(2)]
+    assert work_of("--peak", 2, processes=4) == ["6400", "2.00", percent(2, 4)]
+    assert work_of(device="NVIDIA H100 PCIe")[1:] == ["756", percent(756)]
+    fp16 = {"settings": settings | {"precision": "fp16"}}
+    assert work_of(**fp16)[1] == "989" and work_of(**fp16, device="Tesla V100-SXM2")[1] == "125"
+    assert work_of(settings=settings | {"precision": "fp32"}) == ["6400", "67", percent(67)]
+    assert work_of(device="CPU") == work_of(device="some GPU") == ["6400", None, None]
+    text = {"script": "mine/train.py", "tokens/s": 900.0, "samples/s": 9}
+    assert work_of(**text) == ["6400", "989", percent(989)]
+    assert work_of(script="singlegpu/text.py") == [None, None, None], "texts are cut and padded"
+    used = 6400 * 6e6 / 1e12
+    del settings["d_model"]
+    assert work_of() == ["6400", "989", percent(989)], "the weights alone"
+
+
+def test_parts_of_layers(tmp_path):
+    """What adds up the parts of a layer is computing, and what averages gradients is sending."""
+    logged = list(rows_of("a", 4, [10], tensor_size=2, comm_total=3.0, sum_total=1.0))
+    for row in logged:
+        row["comm_total"] -= row["rank"] == 3
+    text, [row] = tables(write(tmp_path / "a.jsonl", logged))
+    names = ("split", "sums (s)", "sending (s)", "waiting (s)", "late rank")
+    assert [row.get(name) for name in names[1:]] == ["1.00", "1.00", "0.750", "3 on node3"]
+    assert row["R (x)"] == "8.00", "(3 + 4 + 1) / 1"
+    one = rows_of("b", 1, [20])
+    _, group = tables(write(tmp_path / "b.jsonl", one, logged))
+    assert column(group, "split") == "- 2 parts"
+
+
+REFUSED = {  # flags, and why
+    ("--peak", "0"): "argument --peak: 0 is not above 0",
+    ("--peak", "fast"): "argument --peak: invalid positive value: 'fast'",
+    ("--out", "a.jsonl"): "argument --out: a.jsonl is no folder",
+    ("--trace", "missing/a.json"): "missing/a.json cannot be written: its folder is missing",
+    ("--trace", "a.json"): "no row of these logs has a last step: it has phases after the first",
+    ("--step",): "no row of these logs has a last step: it has phases after the first three steps",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_nonsense_is_refused(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    done = call(report, write(tmp_path / "a.jsonl", rows_of("a", 1, [1])), *words)
+    assert done.returncode in (1, 2) and REFUSED[words] in done.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_the_last_step_in_the_log(logged, base):

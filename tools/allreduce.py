@@ -10,6 +10,7 @@ processes. --pairs has status 1 where a pair is slower than half of the median, 
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,7 +37,16 @@ def parse_args():
     add("--pairs", action="store_true", help="measure each pair of nodes: which link is slow?")
     add("--expect", type=float, default=0.0, help="GB/s that each pair must reach, with --pairs")
     add("--timeout", type=int, default=600, help="seconds after which a hung process ends the run")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.min_bytes < 4 or args.min_bytes % 4:
+        parser.error("--min_bytes must be a multiple of 4, the bytes of a number")
+    if args.max_bytes < args.min_bytes:
+        parser.error("--max_bytes must not be less than --min_bytes")
+    if not (0 <= args.seconds < math.inf and 0 <= args.expect < math.inf):
+        parser.error("--seconds and --expect must not be negative")
+    if args.timeout < 1:
+        parser.error("--timeout must be at least 1")
+    return args
 
 
 def time_all_reduce(buffer, repeats):
@@ -141,7 +152,8 @@ def measure_pairs(args, device, ranks_of, progress):
                 elif rank == receiver:
                     transfer(buffer, sender, False, args.seconds)
         progress["moment"] = time.monotonic()
-    dist.all_gather_object(by_rank := [None] * dist.get_world_size(), own)
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
     rates = {}
     for pair in [(a, b) for a in nodes for b in nodes if a != b]:
         found = [each[pair] for each in by_rank if pair in each]
@@ -199,16 +211,18 @@ def watch(store, rank, world_size, timeout, progress, done):
     os._exit(1)
 
 
-def main(args):
+def number_of(name, of_slurm):
+    """Returns a number of this process or of all, as torchrun names it or, else, srun."""
     by_srun = "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched()
+    found = os.environ.get(f"SLURM_{of_slurm}" if by_srun else name)
+    return int(found or sys.exit("start it with torchrun or srun: see the top of this script"))
 
-    def number(name, of_slurm):
-        found = os.environ.get(f"SLURM_{of_slurm}" if by_srun else name)
-        return int(found or sys.exit("start it with torchrun or srun: see the top of this script"))
 
-    rank, world_size = number("RANK", "PROCID"), number("WORLD_SIZE", "STEP_NUM_TASKS")
-    node, nodes = number("GROUP_RANK", "NODEID"), number("GROUP_WORLD_SIZE", "STEP_NUM_NODES")
-    local_rank = number("LOCAL_RANK", "LOCALID")
+def main(args):
+    # The processes, and their devices.
+    rank, world_size = number_of("RANK", "PROCID"), number_of("WORLD_SIZE", "STEP_NUM_TASKS")
+    node, nodes = number_of("GROUP_RANK", "NODEID"), number_of("GROUP_WORLD_SIZE", "STEP_NUM_NODES")
+    local_rank = number_of("LOCAL_RANK", "LOCALID")
     if world_size == 1 or nodes == 1 and args.pairs:
         sys.exit("it needs two processes or more, and --pairs two nodes")
     if nodes == 1:
@@ -217,16 +231,24 @@ def main(args):
     if ON_GPU:  # Slurm may show a process its own GPU alone, which then has number 0
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
+
+    # They meet at a store. A thread of each watches whether all of them go on.
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     wait = timedelta(seconds=args.timeout)  # the group waits longer, so that watch() comes first
     store = dist.TCPStore(*address, world_size, is_server, wait, wait_for_workers=False)
     progress, done = {"moment": time.monotonic()}, threading.Event()
     words = store.clone(), rank, world_size, args.timeout, progress, done
-    (watcher := threading.Thread(target=watch, args=words, daemon=True)).start()
+    watcher = threading.Thread(target=watch, args=words, daemon=True)
+    watcher.start()
+    if rank == 0 and args.out and not os.access(Path(args.out).absolute().parent, os.W_OK):
+        sys.exit(f"cannot write {args.out}: its folder is missing or read-only")
+
+    # The measurement.
     try:
         dist.init_process_group(backend, None, 9 * wait, world_size, rank, store)
-        dist.all_gather_object(places := [None] * world_size, (node, os.uname().nodename))
+        places = [None] * world_size
+        dist.all_gather_object(places, (node, os.uname().nodename))
         if args.pairs:
             of_nodes = [[r for r in range(world_size) if places[r][0] == n] for n in range(nodes)]
             rates = measure_pairs(args, device, of_nodes, progress)
@@ -237,6 +259,8 @@ def main(args):
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         time.sleep(1e9)  # a peer is gone: watch() says which one, and ends this process
+
+    # The end.
     done.set()
     watcher.join()  # nobody asks the store any more when rank 0, which may hold it, ends
     dist.barrier()
@@ -244,7 +268,7 @@ def main(args):
     if rank == 0 and args.pairs:
         sys.exit(print_pairs(rates, [dict(places)[n] for n in range(nodes)], args.expect))
     if rank == 0 and args.out:
-        open(args.out, "w").write(json.dumps(link, indent=1))
+        Path(args.out).write_text(json.dumps(link, indent=1))
 
 
 if __name__ == "__main__":

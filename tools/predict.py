@@ -1,152 +1,78 @@
 """Predict how fast a training is on more processes, and what would help it.
 
-    python tools/predict.py one.jsonl link.json                     # of tools/allreduce.py --out
+    python tools/predict.py one.jsonl link.json --processes 8       # of tools/allreduce.py --out
     python tools/predict.py one.jsonl --link 100Gbit --latency 5us  # a link of your data sheet
     python tools/predict.py one.jsonl inside.json between.json      # nodes of several GPUs
     python tools/predict.py runs/ 2nodes.json 4nodes.json --out pictures    # beside measured runs
 
-Files that end in .json are links, all others are logs of --log, or folders of them. The prediction
-(after Li et al. 2020, "PyTorch Distributed") starts from a step of a run of one process. The time
-of data, forward and backward pass is proportional to the batch; with logs of several batches it is
-interpolated. The time of the optimizer is constant. A log of multigpu tells the bytes of each
-bucket of gradients and when it is ready. For singlegpu, DDP's default buckets, 1 MiB and then 25
-MiB, are taken to fill evenly. A bucket waits for the one before. While its all-reduce runs, the
-backward pass is as slow as allreduce.py (--min_bytes 1048576) has measured.
+Files that end in .json are links. All others are logs of --log, or folders of them. It prints the
+answer, a table, and what would help. --all also prints the prediction for a batch that grows, the
+hours of the whole training, and the lines for Slurm. The columns are explained in report.py;
+measured is the speedup of the fastest run with so many processes in the logs.
 
-An all-reduce of n bytes takes the latency, and n x 2 (N - 1) / N / bandwidth. The latency is that
-of its hops: 2 (N - 1) in the ring of gloo (CPUs); with NCCL, which sends small messages through
-trees, 2 (G - 1) inside nodes of G GPUs and 2 log2(M) between M nodes (its source,
-src/graph/tuning.cc; no NCCL has been measured yet). Where a link was measured with as many
-processes as the row has, its figures are taken as they are, which the column link says. Measure the
-link between nodes with all GPUs of two nodes or more, and the link inside a node with all GPUs of
-one. Without a link between nodes, all processes are taken to be on one node. More processes pay if
-twice as many are 1.5 times as fast, and 4 times as many 2.25 times. The columns are explained in
-report.py; measured is the speedup of the fastest run with so many processes in the logs.
+Computing. The prediction (after Li et al. 2020, "PyTorch Distributed") starts from a step of a run
+of one process. The time of data, forward and backward pass is proportional to the batch; with logs
+of several batches it is interpolated. The time of the optimizer is constant. So it holds for
+processes that compute as fast as this one did.
+
+Sending. A log of multigpu tells the bytes of each bucket of gradients and when it is ready. For
+other logs, DDP's default buckets, 1 MiB and then 25 MiB, are taken to fill evenly. A bucket waits
+for the one before. While its all-reduce runs, the backward pass is as slow as allreduce.py
+(--min_bytes 1048576) has measured. An all-reduce of n bytes takes the latency, and
+n x 2 (N - 1) / N / bandwidth. The latency is that of its hops: 2 (N - 1) in the ring of gloo
+(CPUs); with NCCL, which sends small messages through trees, 2 (G - 1) inside nodes of G GPUs and
+2 log2(M) between M nodes (its source, src/graph/tuning.cc; no NCCL has been measured yet).
+
+Links. Where a link was measured with as many processes as the row has, its figures are taken as
+they are, which the column link says. Measure the link between nodes with all GPUs of two nodes or
+more, and the link inside a node with all GPUs of one. Without a link between nodes, all processes
+are taken to be on one node.
+
+The scripts print a speedup of twice as many processes, too. It is the same if there is no latency,
+no time in data, and no all-reduce that the backward pass hides.
 """
 
 import argparse
-import itertools
 import json
 import math
 import re
 import shlex
+import signal
+import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pandas as pd
+from logs import (
+    LAUNCH,
+    PHASES,
+    STYLE,
+    output_folder,
+    pays_up_to,
+    read_logs,
+    save,
+    table,
+    with_speedups,
+)
 from matplotlib.figure import Figure  # without pyplot, which needs a backend that can be loaded
 
-# These together tell one run from another: `run` does not, as a copied snapshot keeps it. From
-# comm_hook on, a resumed run may have others.
-RUN = "run snapshot script processes nodes comm_hook compile num_workers num_stages".split()
-RUN += "shard_size grad_accum_steps num_microbatches schedule checkpoint_activations".split()
-LAUNCH = RUN[8:]  # how a model and a batch are split, which does not change the loss
-PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
-
-# What is taken where a script does not log these columns.
-DEFAULTS = {"snapshot": None, "comm_hook": "none", "compile": False, "num_workers": 0}
-DEFAULTS |= {"stages": [1]} | dict.fromkeys(LAUNCH, "-")
-DEFAULTS |= {"bubble": 0, "comm": 0, "comm_total": 0, "last_step": None, "val_loss": math.nan}
-WEAK = ["processes", "local batch (samples)", "step (ms)", "samples/s", "speedup (x)"]
-WEAK += ["efficiency (%)", "comm (%)", "link"]
-STRONG = [*WEAK[:-1], "R (x)", "measured (x)", "link"]
+WEAK = ["processes", "step (ms)", "samples/s", "speedup (x)", "efficiency (%)", "comm (%)", "link"]
+STRONG = [*WEAK[:-1], "measured (x)", "link"]
 HELP = ["change", "step (ms)", "samples/s", "gain (x)", "comm (%)"]
+MOST = 1024  # processes that are tried if no number is asked for
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of gradients that DDP sends at once
-UNITS = {"Gbit": 125e6, "Mbit": 125e3, "GB": 1e9, "MB": 1e6, "us": 1e-6, "ms": 1e-3}
+BANDWIDTHS = {"Gbit": 125e6, "Mbit": 125e3, "GB": 1e9, "MB": 1e6}  # in bytes/s
+LATENCIES = {"us": 1e-6, "ms": 1e-3}  # in seconds
 NOT_GIVEN = ("None", "False", "none", "-", "nan")  # what a row has for a flag that was not given
 OF_THIS_RUN = {"max_steps", "num_gpus", "snapshot", "log"}  # flags not for a job
-STYLE = {"figure.figsize": (6.4, 3.6), "figure.dpi": 125, "figure.constrained_layout.use": True}
-STYLE |= {"font.size": 12, "figure.titlesize": 12, "legend.frameon": False}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.8}
 
 
-def read_row(line):
-    """Returns the row in this line of a log, with what titles and comparisons need."""
-    row = json.loads(line)
-    settings = row["settings"]
-    # A row also holds the flags. Without them, a flag cannot stand for a column of its name.
-    row = {name: value for name, value in row.items() if settings.get(name) != value}
-    row = DEFAULTS | row | {"batch_size": settings["batch_size"]}
-    row["epoch"] = row["step"] / row["steps_per_epoch"]
-    row["of"] = str([row[name] for name in RUN])
-    stages = 1 if row["device"] == "CPU" else len(row["stages"])  # of hybrid/images.py
-    row["devices"] = row["processes"] * stages
-    script = Path(row["script"]).name.replace("_fsdp", "").replace("_pipeline", "")
-    titles = [settings[name] for name in ("model", "dataset", "precision") if name in settings]
-    row["task"] = ", ".join([script, *titles])
-    # Compared runs have all this in common.
-    same = {name: settings[name] for name in settings if name not in ("batch_size", "seed")}
-    same |= {name: row[name] for name in ("device", "parameters", "compile")} | {"script": script}
-    row["same"] = tuple(sorted((name, str(value)) for name, value in same.items()))
-    return row
+# == What was measured: a run of one process, and links ==
 
 
-def read_logs(paths):
-    """Returns a table of the rows of all logs."""
-    rows = []
-    for path in paths:
-        for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-            rows += [read_row(line) | {"file": file} for line in file.read_text().splitlines()]
-    return pd.DataFrame(rows).sort_values("step", kind="stable")
-
-
-def with_speedups(runs):
-    """Returns the table of runs with their speedups."""
-    ratio = runs["devices"] / runs["devices"].min()
-    speedup = runs["samples/s"] / runs["samples/s"][ratio == 1].max()
-    columns = {"speedup (x)": speedup, "efficiency (%)": 100 * speedup / ratio}
-    return runs.assign(ratio=ratio, **columns)
-
-
-def pays_up_to(runs):
-    """Returns up to how many devices it pays, and a sentence on it."""
-    is_one_each = (runs["devices"] == runs["processes"]).all()  # no stages of hybrid/images.py
-    one, several = ("process", "processes") if is_one_each else ("GPU", "GPUs")
-    speedups = runs.groupby("devices")["speedup (x)"].max()  # the fastest with a number counts
-    for (few, slow), (many, fast) in itertools.pairwise(speedups.items()):
-        needed = 1.5 ** math.log2(many / few)
-        if fast / slow < needed:
-            limit = f"1 {one}" if few == 1 else f"{few} {several}"
-            gain = f"{many} are {fast / slow:.2f} times as fast as {few}"
-            return few, f"It pays up to {limit}: {gain} (rule: {needed:.2f} or more pays)."
-    most = speedups.index.max()
-    return most, f"It pays up to {most} {several}. More were not tried."
-
-
-def cell(value):
-    """Returns words and whole numbers as they are, other numbers with at least three digits."""
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{round(value, 9):#.3g}" if abs(value) < 99.9 else f"{value:.0f}"
-    return "-" if isinstance(value, float) else str(value) or "-"
-
-
-def table(columns, rows):
-    """Returns these columns of the rows as a Markdown table, without those that are empty."""
-    cells = pd.DataFrame(rows).reindex(columns=columns).map(cell)
-    cells = cells.loc[:, (cells != "-").any()]
-    lines = [list(cells), *cells.to_numpy().tolist()]
-    widths = [max(2, *map(len, column)) for column in zip(*lines)]
-    lines.insert(1, ["-" * (width - 1) + ":" for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.rjust, line, widths))} |" for line in lines)
-
-
-def save(figure, sentence, path, loc="outside lower center", **legend):
-    """Writes the figure, with a sentence above its axes and a legend outside of them."""
-    figure.suptitle(sentence, x=0.01, horizontalalignment="left")
-    figure.legend(loc=loc, **legend)
-    figure.savefig(path)
-
-
-def quantity(text):
-    """Returns a text such as 100Gbit in bytes/s, and one such as 5us in seconds."""
-    for unit, size in UNITS.items():
-        if text.endswith(unit):
-            return size * float(text.removesuffix(unit))
-    raise ValueError(f"{text} has no unit of {', '.join(UNITS)}")
-
-
-def runs_of(rows):
+def timed_steps(rows):
     """Returns a table of the runs: their last rows, with means over steps and processes."""
     of_run = rows.groupby("of", sort=False)
     steps = of_run["steps"].sum()  # of all processes
@@ -161,50 +87,75 @@ def runs_of(rows):
     return runs[runs["steps"] > 0].reset_index()
 
 
-def step_of(run, alike, links):
-    """Returns what a prediction needs of a run, and of those like it with other batches.
+def buckets_of(run, backward):
+    """Returns the bytes of each bucket of gradients, and the share of the backward pass before it.
 
-    phases: the seconds of each phase of a step, a row for each batch. shares: for each bucket of
-    gradients, the share of the backward pass that ends when it is ready. faster: of the links.
+    A share is that part of the backward pass, of so many seconds, which ends when the bucket is
+    ready and begins when the one before was ready.
     """
-    no_batch = pd.DataFrame(0.0, [0], PHASES)  # takes no time
-    phases = pd.concat([no_batch, alike.set_index("batch_size")[PHASES].sort_index()])
-    own = phases.loc[run["batch_size"]]
-    events = [event[1:] for event in run["last_step"] or () if event[0] == "all-reduce"]
-    if events:
-        starts, _, sizes = np.array(sorted(events)).T
-        ready = 1 - (starts[-1] - starts) / own["backward"]  # the last one ends the pass
-    else:  # singlegpu has no buckets
+    spans = [span for span in run["last_step"] or () if span[0] == "all-reduce"]
+    if spans and backward > 0:
+        starts = np.array(sorted(start for _, start, _, _ in spans))
+        spans.sort(key=lambda span: span[1])
+        sizes = np.array([size for *_, size in spans])
+        ready = 1 - (starts[-1] - starts) / backward  # the last one ends the pass
+    else:  # a process without DDP has no buckets
         total = 4 * int(run["parameters"])
         ends = np.array([0, *range(FIRST_BUCKET, total, BUCKET), total])
         sizes = np.diff(ends)
-        passes = run["grad_accum_steps"]  # backward passes of a step. The last one sends
-        ready = 1 - (1 - ends[1:] / total) / (1 if passes == "-" else passes)
+        # Of several micro-batches, the last one sends.
+        passes = 1 if run["grad_accum_steps"] == "-" else run["grad_accum_steps"]
+        ready = 1 - (1 - ends[1:] / max(1, total)) / passes
+    return sizes, np.diff(ready.clip(0, 1), prepend=0)
+
+
+def step_of(run, alike, links):
+    """Returns what a prediction needs of a run, and of those like it with other batches.
+
+    phases: the seconds of each phase of a step, a row for each batch. bytes, shares: those of
+    buckets_of(). faster: how many times as fast the links are. node: the processes of one node.
+    """
+    no_batch = pd.DataFrame(0.0, [0], PHASES)  # takes no time
+    measured = alike.set_index("batch_size")[PHASES].sort_index()
+    own = measured.loc[run["batch_size"]]
+    sizes, shares = buckets_of(run, own["backward"])
+    between = [link["each"] for link in links if link["nodes"] > 1]
     step = {"device": run["device"], "hook": run["comm_hook"], "links": links, "faster": 1}
-    step |= {"batch": run["batch_size"], "phases": phases, "optimizer": own["optimizer"]}
-    step |= {"bytes": sizes, "shares": np.diff(ready.clip(0, 1), prepend=0)}
-    # How many processes are on one node.
-    step["node"] = min((link["each"] for link in links if link["nodes"] > 1), default=math.inf)
+    step |= {"batch": run["batch_size"], "optimizer": own["optimizer"]}
+    step |= {"phases": pd.concat([no_batch, measured]), "bytes": sizes, "shares": shares}
+    step["node"] = min(between, default=math.inf)
     return step
+
+
+def hops_of(processes, nodes, device):
+    """Returns half of the messages that an all-reduce sends one after the other."""
+    if device == "CPU":
+        return processes - 1
+    return processes / nodes - 1 + math.log2(nodes)
 
 
 def network_of(processes, step):
     """Returns the nodes of so many processes, and the figures of the link that counts."""
     nodes = max(1, math.ceil(processes / step["node"]))
-    links = [link for link in step["links"] if (link["nodes"] > 1) == (nodes > 1)] or step["links"]
-    link = [links[0], *(link for link in links if link["processes"] <= processes)][-1]
+    is_between = nodes > 1
+    links = [link for link in step["links"] if (link["nodes"] > 1) == is_between]
+    links = links or step["links"]
+    # The link that was measured with the most processes, but no more than there are.
+    fewer = [link for link in links if link["processes"] <= processes]
+    link = fewer[-1] if fewer else links[0]
     hops = hops_of(processes, nodes, step["device"])
     measured_hops = hops_of(link["processes"], link["nodes"], step["device"])
-    words = "measured" if processes == link["processes"] else f"from {link['processes']}"
-    found = {"nodes": nodes, "compute_rate": link["compute_rate"]}
-    found["latency"] = link["latency_s"] * hops / measured_hops
-    found["bandwidth"] = step["faster"] * link["bandwidth_bytes_per_s"]
-    return found | {"link": words if "device" in link else "by hand"}
+    source = "measured" if processes == link["processes"] else f"from {link['processes']}"
+    return {
+        "nodes": nodes,
+        "compute_rate": link["compute_rate"],
+        "latency": link["latency_s"] * hops / measured_hops,
+        "bandwidth": step["faster"] * link["bandwidth_bytes_per_s"],
+        "link": source if "device" in link else "by hand",
+    }
 
 
-def hops_of(processes, nodes, device):
-    """Returns half of the messages that an all-reduce sends one after the other."""
-    return processes - 1 if device == "CPU" else processes / nodes - 1 + math.log2(nodes)
+# == The prediction ==
 
 
 def predict_step(step, processes, local_batch):
@@ -212,11 +163,11 @@ def predict_step(step, processes, local_batch):
     phases = step["phases"]
     seconds = {name: np.interp(local_batch, phases.index, phases[name]) for name in phases}
     seconds["optimizer"] = step["optimizer"]
-    sizes = step["bytes"] / (1 if step["hook"] == "none" else 2)
     network = network_of(processes, step)
-    rate = network["compute_rate"]
+    sizes = step["bytes"] / (1 if step["hook"] == "none" else 2)
     per_byte = 2 * (processes - 1) / processes / network["bandwidth"]
     all_reduces = network["latency"] + sizes * per_byte
+    rate = network["compute_rate"]
     bucket_ready = 0.0  # in seconds from the beginning of the backward pass
     link_free = 0.0  # likewise: when the all-reduces so far have ended
     for work, all_reduce in zip(step["shares"] * seconds["backward"], all_reduces):
@@ -225,22 +176,35 @@ def predict_step(step, processes, local_batch):
         bucket_ready += slowed + work - slowed * rate  # the rest is done at full speed
         link_free = max(link_free, bucket_ready) + all_reduce
     seconds |= {"backward": bucket_ready, "comm": link_free - bucket_ready}
-    training = sum(seconds[name] for name in PHASES)
+    total = sum(seconds[name] for name in PHASES)
     row = network | seconds | {"processes": processes, "devices": processes}
-    row |= {"local batch (samples)": local_batch, "comm (%)": 100 * seconds["comm"] / training}
-    row |= {"samples/s": processes * local_batch / training, "step (ms)": 1000 * training}
-    passes = seconds["forward"] + seconds["backward"]
-    row["R (x)"] = passes / (all_reduces.sum() or math.nan)
+    row |= {"local batch": local_batch, "samples/s": processes * local_batch / total}
+    row |= {"step (ms)": 1000 * total, "comm (%)": 100 * seconds["comm"] / total}
     return row
 
 
 def predict(step, scaling, counts):
     """Returns a table of the prediction for one process and for `counts`, with speedups."""
     batch = step["batch"]
-    counts = [n for n in sorted({1, *counts}) if scaling == "weak" or n <= batch]
-    # The scripts want the same batch for all processes.
-    rows = [predict_step(step, n, batch if scaling == "weak" else round(batch / n)) for n in counts]
+    rows = []
+    for count in sorted({1, *counts}):
+        if scaling == "weak":
+            rows.append(predict_step(step, count, batch))
+        elif count <= batch:  # the scripts want the same batch for all processes
+            rows.append(predict_step(step, count, round(batch / count)))
     return with_speedups(pd.DataFrame(rows))
+
+
+def counts_of(asked, node):
+    """Returns the numbers of processes to try: what is asked for, and powers of two below it.
+
+    If a node has so many processes, it is 1, 2, 4, ... processes of one node, then whole nodes.
+    """
+    most = max(asked) if asked else MOST
+    powers = [2**n for n in range(most.bit_length())]
+    on_one_node = [n for n in powers if n < node]
+    on_several = [int(n * node) for n in powers if n * node <= most]
+    return sorted({*on_one_node, *on_several, *(asked or ())})
 
 
 # Each takes what step_of() returns. The optimizer's time stays.
@@ -265,6 +229,9 @@ def what_helps(step, processes):
     return rows.sort_values("gain (x)", ascending=False, kind="stable")
 
 
+# == What to ask a cluster for ==
+
+
 def with_whole_training(strong, run, num_steps):
     """Adds the hours and device-hours of the whole training."""
     validations = math.ceil(num_steps / (run["eval_every"] or run["steps_per_epoch"]))
@@ -278,12 +245,14 @@ def arguments_of(run, script, changes):
     """Returns the arguments of the run, some of them changed, as far as the script has them."""
     values = run | run["settings"] | changes
     flags = run["settings"]
-    if (path := Path(__file__).parent.parent / script).exists():
+    path = Path(__file__).parent.parent / script
+    if path.exists():
         flags = re.findall(r'add\("--(\w+)"', path.read_text())
     words = []
     for name in dict.fromkeys([*flags, *changes]):
         value = str(values.get(name))
-        if name in changes or name not in OF_THIS_RUN and value not in NOT_GIVEN:
+        is_given = name not in OF_THIS_RUN and value not in NOT_GIVEN
+        if name in changes or is_given:
             words += [f"--{name}"] if value == "True" else [f"--{name}", value]
     return shlex.join(words)
 
@@ -299,9 +268,26 @@ def sbatch_line(row, run, num_steps):
     name = Path(run["script"]).stem
     words = ["sbatch", f"--nodes={row['nodes']}", needs, f"--ntasks-per-node={each}"]
     words += [f"--time={minutes // 60}:{minutes % 60:02}:00", f"slurm/{folder}_{name}.slurm"]
-    changes = {"batch_size": row["processes"] * row["local batch (samples)"]}
-    changes |= {"max_steps": num_steps} if num_steps else {}
+    changes = {"batch_size": row["processes"] * row["local batch"]}
+    if num_steps:
+        changes["max_steps"] = num_steps
     return " ".join([*words, arguments_of(run, f"{folder}/{name}.py", changes)])
+
+
+# == The report ==
+
+
+def answer_of(run, strong):
+    """Returns the answer in a sentence, with where it holds."""
+    where = f"{run['device']} of {run['host']}"
+    others = "another GPU"
+    if run["device"] == "CPU":
+        where += f", {run['threads']} thread" + "s" * (run["threads"] != 1)
+        others = "a GPU or another CPU"
+    return (
+        f"{pays_up_to(strong)[1]}, if each process computes as fast as the one that was measured "
+        f"({where}): its seconds cannot be carried over to {others}."
+    )
 
 
 def doubts_of(run, strong, weak, step):
@@ -322,6 +308,76 @@ def doubts_of(run, strong, weak, step):
     return [f"Not to be trusted: {doubt}." for is_so, doubt in doubts if is_so]
 
 
+def notes_of(run, step, asked):
+    """Returns what a reader must know besides."""
+    notes = []
+    if run["device"] == "CPU" and step["links"][0]["nodes"] == 1:
+        notes.append("each process must have cores and memory of its own, which CPUs share")
+    too_many = [str(n) for n in asked or () if n > step["batch"]]
+    if too_many:
+        notes.append(
+            f"a batch of {step['batch']} has no samples for {', '.join(too_many)} processes"
+        )
+    return [f"note: {note}" for note in notes]
+
+
+def print_what_helps(step, count):
+    """Prints a table of the changes that make it at least 1% faster."""
+    rows = what_helps(step, count)
+    rows = rows[(rows["gain (x)"] >= 1.01) | (rows["change"] == "as it is")]
+    print(f"\n## what would help on {count} processes (predicted)\n\n{table(HELP, rows)}")
+
+
+def print_the_rest(run, strong, weak, args):
+    """Prints weak scaling, the hours of the whole training, and the lines for Slurm."""
+    efficient = weak["processes"][(weak["efficiency (%)"] >= 80).cummin()].max()
+    heading = f"predicted, with a batch of {run['batch_size']} for each process"
+    print(f"\n## {heading}\n\n{table(WEAK, weak[1:])}")
+    print(f"\nEfficiency is 80% or more up to {efficient}.")
+    num_steps = args.steps or run["epochs"] * run["steps_per_epoch"]
+    strong = with_whole_training(strong, run, num_steps)
+    source = "--steps" if args.steps else f"{run['epochs']} epoch(s), --epochs of the log"
+    print(f"\n## what to ask for: {num_steps:,} steps ({source}), a fifth more time, 5 minutes\n")
+    print(table(["processes", "nodes", "hours", "device-hours"], strong), end="\n\n")
+    for row in strong.to_dict("records"):
+        print(sbatch_line(row, run, args.steps))
+
+
+def measured_of(run, runs):
+    """Returns the measured runs that differ from this one in the number of processes alone."""
+    is_same = (runs["same"] == run["same"]) & (runs["batch_size"] == run["batch_size"])
+    is_same &= (runs["comm_hook"] == run["comm_hook"]) & (runs["devices"] == runs["processes"])
+    measured = runs[is_same & (runs["processes"] > 1)]
+    return measured.assign(speedup=measured["samples/s"] / run["samples/s"])
+
+
+def report_on(run, alike, runs, number, args):
+    """Prints the prediction from a run of one process, and draws it."""
+    step = step_of(run, alike, args.links)
+    counts = counts_of(args.processes, step["node"])
+    strong, weak = predict(step, "strong", counts), predict(step, "weak", counts)
+    measured = measured_of(run, runs)
+    fastest = measured.groupby("processes")["speedup"].max()
+    strong["measured (x)"] = strong["processes"].map(fastest)
+    title = f"{run['task']}, batch {run['batch_size']}"
+    print(f"# {title}, run {run['run']}\n")
+    print(textwrap.fill(answer_of(run, strong), 100))
+    for line in doubts_of(run, strong, weak, step) + notes_of(run, step, args.processes):
+        print(line)
+    print(f"\n## predicted, with a batch of {step['batch']} in all\n\n{table(STRONG, strong[1:])}")
+    asked = args.processes or [max(2, pays_up_to(strong)[0])]
+    possible = sorted({n for n in asked if 1 < n <= step["batch"]})
+    for count in possible if args.all else possible[-1:]:
+        print_what_helps(step, count)
+    if args.all:
+        print_the_rest(run, strong, weak, args)
+    print()
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        end = ".png" if number == 1 else f"_{number}.png"
+        draw(strong, measured, title, args.out / f"predicted{end}")
+
+
 def draw(strong, measured, title, path):
     """Draws the predicted speedup beside the ideal and what was measured."""
     axes = Figure().subplots()
@@ -333,23 +389,75 @@ def draw(strong, measured, title, path):
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="processes (both axes: log scale)", ylabel="speedup (times)")
-    sentence = pays_up_to(strong)[1].replace(": ", ":\n", 1)
+    sentence = pays_up_to(strong)[1].split(" (")[0] + "."
+    errors = abs(strong["speedup (x)"] / strong["measured (x)"] - 1)
+    if errors.notna().any():
+        difference = f"Predicted and measured speedups differ by at most {errors.max():.0%}."
+        sentence = f"{difference}\n{sentence}"
     save(axes.figure, f"{sentence}\n{title}", path, ncols=3)
+
+
+# == Arguments ==
+
+
+def at_least(least):
+    """Returns a type for argparse: whole numbers from `least` on."""
+
+    def number(text):
+        found = int(text)
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return found
+
+    return number
+
+
+def quantity(units):
+    """Returns a type for argparse: a text such as 100Gbit, which has one of these units."""
+
+    def number(text):
+        for unit, size in units.items():
+            if text.endswith(unit):
+                found = size * float(text.removesuffix(unit))
+                if not 0 < found < math.inf:
+                    raise argparse.ArgumentTypeError(f"{text} is not above 0")
+                return found
+        raise argparse.ArgumentTypeError(f"{text} has no unit of {', '.join(units)}")
+
+    return number
+
+
+def read_link(path):
+    """Returns the link in a file of allreduce.py. SystemExit: it is none."""
+    try:
+        link = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path} is no link of allreduce.py --out: {error}")
+    least = {"processes": 2, "nodes": 1, "latency_s": 0}
+    above_zero = ["bandwidth_bytes_per_s", "compute_rate"]
+    for name in [*least, *above_zero]:
+        value = link.get(name) if isinstance(link, dict) else None
+        is_number = isinstance(value, (int, float)) and math.isfinite(value)
+        if not is_number or value < least.get(name, 0) or (name in above_zero and value == 0):
+            sys.exit(f"{path} is no link of allreduce.py --out: its {name} is {value}")
+    return link | {"each": link["processes"] / link["nodes"]}
 
 
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("files", nargs="+", type=Path, help="logs (.jsonl) or folders of them, and links (.json)")
-    add("--link", type=quantity, metavar="100Gbit", help="bandwidth of a link, a second")
-    add("--latency", type=quantity, metavar="5us", default=0, help="of a hop of this link")
-    add("--gpus_per_node", type=int, default=1, help="of the nodes that have this link")
-    add("--processes", type=int, nargs="+", help="predict these numbers; see above")
-    add("--steps", type=int, default=0, help="of the whole training; 0: --epochs of the log")
-    add("--out", type=Path, metavar="FOLDER", help="draw the predictions there")
+    add(
+        "--link", type=quantity(BANDWIDTHS), metavar="100Gbit", help="bandwidth of a link, a second"
+    )
+    add("--latency", type=quantity(LATENCIES), metavar="5us", default=0, help="of one of its hops")
+    add("--gpus_per_node", type=at_least(1), default=1, help="of the nodes that have this link")
+    add("--processes", type=at_least(1), nargs="+", help="predict these, and powers of two below")
+    add("--steps", type=at_least(0), default=0, help="of the whole training; 0: the log's --epochs")
+    add("--all", action="store_true", help="also a growing batch, hours, and lines for Slurm")
+    add("--out", type=output_folder, metavar="FOLDER", help="draw the predictions there")
     args = parser.parse_args()
-    links = [json.loads(path.read_text()) for path in args.files if path.suffix == ".json"]
-    args.links = [link | {"each": link["processes"] / link["nodes"]} for link in links]
+    args.links = [read_link(path) for path in args.files if path.suffix == ".json"]
     if args.link:
         hand = {"processes": 2, "nodes": 2, "each": args.gpus_per_node, "compute_rate": 1.0}
         hand |= {"latency_s": 2 * args.latency, "bandwidth_bytes_per_s": args.link}
@@ -359,61 +467,26 @@ def parse_args():
     if not args.links or not args.logs:
         parser.error("give a log of --log, and a link of allreduce.py --out or --link")
     sizes = {link["each"] for link in args.links if link["nodes"] > 1}
-    if len(sizes) > 1 or 1 in sizes and any(link["nodes"] == 1 for link in args.links):
+    has_inside = any(link["nodes"] == 1 for link in args.links)
+    if len(sizes) > 1 or (1 in sizes and has_inside):
         parser.error("measure the links between nodes with all GPUs of each node")
     return args
-
-
-def report_on(run, alike, runs, number, args):
-    """Prints the prediction from a run of one process, and draws it."""
-    step = step_of(run, alike, args.links)
-    powers = [2**n for n in range(11)]
-    nodes = [int(n * step["node"]) for n in powers if n * step["node"] <= powers[-1]]
-    counts = args.processes or [n for n in powers if n < step["node"]] + nodes
-    num_steps = args.steps or run["epochs"] * run["steps_per_epoch"]
-    strong = with_whole_training(predict(step, "strong", counts), run, num_steps)
-    is_same = (runs["same"] == run["same"]) & (runs["batch_size"] == run["batch_size"])
-    is_same &= (runs["comm_hook"] == run["comm_hook"]) & (runs["devices"] == runs["processes"])
-    measured = runs[is_same & (runs["processes"] > 1)]
-    measured = measured.assign(speedup=measured["samples/s"] / run["samples/s"])
-    strong["measured (x)"] = strong["processes"].map(measured.groupby("processes")["speedup"].max())
-    weak = predict(step, "weak", counts)
-    title = f"{run['task']}, batch {run['batch_size']}"
-    print(f"# {title}, run {run['run']}\n", *doubts_of(run, strong, weak, step), sep="\n")
-    print(pays_up_to(strong)[1])
-    efficient = weak["processes"][(weak["efficiency (%)"] >= 80).cummin()].max()
-    print(f"With the batch of a process kept, efficiency is 80% or more up to {efficient}.")
-    for name, rows, columns in ("strong", strong, STRONG), ("weak", weak, WEAK):
-        print(f"\n## predicted {name} scaling, {title}\n\n{table(columns, rows[1:])}")
-    for count in sorted({*(args.processes or [max(2, pays_up_to(strong)[0])])}):
-        if 1 < count <= step["batch"]:
-            rows = table(HELP, what_helps(step, count))
-            print(f"\n## what would help on {count} processes (predicted)\n\n{rows}")
-    source = "--steps" if args.steps else f"{run['epochs']} epoch(s), --epochs of the log"
-    print(f"\n## what to ask for: {num_steps:,} steps ({source}), a fifth more time, 5 minutes\n")
-    print(table(["processes", "nodes", "hours", "device-hours"], strong), end="\n\n")
-    print(*(sbatch_line(row, run, args.steps) for row in strong.to_dict("records")), "", sep="\n")
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        end = ".png" if number == 1 else f"_{number}.png"
-        draw(strong, measured, title, args.out / f"predicted{end}")
 
 
 def main():
     args = parse_args()
     matplotlib.rcParams.update(STYLE)
-    runs = runs_of(read_logs(args.logs))
+    runs = timed_steps(read_logs(args.logs))
     is_whole = runs["stages"].map(len) == 1  # hybrid/images.py has several in a process
     singles = runs[(runs["processes"] == 1) & is_whole].sort_values("line")  # the last counts
     singles = singles.drop_duplicates(["same", *LAUNCH, "batch_size"], keep="last")
     if singles.empty:
-        raise SystemExit("no run of one process holds a whole model and has steps after its warmup")
-    if (singles["device"] == "CPU").any() and args.links[0]["nodes"] == 1:
-        print("note: on CPUs this holds as far as each process has cores and memory of its own\n")
+        sys.exit("no run of one process holds a whole model and has steps after its warmup")
     for number, (_, alike) in enumerate(singles.groupby(["same", *LAUNCH], sort=False), start=1):
         for run in alike.to_dict("records"):
             report_on(run, alike, runs, number, args)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
     main()

@@ -23,7 +23,10 @@ CHANGES = {  # of predict.py: flags, and how many times the batch and the speed 
     "twice the batch": ([], 2, 1),
     "a link twice as fast": ([], 1, 2),
 }
-COLUMNS = ["model", "Mbit/s", "nodes", "micro-batches", "change", "predicted", "measured", "error"]
+COLUMNS = ["model", "Mbit/s", "nodes", "micro-batches", "change", "links", "predicted", "measured"]
+COLUMNS += ["error"]
+NO_LIMIT = 100_000  # Mbit/s of a link that this machine cannot fill
+MOST = 0.6  # of what this machine carries: above it, its cores and not the links set the speed
 
 
 class Network:
@@ -51,7 +54,7 @@ class Network:
         log = self.folder / f"{next(self.numbers)}.jsonl"
         words = ["--model", model, "--batch_size", batch, "--max_steps", 3 + steps, "--log", log]
         self.run(nodes, self.script, *words, *more)
-        return foretell.runs_of(foretell.read_logs([log]))
+        return foretell.timed_steps(foretell.read_logs([log]))
 
     def one_process(self, model, passes):
         """Returns the run of one process, with so many micro-batches."""
@@ -61,16 +64,28 @@ class Network:
             self.known[model, passes] = self.train(model, 1, *words)
         return self.known[model, passes]
 
+    def link_of(self, nodes):
+        """Returns what tools/allreduce.py measures on so many nodes."""
+        path = self.folder / f"{next(self.numbers)}.json"
+        words = ["--min_bytes", 1 << 20, "--max_bytes", self.options.max_bytes]
+        words += ["--seconds", self.options.seconds / 2, "--out", path]
+        self.run(nodes, "tools/allreduce.py", *words)
+        # Sending does not slow down who sleeps.
+        return json.loads(path.read_text()) | {"compute_rate": 1.0, "each": 1}
+
     def link_of_two(self, mbit):
-        """Returns what tools/allreduce.py measures on two nodes."""
+        """Returns the link that predict.py knows: that of two nodes, at so many Mbit/s."""
         if mbit not in self.known:
-            path = self.folder / f"{next(self.numbers)}.json"
-            words = ["--min_bytes", 1 << 20, "--max_bytes", self.options.max_bytes]
-            words += ["--seconds", self.options.seconds / 2, "--out", path]
-            self.run(2, "tools/allreduce.py", *words)
-            # Sending does not slow down who sleeps.
-            self.known[mbit] = json.loads(path.read_text()) | {"compute_rate": 1.0, "each": 1}
+            self.known[mbit] = self.link_of(2)
         return self.known[mbit]
+
+    def carries(self):
+        """Returns how many Mbit/s all nodes together send if no link has a limit."""
+        link.shape(self.spaces, NO_LIMIT)
+        nodes = len(self.spaces)
+        found = self.link_of(nodes)
+        of_each = found["sizes"][-1] * 2 * (nodes - 1) / nodes  # bytes that a node sends
+        return nodes * of_each / found["seconds"][-1] * 8 / 1e6
 
     def compare(self, model, mbit, nodes, passes, change):
         """Returns the speedup of many nodes: as predict.py says it beforehand, and as it is."""
@@ -92,19 +107,30 @@ def predict(options):
     The nodes are network namespaces with links of these speeds. Their models sleep as long as those
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. With
     --grad_accum_steps, the batch grows by that factor, and is sent once.
+
+    The column links has the speed of all links together, as a share of what this machine carries.
+    That is measured first, so a row is marked as too fast before anything is predicted for it.
     """
     if missing := link.what_is_missing():
         sys.exit(missing)
-    print("|", " | ".join(COLUMNS), "|\n|" + " --- |" * len(COLUMNS), flush=True)
     cases = [options.mbit, options.nodes, options.grad_accum_steps, options.changes]
-    errors = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder, link.nodes(max(options.nodes)) as spaces:
         network = Network(spaces, options.logs or folder, options)
+        most = network.carries()
+        print(f"This machine carries {most:.0f} Mbit/s.\n")
+        print("|", " | ".join(COLUMNS), "|\n|" + " --- |" * len(COLUMNS), flush=True)
         for case in itertools.product(options.models or MODELS, *cases):
+            _, mbit, nodes, _, change = case
+            share = nodes * mbit * CHANGES[change][2] / most
+            mark = ", too fast" if share > MOST else ""
             predicted, measured = network.compare(*case)
-            errors.append(predicted / measured - 1)
-            cells = [*case, f"{predicted:.2f}", f"{measured:.2f}", f"{errors[-1]:+.1%}"]
-            print("|", " | ".join(map(str, cells)), "|", flush=True)
-    errors = pd.Series(errors).abs()
-    good = f"{(errors < 0.1).sum()} of {len(errors)} are within 10%"
-    print(f"\n{good}, the median is off by {errors.median():.1%}.")
+            error = predicted / measured - 1
+            rows.append({"error": abs(error), "is_too_fast": share > MOST})
+            cells = [*case, f"{share:.0%}{mark}", f"{predicted:.2f}", f"{measured:.2f}"]
+            print("|", " | ".join(map(str, [*cells, f"{error:+.1%}"])), "|", flush=True)
+    rows = pd.DataFrame(rows)
+    for is_too_fast, part in rows.groupby("is_too_fast"):
+        which = "too fast for this machine" if is_too_fast else "at most 60% of what it carries"
+        good = f"{(part['error'] < 0.1).sum()} of {len(part)} are within 10%"
+        print(f"\nLinks {which}: {good}, the median is off by {part['error'].median():.1%}.")
