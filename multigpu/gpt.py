@@ -54,14 +54,17 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a text, a folder of tokens, or Python's own source")
-    add("--vocab_size", type=int, default=256, help="number of token ids; bytes have 256")
+    add("--vocab_size", type=int, default=256, help="token ids, but for those of a tokens.json")
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence, which is one sample")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to print at the end")
-    return parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
+    args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
+    if os.path.exists(f"{args.dataset}/tokens.json"):  # of examples/tokens.py
+        args.vocab_size = json.loads(Path(args.dataset, "tokens.json").read_text())["vocab_size"]
+    return args
 
 
 def read_data(args):
