@@ -93,6 +93,7 @@ EXAMPLES = {  # name: its flags
 
 def test_each_example_is_tried():
     others = {"README", "muon", "tokens", "show_log", "predict_photo"}  # that by test_project.py
+    others |= {"to_hf"}  # test_hub.py
     found = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert found | {"README"} == EXAMPLES.keys() | others
 

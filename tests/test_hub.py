@@ -1,6 +1,9 @@
 """From a data set in the format of the Hub to tokens, a GPT, and a folder that others load."""
 
+import argparse
 import json
+import os
+import pickle
 import re
 import subprocess
 import sys
@@ -8,9 +11,12 @@ import sys
 import datasets
 import numpy as np
 import pytest
-from conftest import ENVIRONMENT, ROOT, SCRIPTS, rows, wait_for
+import torch
+from conftest import ENVIRONMENT, ROOT, SCRIPTS, call, load, module, rows, wait_for
 from tokenizers import Tokenizer
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+TO_HF = "examples/to_hf.py"
 TOKENS = "examples/tokens.py"
 GPT = "--d_model 16 --n_heads 2 --num_layers 2 --seq_len 16 --batch_size 12 --max_steps 8".split()
 END = "<|endoftext|>"
@@ -129,22 +135,90 @@ def test_tokens_without_a_network(texts, tmp_path, words):
     assert "this needs a network" in done.stderr
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if re.search(r"\w/gpt", name)])
-def test_the_vocabulary_is_that_of_the_tokens(logged, run, texts, tmp_path, script):
-    """All scripts of a GPT read it, whatever --vocab_size says, and train on the tokens."""
-    if script.startswith("quantize"):
-        return
+def assert_same_logits(script, snapshot, out):
+    """transformers computes from a folder what the script's model computes from the snapshot."""
+    transformers = pytest.importorskip("transformers")
+    settings = argparse.Namespace(**snapshot["settings"])
+    model = module(script).create_model(settings, None).eval()
+    model.load_state_dict(snapshot["model"])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    torch.manual_seed(0)
+    tokens = torch.randint(settings.vocab_size, (3, settings.seq_len))
+    with torch.no_grad():
+        expected, found = model(tokens), theirs(tokens).logits
+    assert expected.std() > 0.05, "the logits differ from token to token"
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    return transformers.AutoTokenizer.from_pretrained(out)
+
+
+def merged(path):
+    """Returns a snapshot of shards as PyTorch's own command merges them."""
+    if path.is_dir():
+        [newest] = path.glob("step-*")
+        dcp_to_torch_save(newest, f"{path}.pt")
+        path = f"{path}.pt"
+    return load(path)
+
+
+SCRIPTS_OF_GPT = [name for name in SCRIPTS if re.search(r"(?<!quantize)/gpt", name)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS_OF_GPT)
+def test_from_tokens_to_transformers(logged, run, texts, tmp_path, script):
+    """All scripts train on the tokens, with their vocabulary, whatever --vocab_size says.
+
+    transformers has the logits and the tokenizer of the snapshot.
+    """
+    pytest.importorskip("transformers")
     flags = ("--column", "content", "--vocab_size", 300, "--out", tmp_path / "tokens")
     run(TOKENS, texts, *flags)
-    more = (
-        "--dataset",
-        tmp_path / "tokens",
-        "--vocab_size",
-        5,
-        "--snapshot",
-        tmp_path / "snapshot",
-    )
+    snapshot, out = tmp_path / "snapshot", tmp_path / "out"
+    more = ("--dataset", tmp_path / "tokens", "--vocab_size", 5, "--snapshot", snapshot)
     processes = 1 if script.startswith("singlegpu") else 2
     row = rows(logged(script, *GPT, *more, processes=processes))[-1]
     assert row["vocab_size"] == 300 and row["step"] == 8
     assert row["train_loss"] == pytest.approx(np.log(300), rel=0.2)
+
+    done = call(module(TO_HF), snapshot, out)
+    assert done.returncode == 0, done.stderr
+    tokenizer = assert_same_logits(script, merged(snapshot), out)
+    ids = np.load(tmp_path / "tokens/val.npy")[:60].tolist()
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids, "ends of texts, too"
+    assert tokenizer.eos_token == END and tokenizer.eos_token_id in ids
+    assert tokenizer.model_max_length == 16
+
+
+def test_bytes_to_transformers(run, data, tmp_path):
+    """Of a GPT on the bytes of a text, a token is a byte."""
+    pytest.importorskip("transformers")
+    words = ("--dataset", data / "text.txt", "--snapshot", tmp_path / "gpt.pt")
+    run("singlegpu/gpt.py", *GPT, *words)
+    done = call(module(TO_HF), tmp_path / "gpt.pt", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    tokenizer = assert_same_logits("singlegpu/gpt.py", load(tmp_path / "gpt.pt"), tmp_path / "out")
+    text = "def é(x):\n\treturn  x\x00\x7f  \U0001f600"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_what_to_hf_refuses(tmp_path):
+    """A snapshot of another model, tokens that have moved, and shards that would run code."""
+    pytest.importorskip("transformers")
+    to_hf, path, out = module(TO_HF), tmp_path / "a.pt", tmp_path / "out"
+    sizes = {"vocab_size": 300, "seq_len": 8, "dataset": "moved", "dropout": 0.0}
+    torch.save({"model": {"fc.weight": torch.ones(2)}, "settings": {}}, path)
+    assert "is no snapshot of a GPT" in call(to_hf, path, out).stderr
+    torch.save({"model": {"positions.weight": torch.ones(8, 2)}, "settings": sizes}, path)
+    assert "--tokens must name the folder" in call(to_hf, path, out).stderr
+    assert "has no complete snapshot" in call(to_hf, tmp_path, out).stderr
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(os.system))
+    with pytest.raises(pickle.UnpicklingError, match="and should not"):
+        to_hf.read_snapshot(tmp_path)
+    # From protocol 4 on, a name may have dots: a module of the list that imports os has os.system.
+    names = [b"torch.distributed.checkpoint.metadata", b"os.system"]
+    by_dots = b"\x80\x04" + b"".join(b"\x8c%c%b" % (len(name), name) for name in names) + b"\x93."
+    assert pickle.loads(by_dots) is os.system
+    (tmp_path / ".metadata").write_bytes(by_dots)
+    with pytest.raises(pickle.UnpicklingError, match="and should not"):
+        to_hf.read_snapshot(tmp_path)
