@@ -54,4 +54,5 @@ def batch_loss(model, batch, args):
     (tokens,) = batch  # (B, T + 1), without padding: each process has the same number of tokens
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits  # (B, T, V)
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    return loss, {"loss": loss * len(tokens), "count": len(tokens)}
+    count = tokens[:, 1:].numel()
+    return loss, {"loss": loss * count, "count": count}

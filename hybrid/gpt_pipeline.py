@@ -77,14 +77,17 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a text, a folder of tokens, or Python's own source")
-    add("--vocab_size", type=int, default=256, help="number of token ids; bytes have 256")
+    add("--vocab_size", type=int, default=256, help="token ids, but for those of a tokens.json")
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence, which is one sample")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to print at the end")
-    return parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
+    args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
+    if os.path.exists(f"{args.dataset}/tokens.json"):  # of examples/tokens.py
+        args.vocab_size = json.loads(Path(args.dataset, "tokens.json").read_text())["vocab_size"]
+    return args
 
 
 def read_data(args):
@@ -490,7 +493,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
         polled = sum_over_ranks(own_poll)
         is_stopped = polled["signals"] > 0 and step < num_steps  # the last step ends the run anyway
         mark("comm")
-        count_marks(is_warmup)
+        count_marks(is_warmup, recent_sums["count"])
         mean_loss = recent_sums["loss"] / recent_sums["count"]
         if not math.isfinite(mean_loss):
             exit_all(f"step {step}: the loss is {mean_loss}")
@@ -755,7 +758,7 @@ def log_row(row, model, device, settings):
     row = settings | row
     row |= take_marks(settings["batch_size"])
     if row.get("steps"):  # not only warmup
-        printed.append("samples/s")
+        printed.append("tokens/s" if "tokens/s" in row else "samples/s")
     names = list(settings)  # in the order of the flags: report.py compares those before --epochs
     row["settings"] = {name: settings[name] for name in names[: names.index("epochs")]}
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
@@ -834,8 +837,8 @@ def bubble_mark(pipeline, device):
     mark("bubble")
 
 
-def count_marks(is_warmup=False):
-    """Adds up the times since the last poll. Waits for the GPU."""
+def count_marks(is_warmup=False, count=0):
+    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:
@@ -862,6 +865,7 @@ def count_marks(is_warmup=False):
     ends = [number + 1 for number, span in enumerate(spans) if span[0] == "optimizer"]
     times["steps"] += len(ends)
     if ends:
+        times["count"] += count
         first = ends[-2] if len(ends) > 1 else 0
         last_step[:] = spans[first : ends[-1]]
     del marks[:-1]  # the last mark is the start of what comes next
@@ -883,6 +887,8 @@ def columns_of(times, batch_size):
     columns["seconds"] = sum(times[phase] for phase in PHASES)
     training = sum(times[phase] for phase in STEP_PHASES)
     columns["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    if times["count"] > batch_size * times["steps"]:  # a sample has several tokens
+        columns["tokens/s"] = times["count"] / training
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # from KiB
     columns["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
     return columns

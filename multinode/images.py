@@ -323,7 +323,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
         polled = sum_over_ranks(own_poll)
         is_stopped = polled["signals"] > 0 and step < num_steps  # the last step ends the run anyway
         mark("comm")
-        count_marks(is_warmup)
+        count_marks(is_warmup, recent_sums["count"])
         mean_loss = recent_sums["loss"] / recent_sums["count"]
         if not math.isfinite(mean_loss):
             exit_all(f"step {step}: the loss is {mean_loss}")
@@ -582,7 +582,7 @@ def log_row(row, model, device, settings):
     row = settings | row
     row |= take_marks(settings["batch_size"])
     if row.get("steps"):  # not only warmup
-        printed.append("samples/s")
+        printed.append("tokens/s" if "tokens/s" in row else "samples/s")
     names = list(settings)  # in the order of the flags: report.py compares those before --epochs
     row["settings"] = {name: settings[name] for name in names[: names.index("epochs")]}
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
@@ -660,8 +660,8 @@ def timed_hook(comm_hook):
     return hook
 
 
-def count_marks(is_warmup=False):
-    """Adds up the times since the last poll. Waits for the GPU."""
+def count_marks(is_warmup=False, count=0):
+    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:
@@ -688,6 +688,7 @@ def count_marks(is_warmup=False):
     ends = [number + 1 for number, span in enumerate(spans) if span[0] == "optimizer"]
     times["steps"] += len(ends)
     if ends:
+        times["count"] += count
         first = ends[-2] if len(ends) > 1 else 0
         last_step[:] = spans[first : ends[-1]]
     del marks[:-1]  # the last mark is the start of what comes next
@@ -709,6 +710,8 @@ def columns_of(times, batch_size):
     columns["seconds"] = sum(times[phase] for phase in PHASES)
     training = sum(times[phase] for phase in STEP_PHASES)
     columns["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    if times["count"] > batch_size * times["steps"]:  # a sample has several tokens
+        columns["tokens/s"] = times["count"] / training
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # from KiB
     columns["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
     return columns

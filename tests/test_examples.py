@@ -93,6 +93,7 @@ EXAMPLES = {  # name: its flags
 
 def test_each_example_is_tried():
     others = {"README", "muon", "tokens", "show_log", "predict_photo"}  # that by test_project.py
+    others |= {"to_hf"}  # test_hub.py
     found = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert found | {"README"} == EXAMPLES.keys() | others
 
@@ -152,9 +153,9 @@ def test_muon(logged, paste, data, tmp_path):
 
 
 def test_tokens(run, tmp_path):
-    """gpt.py trains on the files that its docstring's commands make."""
+    """gpt.py trains on the files that its docstring's command for a text makes. See test_hub.py."""
     (tmp_path / "my.txt").write_text(README * 5)
-    [make] = re.findall(r"^    python (\S+ .*)", TEXTS["tokens"], re.M)
+    [_, make] = re.findall(r"^    python (\S+ .*)", TEXTS["tokens"], re.M)
     [train] = re.findall(r"^python (\S+ .*)", run(*make.split(), cwd=tmp_path), re.M)
     run(*train.split(), "--batch_size", 4, "--max_steps", 2, processes=2, cwd=tmp_path)
 

@@ -131,6 +131,10 @@ def assert_rows(log, script, processes):
         assert [name for name, *_ in row["last_step"]].count("optimizer") == 1
         training = sum(row.get(name, 0) for name in PHASES)
         assert row["samples/s"] == pytest.approx(row["batch_size"] * row["steps"] / training)
+        assert ("tokens/s" in row) == bool(re.search("gpt|translation", script))
+        if "tokens/s" in row:  # the first token of a translation is given
+            tokens = row["seq_len"] - ("translation" in script)
+            assert row["tokens/s"] == pytest.approx(tokens * row["samples/s"])
         assert sum(row.get("stages", [row["parameters"]])) == row["parameters"]
 
 

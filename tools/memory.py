@@ -1,0 +1,199 @@
+"""Tell how much memory a training will take, before it takes any: will it fit?
+
+    python tools/memory.py multigpu/gpt.py --d_model 1024 --n_heads 16 --num_layers 24
+    python tools/memory.py --processes 8 --memory 80 multigpu/mine.py   # your own copy of a script
+
+What follows the script are its flags. The script's own functions make the model, the optimizer and
+a batch, and its step is taken with tensors that have shapes and types, but no memory. So a model of
+any size takes seconds. The script is imported, and its code runs: name one that you trust.
+
+A row is what one process holds at the worst moment of a step, in GB, at the global --batch_size:
+
+    weights, gradients, optimizer    FSDP divides them over the processes
+    gathered      weights and gradients that FSDP has whole at a time: two blocks, and what is in
+                  no block, such as the embedding
+    activations   what the forward pass keeps for the backward pass, and what both make meanwhile.
+                  With checkpoints (--checkpoint_activations in hybrid/gpt_fsdp.py), a block keeps
+                  its input alone, and runs twice
+
+Not counted are the libraries, such as CUDA's 0.5 to 1 GB a process, and gaps between tensors. Give
+a GPU a tenth more. A machine without a GPU counts as its CPU would compute: with --precision bf16,
+a GPU has some activations in fp32. torch.compile needs less. For FSDP, the model has a list of
+blocks, model.blocks. From Python: count(script, flags, processes, checkpoints).
+"""
+
+import argparse
+import importlib.util
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations")
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, until Python frees them."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.sizes = weakref.WeakKeyDictionary()  # of memory that lives, which tensors may share
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        known = {id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
+        made = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(made):
+            storage = tensor.untyped_storage()
+            if id(storage) not in known and storage not in self.sizes:
+                size = storage.nbytes()
+                self.sizes[storage] = size
+                weakref.finalize(storage, self.free, size)
+                self.now += size
+                self.most = max(self.most, self.now)
+        return made
+
+    def free(self, size):
+        self.now -= size
+
+
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_of(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def load_script(path):
+    """Returns a script as a module. Its code runs."""
+    spec = importlib.util.spec_from_file_location("script", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def parse_flags(script, flags):
+    """Returns the flags of the script, as its own parser reads them."""
+    own = sys.argv
+    sys.argv = [script.__file__, *map(str, flags)]
+    try:
+        return script.parse_args()
+    finally:
+        sys.argv = own
+
+
+def read_batch(script, args, processes):
+    """Returns the training data, and a micro-batch of one process."""
+    data, _ = script.read_data(args)
+    size = args.batch_size // processes // getattr(args, "grad_accum_steps", 1)
+    if size == 0:
+        sys.exit(f"--batch_size {args.batch_size} is too small for {processes} processes")
+    indices = [number % len(data) for number in range(size)]
+    return data, next(iter(script.create_loader(data, [indices], args)))
+
+
+def count(script, flags, processes=1, checkpoints=False):
+    """Returns {column: bytes} for a process of DDP. FSDP's parts: "blocks", "others", in elements.
+
+    `script` is a module with the functions of a training script.
+    """
+    args = parse_flags(script, flags)
+    args.num_workers = 0
+    data, batch = read_batch(script, args, processes)
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    dtype = TYPES.get(args.precision)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.device(device):
+        model = script.create_model(args, data).train()
+        batch = tree_map(lambda x: torch.empty_like(fake.from_tensor(x), device=device), batch)
+        optimizer = script.create_optimizer(model, args)
+        for weight in model.parameters():  # DDP keeps the gradients between steps
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        optimizer.step()  # which makes its state
+        blocks = list(getattr(model, "blocks", ()))
+        if checkpoints:
+            for block in blocks:
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                block.forward = partial(checkpoint, block.forward, **options)
+        with LiveBytes() as live:
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                loss, _ = script.batch_loss(model, batch, args)
+            loss.backward()
+            del loss
+            optimizer.step()
+    states = [value for state in optimizer.state.values() for value in tensors_in(state)]
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
+    kept = [*model.parameters(), *model.buffers()]
+    in_blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
+    return {
+        "weights": bytes_of(kept),
+        "gradients": bytes_of(learned),
+        "optimizer": bytes_of(states),
+        "gathered": 0,
+        "activations": live.most + bytes_of(tensors_in(batch)),
+        "blocks": in_blocks,
+        "others": sum(weight.numel() for weight in model.parameters()) - sum(in_blocks),
+        "bytes of a gathered weight": dtype.itemsize if dtype else 4,
+    }
+
+
+def divided(counted, processes):
+    """Returns the same for a process of FSDP.
+
+    Two blocks are whole at a time, with the gradients of one, and all that is in no block, with its
+    gradients. These are made in the type of the computation.
+    """
+    found = {name: counted[name] / processes for name in COLUMNS}
+    largest = max(counted["blocks"], default=0)
+    gathered = 3 * largest + 2 * counted["others"]
+    found["gathered"] = gathered * counted["bytes of a gathered weight"]
+    found["activations"] = counted["activations"]
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--processes", type=int, default=4, help="GPUs that share a batch")
+    add("--memory", type=float, default=0, help="GB of a GPU: tell what fits; 0: do not")
+    add("script", help="a training script, such as multigpu/gpt.py; it is imported")
+    add("flags", nargs=argparse.REMAINDER, help="flags of the script")
+    options = parser.parse_args()
+    if not Path(options.script).is_file():
+        parser.error(f"there is no script {options.script}")
+    script = load_script(options.script)
+
+    # DDP, and FSDP where the model has blocks, each without and with checkpoints.
+    rows = {}
+    plain = count(script, options.flags, options.processes)
+    rows["DDP"] = plain
+    if plain["blocks"]:
+        spared = count(script, options.flags, options.processes, checkpoints=True)
+        rows["DDP, checkpoints"] = spared
+        rows["FSDP"] = divided(plain, options.processes)
+        rows["FSDP, checkpoints"] = divided(spared, options.processes)
+
+    # The table, in GB.
+    parameters = plain["others"] + sum(plain["blocks"])
+    print(f"{parameters:,} parameters, {options.processes} processes, GB in each:")
+    names = [*COLUMNS, "total"]
+    print(f"{'':20}" + "".join(f"{name:>13}" for name in names))
+    for title, row in rows.items():
+        values = [row[name] / 1e9 for name in COLUMNS]
+        total = sum(values)
+        line = f"{title:20}" + "".join(f"{value:13.3f}" for value in [*values, total])
+        if options.memory:
+            line += "  fits" if 1.1 * total + 1 <= options.memory else "  does not fit"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
