@@ -55,6 +55,7 @@ OWN = {  # names whose text may differ from that of the folders before, by folde
         create_groups evaluate log_row sent forget_marks count_marks columns_of
         print_sending""",
     "hybrid/mnist.py": "print_marks",
+    "hybrid/mnist_tensor.py": "print_marks",
     "tools/predict.py": "runs_of",  # it sums up a step, report.py an epoch
 }
 NEIGHBORS = [  # whose differences are recorded: each script, and the one from which it grew

@@ -29,6 +29,7 @@ TASKS = {  # of each model, its script, and flags that make it small
     "gpt": ("gpt.py", f"{GPT} --batch_size 96"),
 }
 FSDP, PIPELINE = "hybrid/gpt_fsdp.py", "hybrid/gpt_pipeline.py"
+TENSOR = "hybrid/gpt_tensor.py"
 TWO_PIPELINES = "--num_stages 2 --schedule gpipe --num_microbatches 3"  # on four processes
 RUNS = [  # processes, script, task, more flags. Its losses are to be those of singlegpu
     (2, "multigpu/images.py", "mlp", "--grad_accum_steps 3"),
@@ -47,6 +48,9 @@ RUNS = [  # processes, script, task, more flags. Its losses are to be those of s
     # Of two pipelines, the first has a batch more to validate on.
     (4, PIPELINE, "gpt", TWO_PIPELINES),
     (4, PIPELINE, "gpt", "--num_stages 4 --num_microbatches 6"),
+    (2, TENSOR, "gpt", "--tensor_size 2"),
+    # Of two groups, the first has a sequence more to validate on.
+    (4, TENSOR, "gpt", "--tensor_size 2 --grad_accum_steps 3 --num_workers 1"),
 ]
 SEEN = "ending processes weights updates gradients accumulation finite shares order inputs samples"
 SEEN += " validation"  # kinds of check.py that must be right, and not only unseen
@@ -167,6 +171,7 @@ RESUMED = [  # processes, script, task, more flags
     (2, "hybrid/images.py", "mlp", "--num_stages 2 --precision fp16"),
     (2, PIPELINE, "gpt", "--num_stages 2 --precision fp16"),
     (2, FSDP, "gpt", "--precision bf16"),
+    (2, TENSOR, "gpt", "--precision bf16 --dropout 0.1"),
 ]
 
 
