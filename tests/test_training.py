@@ -31,6 +31,7 @@ TASKS = {  # of each model, its script, and flags that make it small
 FSDP, PIPELINE = "hybrid/gpt_fsdp.py", "hybrid/gpt_pipeline.py"
 TENSOR = "hybrid/gpt_tensor.py"
 TWO_PIPELINES = "--num_stages 2 --schedule gpipe --num_microbatches 3"  # on four processes
+TWO_GROUPS = "--tensor_size 2 --grad_accum_steps 3 --num_workers 1"
 RUNS = [  # processes, script, task, more flags. Its losses are to be those of singlegpu
     (2, "multigpu/images.py", "mlp", "--grad_accum_steps 3"),
     (2, "multigpu/text.py", "nbow", "--grad_accum_steps 2"),
@@ -50,12 +51,13 @@ RUNS = [  # processes, script, task, more flags. Its losses are to be those of s
     (4, PIPELINE, "gpt", "--num_stages 4 --num_microbatches 6"),
     (2, TENSOR, "gpt", "--tensor_size 2"),
     # Of two groups, the first has a sequence more to validate on.
-    (4, TENSOR, "gpt", "--tensor_size 2 --grad_accum_steps 3 --num_workers 1"),
+    (4, TENSOR, "gpt", TWO_GROUPS),
 ]
 SEEN = "ending processes weights updates gradients accumulation finite shares order inputs samples"
 SEEN += " validation"  # kinds of check.py that must be right, and not only unseen
-# What check.py cannot see: a snapshot that is a folder, stages of one pipeline, each alone.
-UNSEEN = {FSDP: "layers snapshot", PIPELINE: "layers weights shares"}
+# What check.py cannot see: a snapshot that is a folder; stages of one pipeline, and parts of one
+# group, each alone.
+UNSEEN = {FSDP: "layers snapshot", PIPELINE: "layers weights shares", TENSOR: "weights shares"}
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 
 
@@ -144,7 +146,8 @@ def test_one_loss_curve(check, data, tmp_path, processes, script, task, more):
     one, words = f"singlegpu/{TASKS[task][0]}", f"{flags_of(task, data)} --log {{tmp}}/log"
     command = f"{processes} {script} {words} {more}".split()
     seen, printed = check("--against", f"1 {one} {words}", "--", *command)
-    unseen = {*("" if more == TWO_PIPELINES else UNSEEN.get(script, "")).split()}
+    has_copies = more in (TWO_PIPELINES, TWO_GROUPS)
+    unseen = {*("" if has_copies else UNSEEN.get(script, "")).split()}
     assert {*SEEN.split(), "against"} - unseen <= seen
     assert not unseen & seen, "UNSEEN lists what is seen"
     lines = printed.splitlines()
