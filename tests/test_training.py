@@ -64,10 +64,12 @@ PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 class Forks:
     """What tools/check.py starts, in place of subprocess.Popen: N script.py ..., in N forks.
 
-    `python script.py ...` is one fork.
+    `python script.py ...` is one fork, and torchrun's command is as many as it says.
     """
 
     def __init__(self, words, env, **_):
+        if words[1] == "-m":  # python -m torch.distributed.run --standalone --nproc_per_node=N
+            words = [words[4].rpartition("=")[2], *words[5:]]
         count, script, *arguments = words
         count = 1 if count == sys.executable else int(count)
         commands, envs = forks_of(script, arguments, count, **env)
