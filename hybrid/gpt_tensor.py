@@ -264,13 +264,13 @@ def join(part, dim, num_matrices, group):
     return torch.stack(parts, dim + 1).flatten(dim, dim + 2)
 
 
-def split_layers(model, optimizer, group, device):
-    """Leaves this process its heads and features, with their moments, and moves all to its GPU."""
+def split_layers(model, optimizer, group):
+    """Leaves this process its heads and features, and their moments in the optimizer."""
 
     def enter(_, inputs):
         [x] = inputs
-        if torch.is_autocast_enabled(device.type):  # sends gradients in that type, as the passes do
-            x = x.to(torch.get_autocast_dtype(device.type))
+        if torch.is_autocast_enabled(x.device.type):  # sends gradients in the type of the passes
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         return EnterSplit.apply(x, group)
 
     def leave(_, inputs, part):
@@ -289,10 +289,14 @@ def split_layers(model, optimizer, group, device):
                 layer.register_forward_pre_hook(enter)
             else:
                 layer.register_forward_hook(leave)
-    model.to(device)
-    for moments in optimizer.state.values():
-        for name, moment in moments.items():
-            moments[name] = moment.to(device)
+
+
+def move_to_device(model, optimizer, device, args):
+    """Moves the weights. Returns an optimizer of them, with the moments of the old one."""
+    model.to(device)  # the weights of some devices are new parameters, which the old one has not
+    moved = create_optimizer(model, args)
+    moved.load_state_dict(optimizer.state_dict())
+    return moved
 
 
 def join_states(states, model, optimizer, group):
@@ -400,7 +404,8 @@ def main(args):  # runs in each process: torchrun or srun starts it
 
     # Each process keeps its part of the layers. The weights that are not split stay equal in all.
     tensor_group, copies = create_groups(args)
-    split_layers(model, optimizer, tensor_group, device)
+    split_layers(model, optimizer, tensor_group)
+    optimizer = state["optimizer"] = move_to_device(model, optimizer, device, args)
     compiled = torch.compile(model) if args.compile else model  # both have the same weights
 
     # DDP: equal copies of each part, whose gradients are averaged during the backward pass.

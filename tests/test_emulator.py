@@ -107,7 +107,7 @@ def test_snapshots_move(run, words, changed, tmp_path, name):
         assert rows(log)[-1]["device"] == ("Emulator" if devices else "CPU")
     moved = curve(log)
     log.unlink()
-    run(changed(mover, CONSTANT), *flags, 6, processes=processes)
+    run(changed(mover, CONSTANT), *flags, 2 * number, processes=processes)
     np.testing.assert_allclose(moved, curve(log), rtol=1e-5)
 
 

@@ -57,7 +57,8 @@ SEEN = "ending processes weights updates gradients accumulation finite shares or
 SEEN += " validation"  # kinds of check.py that must be right, and not only unseen
 # What check.py cannot see: a snapshot that is a folder; stages of one pipeline, and parts of one
 # group, each alone.
-UNSEEN = {FSDP: "layers snapshot", PIPELINE: "layers weights shares", TENSOR: "weights shares"}
+UNSEEN = {FSDP: "layers snapshot", PIPELINE: "layers weights shares"}
+UNSEEN[TENSOR] = UNSEEN[PIPELINE]
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 
 
