@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("singlegpu", "multigpu", "multinode", "hybrid", "quantize")
 TASKS = ("images", "text", "translation", "gpt")
-SPLIT = "# == How the model is split "  # two scripts of hybrid have it
+SPLIT = "# == How the model is split "  # three scripts of hybrid have it
 SECTIONS = {
     "yours": "# == Yours: ",
     "the split": SPLIT,
@@ -52,7 +52,11 @@ OWN = {  # names whose text may differ from that of the folders before, by folde
     "hybrid/gpt_fsdp.py": """DTYPES init_process start_or_resume save_snapshot
         compare_copies evaluate sent timed_hook count_marks
         --grad_accum_steps --comm_hook --snapshot""",
+    "hybrid/gpt_tensor.py": """DTYPES check_flags save_snapshot training_batches compare_copies
+        create_groups evaluate log_row sent forget_marks count_marks columns_of
+        print_sending""",
     "hybrid/mnist.py": "print_marks",
+    "hybrid/mnist_tensor.py": "print_marks",
 }
 TIMER = {"tools/timing.py": ("ON_GPU", "marks", "mark")}  # are those of the mnist.py
 NEIGHBORS = [  # whose differences are recorded: each script, and the one from which it grew
@@ -61,6 +65,7 @@ NEIGHBORS = [  # whose differences are recorded: each script, and the one from w
     ("multinode/images.py", "hybrid/images.py"),
     ("multinode/gpt.py", "hybrid/gpt_fsdp.py"),
     ("multinode/gpt.py", "hybrid/gpt_pipeline.py"),
+    ("multinode/gpt.py", "hybrid/gpt_tensor.py"),
 ]
 RECORD = "tests/folders.diff"
 
@@ -189,8 +194,8 @@ def copy_problems(files):
 def section_problems(files):
     """Each section must be there, and must be compared with another script's."""
     scripts = [path for path in files if is_training(path)]
-    if len(scripts) < 15:
-        yield f"{len(scripts)} training scripts are here, and there were 15"
+    if len(scripts) < 16:
+        yield f"{len(scripts)} training scripts are here, and there were 16"
     for path in scripts:
         wanted = {"yours", "the run", "the timing", "the start"}
         missing = wanted - sections_of(files[path]).keys()

@@ -63,6 +63,7 @@ PARALLEL = {  # script: more flags
     "hybrid/images.py": "--num_stages 2",
     "hybrid/gpt_fsdp.py": "--shard_size 2",
     "hybrid/gpt_pipeline.py": "--num_stages 2",
+    "hybrid/gpt_tensor.py": "--tensor_size 2",
 }
 IMAGES, GPT = "singlegpu/images.py", "singlegpu/gpt.py"
 options = None  # of the command line; `sharing` is true in the part `ranks`

@@ -32,6 +32,7 @@ RUNS = {  # task, script, processes, more flags. All tasks in all folders: the s
     "stages": ("mlp", "hybrid/images.py", 2, "--num_stages 2 --grad_accum_steps 3"),
     "pipeline": ("gpt", "hybrid/gpt_pipeline.py", 4, "--num_stages 2"),
     "shards": ("gpt", "hybrid/gpt_fsdp.py", 2, ""),
+    "parts": ("gpt", "hybrid/gpt_tensor.py", 4, "--tensor_size 2"),
 }
 # Prints how often the host has waited in the third and fourth step after a start or a validation:
 # before, DDP makes its buckets anew, and a pipeline connects its stages. A line is one write.
@@ -83,6 +84,7 @@ MOVES = {  # script, processes, devices (none: a machine without), more flags; t
     "file": (
         ("multinode/gpt.py", 3, "4", ""),
         ("hybrid/gpt_pipeline.py", 4, None, "--num_stages 2"),
+        ("hybrid/gpt_tensor.py", 4, "4", "--tensor_size 2"),
         ("singlegpu/gpt.py", 1, "4", ""),
     ),
     "shards": (
@@ -105,7 +107,7 @@ def test_snapshots_move(run, words, changed, tmp_path, name):
         assert rows(log)[-1]["device"] == ("Emulator" if devices else "CPU")
     moved = curve(log)
     log.unlink()
-    run(changed(mover, CONSTANT), *flags, 6, processes=processes)
+    run(changed(mover, CONSTANT), *flags, 2 * number, processes=processes)
     np.testing.assert_allclose(moved, curve(log), rtol=1e-5)
 
 

@@ -70,6 +70,16 @@ def sends_half(plain, step):
     assert bytes_of(step, "gather") == bytes_of(plain, "gather")
 
 
+def sums_half(plain, step):
+    """The sums of parts are sent as bf16, forwards and backwards, and gradients in fp32."""
+    computes_in("bfloat16")(plain, step)
+    size = 24 * 32 * 32 * 4  # B, T, D and the bytes of a number
+    in_fp32 = [each for each in plain["sent"] if each[1:] == ["float32", size]]
+    in_bf16 = [each for each in step["sent"] if each[1:] == ["bfloat16", size // 2]]
+    assert len(in_fp32) == len(in_bf16) >= 4 * 2, "four for each of two layers"
+    assert bytes_of(step, "reduce") > 50_000
+
+
 def gathers_half(plain, step):
     """Weights are sent in bf16, gradients in fp32."""
     computes_in("bfloat16")(plain, step)
@@ -97,6 +107,7 @@ def runs_again(plain, step):
 EFFECTS = {  # flags: what they change in the second step of each process, and in which scripts
     "--precision tf32": (computes_in("float32", "high"), "singlegpu/images"),
     "--precision bf16": (computes_in("bfloat16"), "singlegpu/images hybrid/gpt_pipeline"),
+    "--precision bf16 --tensor_size 2": (sums_half, "hybrid/gpt_tensor"),  # 2: the default
     "--precision fp16": (computes_in("float16"), "singlegpu/images"),
     "--precision bf16 --grad_accum_steps 1": (gathers_half, "hybrid/gpt_fsdp"),  # 1: the default
     "--comm_hook bf16": (sends_half, "multigpu/images hybrid/images hybrid/gpt_fsdp"),

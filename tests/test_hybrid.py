@@ -1,4 +1,4 @@
-"""Stages of a model, on devices or in pipelines, and shards. One loss curve: test_training.py."""
+"""Stages of a model, shards, and split layers. One loss curve: test_training.py."""
 
 import itertools
 import re
@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import curve, load, module, rows
+from conftest import CONSTANT, assert_same_weights, curve, load, module, rows
 from fork_server import run_all
-from test_training import FSDP, PIPELINE
+from test_training import FSDP, PIPELINE, TENSOR
 
 GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
 
@@ -88,3 +88,76 @@ def test_a_half_written_snapshot_is_not_resumed(attempt, words, changed, tmp_pat
     status, *_ = attempt(FSDP, *base, *more, processes=3)  # PyTorch warns
     assert status == 0 and [row["step"] for row in rows(tmp_path / "log")[::3]] == [8, 12]
     assert [path.name for path in folder.iterdir()] == ["step-000000012"]
+
+
+HEADS = ("--n_heads", 4, "--num_layers", 2)
+
+
+@pytest.mark.parametrize(("processes", "size"), [(2, 2), (4, 2), (4, 4)])
+def test_what_split_layers_send(logged, words, processes, size):
+    """A block sends (B, T, D) four times in each process of a group. The losses are those of one.
+
+    DDP sends the gradients of the process's own weights: half of a block's, if two split it.
+    """
+    words = (*words, *HEADS, "--max_steps", 6, "--eval_every", 6)
+    log = logged(TENSOR, *words, "--tensor_size", size, processes=processes)
+    one = logged("singlegpu/gpt.py", *words)
+    np.testing.assert_allclose(curve(log, "grad_norm"), curve(one, "grad_norm"), rtol=1e-5)
+    for row in rows(log):
+        sizes = {"sum": [], "all-reduce": []}
+        for name, _, _, num_bytes in row["last_step"]:
+            sizes.setdefault(name, []).append(num_bytes)
+        batch = 48 // (processes // size)
+        assert sizes["sum"] == [batch * 32 * 32 * 4] * 4 * 2  # (B, T, D), in each of two blocks
+        of_blocks = 2 * 12 * 32**2  # qkv 3, projection 1, up 4, down 4
+        own = row["parameters"] - of_blocks + of_blocks // size
+        assert sum(sizes["all-reduce"]) == 4 * own
+        assert 0 < row["sum_total"] < row["comm_total"]
+        assert row["drift"] == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "dropout"), [("singlegpu/gpt.py", 0), ("multinode/gpt.py", 0.1)]
+)
+def test_one_process_alone_has_the_bits_of_one_without_parts(run, words, tmp_path, script, dropout):
+    """With clipping. The snapshots have the same optimizer, too."""
+    words = (*words, "--dropout", dropout, "--max_steps", 5, "--max_grad_norm", 0.5, "--snapshot")
+    run(TENSOR, *words, tmp_path / "split.pt", "--tensor_size", 1)
+    run(script, *words, tmp_path / "one.pt")
+    assert_same_weights(tmp_path / "split.pt", tmp_path / "one.pt")
+    states = [load(tmp_path / name)["optimizer"]["state"] for name in ("split.pt", "one.pt")]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+MOVES = [  # script, processes, --tensor_size: two steps each
+    (TENSOR, 4, 4),
+    ("multinode/gpt.py", 2, None),
+    (TENSOR, 4, 2),
+    ("singlegpu/gpt.py", 1, None),
+    (TENSOR, 2, 2),
+]
+
+
+def test_split_layers_go_on_elsewhere(run, changed, words, tmp_path):
+    """In groups of another size, or whole in other scripts, and back: as if one had done it all."""
+    words = (*words, *HEADS, "--eval_every", 2)
+    snapshot, log = ("--snapshot", tmp_path / "moved.pt"), ("--log", tmp_path / "log")
+    for number, (script, processes, size) in enumerate(MOVES, start=1):
+        more = ("--tensor_size", size) if size else ()
+        copy = changed(script, CONSTANT)
+        steps = ("--max_steps", 2 * number)
+        run(copy, *words, *more, *steps, *snapshot, *log, processes=processes)
+    moved = curve(log[1])
+    log[1].unlink()
+    whole = ("--snapshot", tmp_path / "whole.pt")
+    run(changed("singlegpu/gpt.py", CONSTANT), *words, *steps, *whole, *log)
+    np.testing.assert_allclose(moved, curve(log[1]), rtol=1e-6)
+    assert len(moved) == 5
+    assert_same_weights(tmp_path / "moved.pt", tmp_path / "whole.pt", rounding=2e-5)
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_layers_that_cannot_be_split(refused, words, size):
+    """Of three processes, two leave one over, and three do not divide two heads."""
+    told = "--tensor_size must divide 3 processes, and --n_heads"
+    refused(told, TENSOR, *words, "--tensor_size", size, processes=3)

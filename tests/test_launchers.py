@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, forks_of, module, rows
 from fork_server import run_all
-from test_training import FSDP, PIPELINE
+from test_training import FSDP, PIPELINE, TENSOR
 
 GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --dropout 0.1"
 WALL = {  # prints what the clock shows from the first mark to the last one
@@ -70,6 +70,7 @@ def test_who_is_late_is_named(run, changed, flags, tmp_path, name):
 
 MULTIGPU, STAGES = "multigpu/images.py", "hybrid/images.py"
 NORM, EMBEDDING = "stage.get_parameter('norm.bias').data", "stage.embedding.weight.data"
+PART = "model.blocks[0].qkv.weight"
 DRIFTS = {  # script, processes, flags, what is done after each step, and how the error ends
     "rounding": (MULTIGPU, 3, "", "model[1].weight.data[0, 0] *= 1 + 1e-6 * (rank == 2)", None),
     "copies": (MULTIGPU, 3, "", "model[1].weight.data *= 1 + 0.05 * (rank == 2)", "1.weight"),
@@ -77,16 +78,19 @@ DRIFTS = {  # script, processes, flags, what is done after each step, and how th
     "stage": (STAGES, 2, "", "model[-1].bias.data += rank", "6.bias"),
     "shard": (FSDP, 4, "--shard_size 2", "model.norm.bias.to_local().add_(rank // 2)", "norm.bias"),
     "pipelines": (PIPELINE, 4, "", f"if rank == 3: {NORM}.add_(1)", "norm.bias"),
+    # Ranks 1 and 3 have the same part, and all have the same norm.
+    "parts": (TENSOR, 4, "", f"if rank == 3: {PART}.add_(1)", "blocks.0.qkv.weight"),
+    "wholes": (TENSOR, 2, "", "model.norm.bias.add_(rank)", "norm.bias"),  # of one group
     "ends": (PIPELINE, 2, "", f"{EMBEDDING}.add_(rank)", "embedding.weight"),  # of one pipeline
 }
-STEPS = "        scaler.step(optimizer)\n", "        optimizer.step()\n"  # that of shards
+STEPS = "        scaler.step(optimizer)\n", "        optimizer.step()\n"  # that of shards and parts
 
 
 @pytest.mark.parametrize("name", DRIFTS)
 def test_copies_that_differ(attempt, changed, flags, tmp_path, name):
     """Rounding is shown as `drift`. More ends the run in all processes, and nothing is saved."""
     script, processes, more, change, told = DRIFTS[name]
-    step = STEPS[script == FSDP]
+    step = STEPS[script in (FSDP, TENSOR)]
     copy = changed(script, {step: f"{step}        with torch.no_grad():\n            {change}\n"})
     words = (*flags(script), *more.split(), "--max_steps", 2)
     files = ("--log", tmp_path / "log", "--snapshot", tmp_path / "s.pt")

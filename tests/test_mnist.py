@@ -1,4 +1,4 @@
-"""The five mnist.py: one loss curve, times that add up, and what else their texts promise."""
+"""The six mnist scripts: one loss curve, times that add up, and what else their texts promise."""
 
 import functools
 import re
@@ -11,8 +11,14 @@ import pytest
 import torch
 from conftest import ROOT, replaced
 
-TRAINING = {"singlegpu": 1, "multigpu": 3, "multinode": (2, 1), "hybrid": 4}  # processes
+TENSOR = "hybrid, tensor"  # hybrid/mnist_tensor.py, as its row calls it
+# Processes, by what the first cell of the row says: the folder.
+TRAINING = {"singlegpu": 1, "multigpu": 3, "multinode": (2, 1), "hybrid": 4, TENSOR: 4}
 SHORT = ("--batch_size", 48, "--epochs", 3)  # 25 steps an epoch
+
+
+def script_of(folder):
+    return "hybrid/mnist_tensor.py" if folder == TENSOR else f"{folder}/mnist.py"
 
 
 def numbers(name, out):
@@ -32,7 +38,7 @@ def trained(run, data, tmp_path_factory):
 
     @functools.cache
     def trained(folder, **env):
-        words = (f"{folder}/mnist.py", *SHORT, "--data_dir", data)
+        words = (script_of(folder), *SHORT, "--data_dir", data)
         place = tmp_path_factory.mktemp(folder)
         processes = int(np.prod(TRAINING[folder])) if env else TRAINING[folder]  # on one node
         return place, run(*words, processes=processes, cwd=place, **env)
@@ -69,14 +75,15 @@ def test_trains_as_one_process_and_times_add_up(trained, request, folder, env):
     assert out.splitlines()[-2:] == [head, f"| {' | '.join(row)} |"]
 
 
-@pytest.mark.parametrize("folder", ("multigpu", "hybrid"))
+@pytest.mark.parametrize("folder", ("multigpu", "hybrid", TENSOR))
 def test_without_its_timing(run, data, trained, tmp_path, folder):
     """Without the last section, and each line with mark, the rest trains alike; it tells no times.
 
     It names nothing that is not there.
     """
-    (copy := tmp_path / f"{folder}/mnist.py").parent.mkdir()
-    lines = (ROOT / f"{folder}/mnist.py").read_text().splitlines(keepends=True)
+    script = script_of(folder)
+    (copy := tmp_path / script).parent.mkdir()
+    lines = (ROOT / script).read_text().splitlines(keepends=True)
     *_, start = [number for number, line in enumerate(lines) if line.startswith("# ==")]
     end = lines.index('if __name__ == "__main__":\n')
     copy.write_text("".join(line for line in lines[:start] + lines[end:] if "mark" not in line))

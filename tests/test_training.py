@@ -29,7 +29,9 @@ TASKS = {  # of each model, its script, and flags that make it small
     "gpt": ("gpt.py", f"{GPT} --batch_size 96"),
 }
 FSDP, PIPELINE = "hybrid/gpt_fsdp.py", "hybrid/gpt_pipeline.py"
+TENSOR = "hybrid/gpt_tensor.py"
 TWO_PIPELINES = "--num_stages 2 --schedule gpipe --num_microbatches 3"  # on four processes
+TWO_GROUPS = "--tensor_size 2 --grad_accum_steps 3 --num_workers 1"
 RUNS = [  # processes, script, task, more flags. Its losses are to be those of singlegpu
     (2, "multigpu/images.py", "mlp", "--grad_accum_steps 3"),
     (2, "multigpu/text.py", "nbow", "--grad_accum_steps 2"),
@@ -47,21 +49,28 @@ RUNS = [  # processes, script, task, more flags. Its losses are to be those of s
     # Of two pipelines, the first has a batch more to validate on.
     (4, PIPELINE, "gpt", TWO_PIPELINES),
     (4, PIPELINE, "gpt", "--num_stages 4 --num_microbatches 6"),
+    (2, TENSOR, "gpt", "--tensor_size 2"),
+    # Of two groups, the first has a sequence more to validate on.
+    (4, TENSOR, "gpt", TWO_GROUPS),
 ]
 SEEN = "ending processes weights updates gradients accumulation finite shares order inputs samples"
 SEEN += " validation"  # kinds of check.py that must be right, and not only unseen
-# What check.py cannot see: a snapshot that is a folder, stages of one pipeline, each alone.
+# What check.py cannot see: a snapshot that is a folder; stages of one pipeline, and parts of one
+# group, each alone.
 UNSEEN = {FSDP: "layers snapshot", PIPELINE: "layers weights shares"}
+UNSEEN[TENSOR] = UNSEEN[PIPELINE]
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 
 
 class Forks:
     """What tools/check.py starts, in place of subprocess.Popen: N script.py ..., in N forks.
 
-    `python script.py ...` is one fork.
+    `python script.py ...` is one fork, and torchrun's command is as many as it says.
     """
 
     def __init__(self, words, env, **_):
+        if words[1] == "-m":  # python -m torch.distributed.run --standalone --nproc_per_node=N
+            words = [words[4].rpartition("=")[2], *words[5:]]
         count, script, *arguments = words
         count = 1 if count == sys.executable else int(count)
         commands, envs = forks_of(script, arguments, count, **env)
@@ -144,7 +153,8 @@ def test_one_loss_curve(check, data, tmp_path, processes, script, task, more):
     one, words = f"singlegpu/{TASKS[task][0]}", f"{flags_of(task, data)} --log {{tmp}}/log"
     command = f"{processes} {script} {words} {more}".split()
     seen, printed = check("--against", f"1 {one} {words}", "--", *command)
-    unseen = {*("" if more == TWO_PIPELINES else UNSEEN.get(script, "")).split()}
+    has_copies = more in (TWO_PIPELINES, TWO_GROUPS)
+    unseen = {*("" if has_copies else UNSEEN.get(script, "")).split()}
     assert {*SEEN.split(), "against"} - unseen <= seen
     assert not unseen & seen, "UNSEEN lists what is seen"
     lines = printed.splitlines()
@@ -171,6 +181,7 @@ RESUMED = [  # processes, script, task, more flags
     (2, "hybrid/images.py", "mlp", "--num_stages 2 --precision fp16"),
     (2, PIPELINE, "gpt", "--num_stages 2 --precision fp16"),
     (2, FSDP, "gpt", "--precision bf16"),
+    (2, TENSOR, "gpt", "--precision bf16 --dropout 0.1"),
 ]
 
 

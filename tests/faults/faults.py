@@ -11,6 +11,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
 TRAIN = "tests/faults/train.py"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=4".split()  # of hybrid's scripts
 Fault = namedtuple("Fault", "name script edits flags options kind words")
 
 
@@ -72,7 +73,8 @@ def run(fault, folder, check=check):
     options = options.replace("SCRIPT", f"{path}" + f" --folder {folder}" * (fault.script == TRAIN))
     words = shlex.split(fault.flags)
     words += ["--folder", "{tmp}"] if fault.script == TRAIN else []
-    return check([sys.executable, path, *words], folder, options)
+    torchrun = TORCHRUN if fault.script.startswith("hybrid") else []
+    return check([sys.executable, *torchrun, path, *words], folder, options)
 
 
 def is_found(fault, lines):

@@ -21,6 +21,7 @@ SHAPES = {  # of jobs: script, processes, arguments
     "stages": ("hybrid/images.py", 2, f"{IMAGES} --num_stages 2"),
     "pipeline": ("hybrid/gpt_pipeline.py", 2, f"{GPT} --num_stages 2"),
     "shards": ("hybrid/gpt_fsdp.py", 2, GPT),
+    "parts": ("hybrid/gpt_tensor.py", 2, GPT),
 }
 
 
