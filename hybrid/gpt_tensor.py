@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 from tqdm import tqdm
 
@@ -68,14 +68,17 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a text, a folder of tokens, or Python's own source")
-    add("--vocab_size", type=int, default=256, help="number of token ids; bytes have 256")
+    add("--vocab_size", type=int, default=256, help="token ids, but for those of a tokens.json")
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
     add("--seq_len", type=int, default=128, help="tokens of a sequence, which is one sample")
     add("--dropout", type=float, default=0.0, help="dropout probability in and before the blocks")
     add("--sample", type=int, metavar="N", default=0, help="tokens to print at the end")
-    return parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
+    args = parse_run_args(parser, epochs=1, batch_size=64, eval_every=100, max_grad_norm=1.0)
+    if os.path.exists(f"{args.dataset}/tokens.json"):  # of examples/tokens.py
+        args.vocab_size = json.loads(Path(args.dataset, "tokens.json").read_text())["vocab_size"]
+    return args
 
 
 def read_data(args):
@@ -468,7 +471,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
         polled = sum_over_ranks(own_poll)
         is_stopped = polled["signals"] > 0 and step < num_steps  # the last step ends the run anyway
         mark("comm")
-        count_marks(is_warmup)
+        count_marks(is_warmup, recent_sums["count"] / args.tensor_size)  # a group has one batch
         mean_loss = recent_sums["loss"] / recent_sums["count"]
         if not math.isfinite(mean_loss):
             exit_all(f"step {step}: the loss is {mean_loss}")
@@ -647,8 +650,8 @@ def set_seed(*numbers):
 
 
 def to_device(batch, device):
-    """Moves the tensors of a batch, which may be in tuples and dictionaries."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Moves the tensors of a batch, which may be in tuples and dictionaries beside other things."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def add_to(sums, batch_sums):
@@ -742,7 +745,7 @@ def log_row(row, model, device, settings):
     row = settings | row
     row |= take_marks(settings["batch_size"])
     if row.get("steps"):  # not only warmup
-        printed.append("samples/s")
+        printed.append("tokens/s" if "tokens/s" in row else "samples/s")
     names = list(settings)  # in the order of the flags: report.py compares those before --epochs
     row["settings"] = {name: settings[name] for name in names[: names.index("epochs")]}
     row["script"] = "/".join(Path(__file__).resolve().parts[-2:])
@@ -795,6 +798,7 @@ def mark(phase):
 
 def timed_hook(comm_hook):
     """Returns comm_hook with notes of the moments. DDP calls it for each bucket of gradients."""
+    sides = {}  # a stream for each bucket. New ones in each step would soon be those of others
 
     def hook(state, bucket):
         if bucket.is_last():
@@ -809,7 +813,9 @@ def timed_hook(comm_hook):
             return comm_hook(state, bucket).then(note_end)
         # On a GPU, note_end() makes its stream wait for the all-reduce. That must not be the stream
         # of the backward pass, so it gets one of its own.
-        side = torch.Stream(priority=-1)
+        if bucket.index() not in sides:
+            sides[bucket.index()] = torch.Stream(priority=-1)
+        side = sides[bucket.index()]
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             return comm_hook(state, bucket).then(note_end)
@@ -832,8 +838,8 @@ def forget_marks():
     sent.clear()
 
 
-def count_marks(is_warmup=False):
-    """Adds up the times since the last poll. Waits for the GPU."""
+def count_marks(is_warmup=False, count=0):
+    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:
@@ -862,6 +868,7 @@ def count_marks(is_warmup=False):
     ends = [number + 1 for number, span in enumerate(spans) if span[0] == "optimizer"]
     times["steps"] += len(ends)
     if ends:
+        times["count"] += count
         first = ends[-2] if len(ends) > 1 else 0
         last_step[:] = spans[first : ends[-1]]
     del marks[:-1]  # the last mark is the start of what comes next
@@ -883,6 +890,8 @@ def columns_of(times, batch_size):
     columns["seconds"] = sum(times[phase] for phase in PHASES)
     training = sum(times[phase] for phase in STEP_PHASES)
     columns["samples/s"] = batch_size * times["steps"] / training if training else 0.0
+    if times["count"] > batch_size * times["steps"]:  # a sample has several tokens
+        columns["tokens/s"] = times["count"] / training
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # from KiB
     columns["peak_MB"] = (torch.accelerator.max_memory_allocated() if ON_GPU else peak) / 1e6
     return columns
