@@ -2,10 +2,8 @@
 
 import functools
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -15,7 +13,6 @@ from pathlib import Path
 import faults
 
 FOLDER = Path(__file__).parent
-CHECK = [sys.executable, os.environ.get("CHECK_TOOL", str(faults.ROOT / "tools/check.py"))]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 JUDGED = ("ERROR", "warning", "ok")
 
@@ -48,20 +45,17 @@ class Program:
     def has(folder, name):
         return (FOLDER / folder / f"{name}.py").exists()
 
-    def command(self, processes, flags):
-        """What starts the program. Where it can have several processes, torchrun starts one, too."""
-        start = [sys.executable] if self.processes == 1 else [*TORCHRUN, str(processes)]
+    def command(self, processes, flags, torchrun=TORCHRUN):
+        """What starts the program: torchrun, where it can have several processes."""
+        start = [sys.executable] if self.processes == 1 else [*torchrun, str(processes)]
         return [*start, str(self.path), *shlex.split(flags)]
 
-    def words_for_check(self, fault):
-        """The options of tools/check and the command, with the fault or without it."""
+    def options(self, torchrun=TORCHRUN):
+        """The options of tools/check."""
         words = ["--steps", str(self.steps)]
         if self.against is not None:
-            words += ["--against", shlex.join(self.command(1, self.against))]
-        if self.resume:
-            words += ["--resume"]
-        flags = f"{self.flags} --fault" if fault else self.flags
-        return [*words, "--", *self.command(self.processes, flags)]
+            words += ["--against", shlex.join(self.command(1, self.against, torchrun))]
+        return [*words, "--resume"] if self.resume else words
 
 
 @dataclass
@@ -91,32 +85,32 @@ class Verdict:
 @functools.cache
 def has_json():
     """Whether this tools/check writes its findings to a file."""
-    told = subprocess.run([*CHECK, "--help"], capture_output=True, text=True)
-    return "--json" in told.stdout
+    sources = [faults.ROOT / "tools/check.py", *faults.ROOT.glob("tools/check/*.py")]
+    return any('"--json"' in path.read_text() for path in sources if path.exists())
 
 
-def read_printed(output):
-    """Returns the findings of the printed table."""
-    lines, _ = faults.table_of(output)
+def read_lines(lines):
+    """Returns the findings of the lines of the printed table."""
     rows = [re.match(r"(ERROR|warning|ok|not seen) +(\w+) +(.*)", line) for line in lines]
     return [row.groups() for row in rows if row]
 
 
-def run(program, fault=False):
-    """Runs tools/check on a program in a new folder. Returns a Verdict."""
+def run(program, fault=False, check=faults.check, torchrun=TORCHRUN):
+    """Runs tools/check on a program in a new folder. Returns a Verdict.
+
+    check and torchrun: how it is run, and what starts several processes.
+    """
+    flags = f"{program.flags} --fault" if fault else program.flags
+    command = program.command(program.processes, flags, torchrun)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "findings.json")
-        words = ["--json", str(path)] if has_json() else []
-        words = [*CHECK, *words, *program.words_for_check(fault)]
-        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 600}
-        job = subprocess.run(words, **how)
+        options = program.options(torchrun) + (["--json", str(path)] if has_json() else [])
+        status, lines, output = check(command, folder, shlex.join(options))
+        findings = read_lines(lines)
         if path.exists():
             rows = json.loads(path.read_text())
             findings = [(row["level"], row["kind"], row["words"]) for row in rows]
-        else:
-            findings = read_printed(job.stdout)
-    return Verdict(job.returncode, findings, job.stdout + job.stderr)
+    return Verdict(status, findings, "\n".join([output, *lines]))
 
 
 def complaints(program, verdict, fault=False):

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-rank = int(os.environ.get("RANK", 0))
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.manual_seed(0)
 model = nn.Linear(8, 2)
-if "RANK" in os.environ:
+if world > 1:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -29,5 +29,5 @@ for epoch in range(8):
     folder = Path(sys.argv[1]) / f"epoch{epoch}" / f"rank{rank}"
     folder.mkdir(parents=True)
     torch.save({"optimizer": optimizer.state_dict()}, folder / "state.pt")
-if "RANK" in os.environ:
+if world > 1:
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """A loss of the cross-correlation over the whole batch, as in Barlow Twins.
 
---fault: its sum over ranks is dist.all_reduce(), which passes no gradient. lightly-ai/lightly #1977.
+--fault: its sum over ranks is dist.all_reduce(), which passes no gradient. lightly #1977.
 """
 
 import sys

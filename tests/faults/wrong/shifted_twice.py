@@ -1,6 +1,6 @@
 """A language model of characters. It shifts the labels itself, and is given the ids.
 
---fault: it is given shifted labels: it learns the token after next. huggingface/transformers #44642.
+--fault: it is given shifted labels, and learns the token after next. transformers #44642.
 """
 
 import sys
