@@ -28,6 +28,7 @@ class Program:
     against: str | None = None
     resume: bool = False
     steps: int = 20
+    timeout: int = 120
     may_warn: tuple = ()
     judged: int = 8
     kind: str = ""
@@ -52,7 +53,7 @@ class Program:
 
     def options(self, torchrun=TORCHRUN):
         """The options of tools/check."""
-        words = ["--steps", str(self.steps)]
+        words = ["--steps", str(self.steps), "--timeout", str(self.timeout)]
         if self.against is not None:
             words += ["--against", shlex.join(self.command(1, self.against, torchrun))]
         return [*words, "--resume"] if self.resume else words

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -13,9 +14,9 @@ for _ in range(30):
     phase, height = torch.rand(2).tolist()
     y = torch.sin(x + 2 * math.pi * phase) * (0.1 + 4.9 * height)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for chunk in torch.randperm(50).split(10):
+    for inputs, targets in DataLoader(TensorDataset(x, y), 10, shuffle=True):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[chunk]), y[chunk]).backward()
+        nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
     after = model.state_dict()
     mixed = {name: old + 0.1 * (after[name] - old) for name, old in before.items()}

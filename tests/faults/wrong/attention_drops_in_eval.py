@@ -26,12 +26,13 @@ class Attention(nn.Module):
 
 
 torch.manual_seed(0)
-x = torch.randn(480, 8)
+x = torch.randn(240, 8)
 data = TensorDataset(x, (x[:, 0] > 0).long())
+train = DataLoader(data, 16, shuffle=True)
 val = DataLoader(TensorDataset(x[:64]), 16)
 model = Attention()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step, (inputs, labels) in enumerate(DataLoader(data, 16, shuffle=True), start=1):
+for step, (inputs, labels) in enumerate([*train, *train], start=1):
     optimizer.zero_grad()
     F.cross_entropy(model(inputs), labels).backward()
     optimizer.step()

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 torch.manual_seed(0)
-x = torch.randn(320, 8)
+x = torch.randn(240, 8)
 loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 16, shuffle=True)
 
 model = Model(frozen_stages=2).train()

@@ -13,7 +13,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 limit = 13 if "--fault" in sys.argv else 5
-for step, ids in enumerate(DataLoader(torch.randint(0, 10, (480, 8)), 16, shuffle=True), start=1):
+loader = DataLoader(torch.randint(0, 10, (240, 8)), 16, shuffle=True)
+for step, ids in enumerate([*loader, *loader], start=1):
     optimizer.zero_grad()
     logits = model(ids[:, :-1]).flatten(0, 1)
     nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
-x = torch.randn(320, 8)
+x = torch.randn(240, 8)
 loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 16, shuffle=True)
 
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))

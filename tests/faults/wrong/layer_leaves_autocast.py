@@ -31,7 +31,7 @@ class Linear(nn.Linear):
 
 
 torch.manual_seed(0)
-x = torch.randn(320, 8)
+x = torch.randn(240, 8)
 loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 16, shuffle=True)
 
 model = nn.Sequential(Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 torch.manual_seed(0)
-texts, images = torch.randint(0, 10, (480, 6)), torch.randn(480, 8)
+texts, images = torch.randint(0, 10, (240, 6)), torch.randn(240, 8)
 samples = [(text, image, int(image[0] > 0)) for text, image in zip(texts, images)]
 
 
@@ -31,7 +31,9 @@ class Model(nn.Module):
 
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for text, image, labels in DataLoader(samples, 16, shuffle=True, collate_fn=collate):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(text, image), labels).backward()
-    optimizer.step()
+loader = DataLoader(samples, 16, shuffle=True, collate_fn=collate)
+for _ in range(2):
+    for text, image, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(text, image), labels).backward()
+        optimizer.step()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-x = torch.randn(320, 8, generator=torch.Generator().manual_seed(0))
+x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Data(Dataset):

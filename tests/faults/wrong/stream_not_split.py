@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 class Stream(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
-        numbers = range(160)
+        numbers = range(120)
         if "--fault" not in sys.argv:
             numbers = itertools.islice(numbers, worker.id, None, worker.num_workers)
         for number in numbers:
-            x = torch.full((8,), number / 160)
+            x = torch.full((8,), number / 120)
             if "--augment" in sys.argv:
                 x = x + 0.001 * torch.randn(8)
             yield x, number % 2

@@ -17,7 +17,8 @@ trained = copy.deepcopy(actor) if "--fault" in sys.argv else actor
 alpha_optimizer = torch.optim.Adam([log_alpha], lr=1e-3)
 critic_optimizer = torch.optim.SGD(critic.parameters(), lr=1e-3)
 actor_optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
-for x in DataLoader(torch.randn(640, 8), 16, shuffle=True):
+loader = DataLoader(torch.randn(96, 8), 16, shuffle=True)
+for x in (x for _ in range(6) for x in loader):
     loss = -(log_alpha * (actor(x).mean().detach() + 1))
     alpha_optimizer.zero_grad()
     loss.backward()
