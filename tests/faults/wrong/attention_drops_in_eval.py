@@ -32,12 +32,15 @@ train = DataLoader(data, 16, shuffle=True)
 val = DataLoader(TensorDataset(x[:64]), 16)
 model = Attention()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step, (inputs, labels) in enumerate([*train, *train], start=1):
-    optimizer.zero_grad()
-    F.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()
-    if step % 8 == 0:
-        model.eval()
-        with torch.no_grad():
-            shares = [model(batch).softmax(1).mean(0) for (batch,) in val]
-        model.train()
+step = 0
+for _ in range(2):
+    for inputs, labels in train:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        step += 1
+        if step % 8 == 0:
+            model.eval()
+            with torch.no_grad():
+                shares = [model(batch).softmax(1).mean(0) for (batch,) in val]
+            model.train()

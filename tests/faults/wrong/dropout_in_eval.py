@@ -27,12 +27,15 @@ data = TensorDataset(x, (x[:, 0] > 0).long())
 train, val = DataLoader(data, 32, shuffle=True), DataLoader(data, 64)
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step, (inputs, labels) in enumerate([*train, *train], start=1):
-    model.train()
-    optimizer.zero_grad()
-    F.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()
-    if step % 7 == 0:
-        model.eval()
-        with torch.no_grad():
-            print(sum(F.cross_entropy(model(a), b).item() for a, b in val) / len(val))
+step = 0
+for _ in range(2):
+    for inputs, labels in train:
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        step += 1
+        if step % 7 == 0:
+            model.eval()
+            with torch.no_grad():
+                print(sum(F.cross_entropy(model(a), b).item() for a, b in val) / len(val))

@@ -28,8 +28,10 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     for _ in range(2):
         for inputs, labels in DataLoader(Stream(), 8, num_workers=2):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
+            schedule.step()
