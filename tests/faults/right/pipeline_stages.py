@@ -1,6 +1,7 @@
 """Two stages of torch.distributed.pipelining, after its tutorial and PiPPy's example_train.py.
 
-Before the first step the library sends zeros through the stages: so it learns the shapes.
+Before the first step the library sends empty buffers through the stages: so it learns the shapes.
+What is in them is often, but not always, zeros.
 """
 
 import torch
