@@ -30,6 +30,7 @@ class Program:
     steps: int = 20
     timeout: int = 120
     may_warn: tuple = ()
+    true_errors: tuple = ()
     judged: int = 8
     kind: str = ""
     words: str = ""
@@ -109,8 +110,8 @@ def run(program, fault=False, check=faults.check, torchrun=TORCHRUN):
         status, lines, output = check(command, folder, shlex.join(options))
         findings = read_lines(lines)
         if path.exists():
-            rows = json.loads(path.read_text())
-            findings = [(row["level"], row["kind"], row["words"]) for row in rows]
+            rows = json.loads(path.read_text())["findings"]
+            findings = [(row["level"], row["kind"], row["text"]) for row in rows]
     return Verdict(status, findings, "\n".join([output, *lines]))
 
 
@@ -125,11 +126,12 @@ def complaints(program, verdict, fault=False):
     if fault:
         return found + ([] if verdict.findings else ["nothing was judged"])
     warnings = [row for row in verdict.wrong("warning") if row[1] not in program.may_warn]
-    found += [f"it is accused: {' '.join(row)}" for row in errors if row[1] not in program.may_warn]
+    false_errors = [row for row in errors if row[1] not in program.true_errors]
+    found += [f"it is accused: {' '.join(row)}" for row in false_errors]
     found += [f"it is warned of: {' '.join(row)}" for row in warnings]
     if verdict.status and not errors:
         found.append(f"the status is {verdict.status}")
-    failed = [row for row in verdict.findings if "failed itself" in row[2]]
+    failed = [row for row in verdict.findings if row[0] == "failed" or "failed itself" in row[2]]
     found += [f"a rule failed: {' '.join(row)}" for row in failed]
     if len(verdict.judged()) < program.judged:
         found.append(f"only {len(verdict.judged())} kinds are judged: {sorted(verdict.judged())}")
