@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 torch.manual_seed(0)
 ids = torch.randint(200, (240, 5))
-loader = DataLoader(TensorDataset(ids, (ids[:, 0] > 100).long()), 8, shuffle=True)
+loader = DataLoader(TensorDataset(ids, (ids[:, 0] > 100).long()), 16, shuffle=True)
 model = Model()
 sparse = torch.optim.SparseAdam(model.table.parameters(), lr=1e-2)
 others = [weight for name, weight in model.named_parameters() if not name.startswith("table")]
