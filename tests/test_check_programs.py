@@ -24,7 +24,7 @@ def test_a_right_program_is_not_accused(name):
 def test_a_verdict_is_read():
     """A finding against a right program is a complaint, and so is too little that was judged."""
     program = PROGRAMS["reptile"]
-    ok = [("ok", f"kind{number}", "fine") for number in range(program.judged)]
+    ok = [("ok", f"kind{number}", "fine") for number in range(programs.AT_LEAST)]
     assert not programs.complaints(program, programs.Verdict(0, ok, ""))
     unseen = programs.Verdict(0, [("not seen", *row[1:]) for row in ok], "")
     assert "only 0 kinds" in programs.complaints(program, unseen)[0]
