@@ -20,8 +20,8 @@ def gradient(inputs, labels):
 
 
 memories = []
-for task in range(4):
-    x = torch.randn(160, 8)
+for task in range(8):
+    x = torch.randn(64, 8)
     y = (x[:, task] > 0).long()
     for inputs, labels in DataLoader(TensorDataset(x, y), 16, shuffle=True):
         old = [gradient(*memory) for memory in memories]
