@@ -136,7 +136,7 @@ def words_of(script, arguments, processes):
     count = ["--num_gpus", processes] if folder == "multigpu" else []
     workers = ["--num_workers", WORKERS] if WORKERS and TRAINING.search(str(script)) else []
     words = list(map(str, [ROOT / script, *count, *workers, *arguments]))
-    if folder not in ("multinode", "hybrid", "tools"):
+    if folder not in ("multinode", "hybrid", "tools", "right", "wrong"):
         return words, 0, 1
     return words, *(processes if isinstance(processes, tuple) else (1, processes))
 

@@ -1,0 +1,36 @@
+"""--fault: rank 0 alone calls one more all_gather in step 7: the ranks wait for ever.
+
+As in DeepSpeed #5794. Here each rank calls what the other one does not.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+x = torch.randn(640, 8)
+data = TensorDataset(x, (x[:, 0] > 0).long())
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 16, sampler=sampler)
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+step = 0
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        if step == 6 and (rank == 0 or "--fault" not in sys.argv):
+            parts = [torch.zeros(1) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, torch.ones(1))
+        nn.functional.cross_entropy(ddp(inputs), labels).backward()
+        step += 1
+        optimizer.step()
+dist.destroy_process_group()

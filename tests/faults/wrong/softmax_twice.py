@@ -1,0 +1,24 @@
+"""Logits go to cross_entropy. --fault: they are softmax-ed first, and it does so again.
+
+It learns, but slowly. The docs of CrossEntropyLoss say "unnormalized logits".
+"""
+
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x = torch.randn(240, 8)
+loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 16, shuffle=True)
+
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+if "--fault" in sys.argv:
+    model.append(nn.Softmax(1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
