@@ -15,7 +15,8 @@ and saves. So it does not matter how long a run was, or how often it was resumed
     efficiency    speedup divided by the ratio of the numbers of devices
     comm          exposed communication, as a share of the time of an epoch
     hidden        share of the communication that goes on beside other phases
-    sending       communication in the process that comes last, the late rank: it waits for no other
+    sending       communication in the process that comes last: it waits for no other
+    late rank     the one that comes last, if another one waits for a tenth of the steps or longer
     sums          of hybrid/gpt_tensor.py: that part of it which adds up the parts of a layer
     waiting       mean communication over all processes, minus sending and sums
     R             (forward + backward + sums) / sending
@@ -118,7 +119,9 @@ def sending_of(rows):
     # One process sends nothing, and the stages of a pipeline do not send the same, whoever is late.
     last = rows.groupby("of", sort=False).tail(1).set_index("of")
     sends = (last["processes"] > 1) & (totals.min() > 0) & (last["num_microbatches"] == "-")
-    found["late rank"] = found["late rank"].where(sends, "-")
+    steps = times[PHASES].sum(axis=1).groupby("of", sort=False).mean()
+    is_late = totals.max() - totals.min() > 0.1 * steps
+    found["late rank"] = found["late rank"].where(sends & is_late, "-")
     numbers = ["sending (s)", "sums (s)", "waiting (s)"]
     found[numbers] = found[numbers].where(sends, math.nan)
     return found
@@ -136,7 +139,8 @@ def runs_of(rows):
     runs["peak_MB"] = of_run["peak_MB"].max()
     runs["warmup (s)"] = of_rank["warmup"].sum().groupby("of").mean()
     runs["eval (s)"] = of_run["eval"].sum() / of_run["val_loss"].count()
-    runs["save (s)"] = of_run["save"].mean().replace(0, math.nan)  # without --snapshot
+    saves = of_run["save"].mean()
+    runs["save (s)"] = saves.where(saves >= 0.0005)  # else it was without --snapshot
     runs["steps"] = of_rank["steps"].sum().groupby("of").mean().round().astype(int)
     means = times_of(rows).groupby("of").mean()
     sending = sending_of(rows)
