@@ -266,7 +266,7 @@ def test_the_last_step_is_drawn(tmp_path, drawn):
     # The bracket has the length that the sentence says, and its arrow leads to process 0.
     [bracket] = axes.lines
     assert [bracket.get_xdata().min(), bracket.get_xdata().max()] == pytest.approx([50, 110])
-    assert words_in(axes)[-2:] == ["its backward phase is longer ", ""]
+    assert words_in(axes)[-2:] == ["process 1: longer backward ", ""]
     assert axes.texts[-1].xy == pytest.approx((80, 0.25)), "below the bar of process 0"
 
 

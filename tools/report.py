@@ -378,7 +378,7 @@ def lateness_of(phases):
         "first": first,
         "from": ready[first],
         "to": ready[late],
-        "why": f"its {longer.idxmax()} phase is longer",
+        "why": f"longer {longer.idxmax()}",
     }
 
 
@@ -404,7 +404,7 @@ def draw_bars(axes, spans, places, waits):
     axes.barh(below, waits, 0.16, sent["start"], **style)
 
 
-def draw_lateness(axes, found, places):
+def draw_lateness(axes, found, places, kind):
     """Draws a bracket over what makes a process late, and an arrow to the one that waits."""
     late, first = places[found["late"]], places[found["first"]]
     side = -1 if first < late else 1  # the axis points down
@@ -413,7 +413,7 @@ def draw_lateness(axes, found, places):
     start, end = found["from"], found["to"]
     axes.plot([start, start, end, end], [inside, bracket, bracket, inside], color="black")
     style = {"ha": "right", "va": "center", "fontsize": 10}
-    axes.text(start, bracket, f"{found['why']} ", **style)
+    axes.text(start, bracket, f"{kind} {found['late']}: {found['why']} ", **style)
     style = {"arrowstyle": "-|>", "color": "black", "shrinkA": 0, "shrinkB": 0}
     middle = (start + end) / 2
     axes.annotate("", (middle, first - 0.25 * side), (middle, bracket), arrowprops=style)
@@ -440,13 +440,13 @@ def draw_step(rows, path):
         ranks = sorted([*named, *others[: 8 - len(named)]])
         spans = spans[spans["rank"].isin(ranks)]
         waits = waits[waits.index.isin(spans.index)]
+    kind = "process" if (spans["device"] == "CPU").all() else "GPU"
     places = {rank: place for place, rank in enumerate(ranks)}
     axes = Figure(figsize=(6.4, 1.6 + 1.1 * len(ranks))).subplots()
     draw_bars(axes, spans, places, waits)
     if found:
-        draw_lateness(axes, found, places)
+        draw_lateness(axes, found, places, kind)
     axes.set_ylim(len(ranks) - 0.3, -0.4)
-    kind = "process" if (spans["device"] == "CPU").all() else "GPU"
     hosts = spans.groupby("rank")["host"].last()
     has_hosts = hosts.nunique() > 1
     names = [f"{kind} {rank}" + f"\n{hosts[rank]}" * has_hosts for rank in ranks]
