@@ -363,6 +363,7 @@ def test_parts_of_layers(tmp_path):
     for row in logged:
         row["comm_total"] += 2 * (row["rank"] != 3)
     text, [row] = tables(write(tmp_path / "a.jsonl", logged))
+    assert row["split"] == "2 parts"
     names = ("split", "sums (s)", "sending (s)", "waiting (s)", "late rank")
     assert [row.get(name) for name in names[1:]] == ["1.00", "2.00", "1.50", "3 on node3"]
     assert row["R (x)"] == "4.00", "(3 + 4 + 1) / 2"

@@ -68,7 +68,7 @@ COMMUNICATION = ["processes", "comm (%)", "hidden (%)", "R (x)", "sending (s)", 
 COMMUNICATION += ["waiting (s)", "late rank"]
 WORK = ["processes", "tokens/s", "peak (TFLOPS)", "MFU (%)"]
 BESIDE = ["processes", "step", "device-hours", "warmup (s)", "eval (s)", "save (s)", "peak_MB"]
-ALONE = ["task", "device", "processes", "batch", "epoch (s)", "samples/s"]
+ALONE = ["task", "device", "processes", "split", "batch", "epoch (s)", "samples/s"]
 ROW = ["of", "task", "run", "processes", "nodes", "batch_size", "epoch", "step"]
 SPLITS = {"num_stages": "stages", "shard_size": "shards", "tensor_size": "parts"}
 
