@@ -202,6 +202,10 @@ def test_doubts():
     text += run_predict(log(), link("two", nodes=2)).stdout
     assert "Not to be trusted" not in text and "note: " not in text
     text = run_predict(log(), link("two", nodes=2), "--processes", 4, 100).stdout
+    both = write(Path("both.jsonl"), rows_of("a", 1, [10]), rows_of("b", 2, [9]))
+    told = run_predict(both, link("two", nodes=2)).stdout
+    said = "Not to be trusted: 2 processes were measured to be 1.11 times as fast, and 1."
+    assert told.count("Not to be trusted") == 1 and said in told
     assert "note: a batch of 64 has no samples for 100 processes\n" in text
 
 

@@ -305,6 +305,11 @@ def doubts_of(run, strong, weak, step):
         ("fsdp" in run["script"], "FSDP sends weights, too, and this is a prediction of DDP"),
         (uneven, f"{step['batch']} is no multiple of {', '.join(uneven)}: that is rounded"),
     ]
+    for row in strong.to_dict("records"):
+        measured, predicted = row["measured (x)"], row["speedup (x)"]
+        is_off = abs(predicted / measured - 1) > 0.1  # False if it was not measured
+        words = f"{row['processes']} processes were measured to be {measured:.2f} times as fast"
+        doubts.append((is_off, f"{words}, and {predicted:.2f} is predicted"))
     return [f"Not to be trusted: {doubt}." for is_so, doubt in doubts if is_so]
 
 

@@ -15,7 +15,8 @@ and saves. So it does not matter how long a run was, or how often it was resumed
     efficiency    speedup divided by the ratio of the numbers of devices
     comm          exposed communication, as a share of the time of an epoch
     hidden        share of the communication that goes on beside other phases
-    sending       communication in the process that comes last, the late rank: it waits for no other
+    sending       communication in the process that comes last: it waits for no other
+    late rank     the one that comes last, if another one waits for a tenth of the steps or longer
     sums          of hybrid/gpt_tensor.py: that part of it which adds up the parts of a layer
     waiting       mean communication over all processes, minus sending and sums
     R             (forward + backward + sums) / sending
@@ -67,7 +68,7 @@ COMMUNICATION = ["processes", "comm (%)", "hidden (%)", "R (x)", "sending (s)", 
 COMMUNICATION += ["waiting (s)", "late rank"]
 WORK = ["processes", "tokens/s", "peak (TFLOPS)", "MFU (%)"]
 BESIDE = ["processes", "step", "device-hours", "warmup (s)", "eval (s)", "save (s)", "peak_MB"]
-ALONE = ["task", "device", "processes", "batch", "epoch (s)", "samples/s"]
+ALONE = ["task", "device", "processes", "split", "batch", "epoch (s)", "samples/s"]
 ROW = ["of", "task", "run", "processes", "nodes", "batch_size", "epoch", "step"]
 SPLITS = {"num_stages": "stages", "shard_size": "shards", "tensor_size": "parts"}
 
@@ -118,7 +119,9 @@ def sending_of(rows):
     # One process sends nothing, and the stages of a pipeline do not send the same, whoever is late.
     last = rows.groupby("of", sort=False).tail(1).set_index("of")
     sends = (last["processes"] > 1) & (totals.min() > 0) & (last["num_microbatches"] == "-")
-    found["late rank"] = found["late rank"].where(sends, "-")
+    steps = times[PHASES].sum(axis=1).groupby("of", sort=False).mean()
+    is_late = totals.max() - totals.min() > 0.1 * steps
+    found["late rank"] = found["late rank"].where(sends & is_late, "-")
     numbers = ["sending (s)", "sums (s)", "waiting (s)"]
     found[numbers] = found[numbers].where(sends, math.nan)
     return found
@@ -136,7 +139,8 @@ def runs_of(rows):
     runs["peak_MB"] = of_run["peak_MB"].max()
     runs["warmup (s)"] = of_rank["warmup"].sum().groupby("of").mean()
     runs["eval (s)"] = of_run["eval"].sum() / of_run["val_loss"].count()
-    runs["save (s)"] = of_run["save"].mean().replace(0, math.nan)  # without --snapshot
+    saves = of_run["save"].mean()
+    runs["save (s)"] = saves.where(saves >= 0.0005)  # else it was without --snapshot
     runs["steps"] = of_rank["steps"].sum().groupby("of").mean().round().astype(int)
     means = times_of(rows).groupby("of").mean()
     sending = sending_of(rows)
@@ -374,7 +378,7 @@ def lateness_of(phases):
         "first": first,
         "from": ready[first],
         "to": ready[late],
-        "why": f"its {longer.idxmax()} phase is longer",
+        "why": f"longer {longer.idxmax()}",
     }
 
 
@@ -400,7 +404,7 @@ def draw_bars(axes, spans, places, waits):
     axes.barh(below, waits, 0.16, sent["start"], **style)
 
 
-def draw_lateness(axes, found, places):
+def draw_lateness(axes, found, places, kind):
     """Draws a bracket over what makes a process late, and an arrow to the one that waits."""
     late, first = places[found["late"]], places[found["first"]]
     side = -1 if first < late else 1  # the axis points down
@@ -409,7 +413,7 @@ def draw_lateness(axes, found, places):
     start, end = found["from"], found["to"]
     axes.plot([start, start, end, end], [inside, bracket, bracket, inside], color="black")
     style = {"ha": "right", "va": "center", "fontsize": 10}
-    axes.text(start, bracket, f"{found['why']} ", **style)
+    axes.text(start, bracket, f"{kind} {found['late']}: {found['why']} ", **style)
     style = {"arrowstyle": "-|>", "color": "black", "shrinkA": 0, "shrinkB": 0}
     middle = (start + end) / 2
     axes.annotate("", (middle, first - 0.25 * side), (middle, bracket), arrowprops=style)
@@ -436,13 +440,13 @@ def draw_step(rows, path):
         ranks = sorted([*named, *others[: 8 - len(named)]])
         spans = spans[spans["rank"].isin(ranks)]
         waits = waits[waits.index.isin(spans.index)]
+    kind = "process" if (spans["device"] == "CPU").all() else "GPU"
     places = {rank: place for place, rank in enumerate(ranks)}
     axes = Figure(figsize=(6.4, 1.6 + 1.1 * len(ranks))).subplots()
     draw_bars(axes, spans, places, waits)
     if found:
-        draw_lateness(axes, found, places)
+        draw_lateness(axes, found, places, kind)
     axes.set_ylim(len(ranks) - 0.3, -0.4)
-    kind = "process" if (spans["device"] == "CPU").all() else "GPU"
     hosts = spans.groupby("rank")["host"].last()
     has_hosts = hosts.nunique() > 1
     names = [f"{kind} {rank}" + f"\n{hosts[rank]}" * has_hosts for rank in ranks]
