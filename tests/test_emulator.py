@@ -171,6 +171,7 @@ VIEW = "gradient_as_bucket_view=True"
 DDP = ("multigpu/images.py", 2, {VIEW: f"{VIEW}, bucket_cap_mb=1e-4"})
 STAGES = ("hybrid/images.py", 2, {VIEW: f"{VIEW}, bucket_cap_mb=1e-4"})
 PIPELINE, SHARDS = ("hybrid/gpt_pipeline.py", 4, {}), ("hybrid/gpt_fsdp.py", 2, {})
+PARTS = ("hybrid/gpt_tensor.py", 2, {})
 PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer", "comm_total")
 TIMES = {  # a run; flags; the ms of a layer's forward and backward pass and of a collective or
     # message; and the ms that each of these phases must have in a step
@@ -182,6 +183,9 @@ TIMES = {  # a run; flags; the ms of a layer's forward and backward pass and of 
     # bubble: f + b, 4 messages there and 4 back, and the all-reduce that ends it. comm: of the
     # embedding and the norm.
     "pipelines": (PIPELINE, "", (1, 2, 1), (0, 4, 8, 12, 2, 0, 3)),
+    # Four sums for each of two layers, and the all-reduce of a group's own gradients. optimizer:
+    # the norm.
+    "parts": (PARTS, "", (1, 2, 3), (0, 2, 4, 0, 27, 3, 27)),
     # Forward waits for 2 of 3 all-gathers. At the end of backward, a block's reduce-scatter, and
     # the head's, with an all-reduce after each, of which two overlap. optimizer: the norm.
     "shards": (SHARDS, "", (2, 4, 1), (0, 6, 11, 0, 0, 1, 10)),

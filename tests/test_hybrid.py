@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import CONSTANT, assert_same_weights, curve, load, module, rows
 from fork_server import run_all
+from test_launchers import WALL
 from test_training import FSDP, PIPELINE, TENSOR
 
 GPT = "--d_model 32 --n_heads 2 --num_layers 4 --seq_len 32 --batch_size 48 --learning_rate 3e-4"
@@ -114,6 +115,23 @@ def test_what_split_layers_send(logged, words, processes, size):
         assert sum(sizes["all-reduce"]) == 4 * own
         assert 0 < row["sum_total"] < row["comm_total"]
         assert row["drift"] == 0
+
+
+def test_sums_of_parts_count_as_comm(run, changed, words, tmp_path):
+    """Neither as forward nor as backward. All phases of a process add up to wall time."""
+    send = "    dist.all_reduce(total, group=group)\n"
+    copy = changed(TENSOR, WALL | {send: f"{send}    time.sleep(0.03)\n"})
+    more = ("--max_steps", 7, "--eval_every", 7, "--log", tmp_path / "log")
+    out = run(copy, *words, *more, processes=2)
+    logged = rows(tmp_path / "log")
+    walls = sorted(map(float, re.findall(r"^wall ([\d.]+)", out, re.M)))
+    assert sorted(row["seconds"] for row in logged) == pytest.approx(walls, abs=1e-6)
+    for row in logged:
+        slept = 4 * 4 * 0.03 * row["steps"]  # in four sums of four blocks
+        assert row["steps"] == 4 and slept < row["sum_total"] <= row["comm"]
+        assert row["sum_total"] < row["comm_total"]
+        names = [name for name, *_ in row["last_step"]]
+        assert names.count("sum") == 16
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from conftest import ROOT, SCRIPTS, TRAINING, curve, rows
 from faults import check
 from test_check import problems
 from test_emulator import TASKS, on_cpu, words  # noqa: F401
-from test_training import FSDP, PIPELINE, flags_of
+from test_training import FSDP, PIPELINE, TENSOR, flags_of
 
 PROCESSES = {"singlegpu": 1, "multigpu": 4, "multinode": 3, "hybrid": 2}
 RUNS = []
@@ -19,6 +19,7 @@ for script in filter(TRAINING.search, SCRIPTS):
     RUNS += [(script, task) for task, flags in TASKS.items() if flags.split()[0] == family]
 RUNS.remove((PIPELINE, "long"))  # one layer is not two stages
 RUNS.remove((FSDP, "fp16"))  # it has bf16 alone
+RUNS.remove((TENSOR, "fp16"))
 
 
 WATCHED = [run for run in RUNS if run[1] not in ("long", "fp16")]
@@ -56,6 +57,7 @@ def test_each_script_trains_alike_on_gpus(logged, words, on_cpu, script, task, f
 KERNELS = {  # of the first and the last stage; of a block, and of the head
     PIPELINE: ("cpp_fused_add_embedding_native_layer_norm", "cpp_fused_native_layer_norm"),
     FSDP: ("gelu", "cpp_fused__log_softmax"),
+    TENSOR: ("gelu", "cpp_fused__log_softmax"),
     "singlegpu/gpt.py": ("gelu", "cpp_fused__log_softmax"),
     "multigpu/gpt.py": ("gelu", "cpp_fused__log_softmax"),
 }
