@@ -1,10 +1,12 @@
-"""What a process of hybrid/gpt_fsdp.py holds of a model that is too large for this machine."""
+"""What a process of hybrid/gpt_fsdp.py holds of a large model, and what tools/memory.py tells."""
 
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
-from conftest import module
+from conftest import ROOT, call, module
+from held import LARGE, ratio
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -41,3 +43,38 @@ def test_a_process_holds_its_share(monkeypatch):
     block = 4 * sum(weight.numel() for weight in model.blocks[0].parameters())
     assert 6.4e9 < count < 6.5e9
     assert max(4 * size for name, _, _, size in script.sent if name == "all-gather") == block
+
+
+def test_memory_is_as_told(data, tmp_path):
+    """Of DDP, whose activations differ. Weights, and FSDP, are in soak_memory.py."""
+    found = ratio("multigpu/gpt.py", LARGE["activations"], data / "words.txt", tmp_path)
+    assert found == pytest.approx(1, abs=0.1)
+
+
+def test_the_table_of_memory(data):
+    """Of the model above: 6.4 billion parameters, 16 bytes each, over 4 processes."""
+    words = [ROOT / "multigpu/gpt.py", *SIZES.split(), "--dataset", str(data / "words.txt")]
+    done = call(module("tools/memory.py"), "--memory", 40, *words)
+    assert done.returncode == 0, done.stderr
+    first, _, *lines = done.stdout.splitlines()
+    count = int(first.split()[0].replace(",", ""))
+    assert 6.4e9 < count < 6.5e9
+    rows = {line[:20].strip(): [float(word) for word in line[20:].split()[:6]] for line in lines}
+    fits = {line[:20].strip(): line.endswith("  fits") for line in lines}
+    weights, gradients, optimizer, gathered, activations, total = rows["DDP"]
+    assert weights == gradients == pytest.approx(4e-9 * count, abs=1e-3)
+    assert optimizer == pytest.approx(8e-9 * count, abs=1e-3) and gathered == 0
+    assert total == pytest.approx(sum(rows["DDP"][:5]), abs=5e-3)
+    assert rows["FSDP"][:3] == pytest.approx([x / 4 for x in rows["DDP"][:3]], abs=1e-3)
+    assert rows["FSDP"][4] == activations > 3 * rows["FSDP, checkpoints"][4]
+    assert fits == {name: name.startswith("FSDP") for name in rows}
+
+
+def test_memory_of_ones_own_script(data):
+    """A script without blocks has no FSDP. A batch that is too small has a line."""
+    words = f"{ROOT}/multigpu/images.py --dataset mnist --data_dir {data} --model cnn"
+    words = [*words.split(), "--batch_size"]
+    done = call(module("tools/memory.py"), *words, 64)
+    assert done.returncode == 0 and "FSDP" not in done.stdout, done.stderr
+    assert "too small for 4 processes" in call(module("tools/memory.py"), *words, 2).stderr
+    assert "there is no script" in call(module("tools/memory.py"), "none.py").stderr

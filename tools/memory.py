@@ -100,14 +100,8 @@ def read_batch(script, args, processes):
     return data, next(iter(script.create_loader(data, [indices], args)))
 
 
-def count(script, flags, processes=1, checkpoints=False):
-    """Returns {column: bytes} for a process of DDP. FSDP's parts: "blocks", "others", in elements.
-
-    `script` is a module with the functions of a training script.
-    """
-    args = parse_flags(script, flags)
-    args.num_workers = 0
-    data, batch = read_batch(script, args, processes)
+def take_step(script, args, data, batch, checkpoints):
+    """Takes a step without memory. Returns the model, its optimizer, and bytes of activations."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = TYPES.get(args.precision)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -118,30 +112,42 @@ def count(script, flags, processes=1, checkpoints=False):
         for weight in model.parameters():  # DDP keeps the gradients between steps
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         optimizer.step()  # which makes its state
-        blocks = list(getattr(model, "blocks", ()))
-        if checkpoints:
-            for block in blocks:
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                block.forward = partial(checkpoint, block.forward, **options)
+        for block in getattr(model, "blocks", ()) if checkpoints else ():
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            block.forward = partial(checkpoint, block.forward, **options)
         with LiveBytes() as live:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
                 loss, _ = script.batch_loss(model, batch, args)
             loss.backward()
             del loss
             optimizer.step()
+    return model, optimizer, live.most
+
+
+def count(script, flags, processes=1, checkpoints=False):
+    """Returns {column: bytes} for a process of DDP. FSDP's parts: "blocks", "others", in elements.
+
+    `script` is a module with the functions of a training script.
+    """
+    args = parse_flags(script, flags)
+    args.num_workers = 0
+    data, batch = read_batch(script, args, processes)
+    model, optimizer, activations = take_step(script, args, data, batch, checkpoints)
     states = [value for state in optimizer.state.values() for value in tensors_in(state)]
     learned = [weight for weight in model.parameters() if weight.requires_grad]
     kept = [*model.parameters(), *model.buffers()]
+    blocks = getattr(model, "blocks", ())
     in_blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
+    dtype = TYPES.get(args.precision, torch.float32)
     return {
         "weights": bytes_of(kept),
         "gradients": bytes_of(learned),
         "optimizer": bytes_of(states),
         "gathered": 0,
-        "activations": live.most + bytes_of(tensors_in(batch)),
+        "activations": activations + bytes_of(tensors_in(batch)),
         "blocks": in_blocks,
         "others": sum(weight.numel() for weight in model.parameters()) - sum(in_blocks),
-        "bytes of a gathered weight": dtype.itemsize if dtype else 4,
+        "bytes of a gathered weight": dtype.itemsize,
     }
 
 
