@@ -1,5 +1,5 @@
 # Each target sets up .venv first.
-# make demo: mnist.py in one process and in two, the speedup, and int8; on made-up images, 25 s.
+# make demo: mnist.py in one process and in two, and int8, in three lines; on made-up images, 25 s.
 # make test: the suite, 6 to 7 minutes on 2 cores.
 # make test-torch TORCH=2.12.1: the same with that torch, by default the oldest of requirements.txt.
 # make soak: what takes long, 90 minutes; TEST_NUM_WORKERS=2 gives all training scripts workers.
@@ -20,12 +20,9 @@ demo: .venv/installed
 	gpus=$$($(RUN) -c 'import torch; print(torch.accelerator.device_count())') && \
 	{ [ "$$gpus" -ge 2 ] || export CUDA_VISIBLE_DEVICES=; } && \
 	{ $(RUN) "$(CURDIR)/singlegpu/mnist.py" $(DEMO) && echo && \
-	$(RUN) "$(CURDIR)/multigpu/mnist.py" --num_gpus 2 $(DEMO) && echo; } | tee demo.txt && \
-	awk -F '|' -v idle="$$idle" '/^\| (single|multi)gpu/ { total[++n] = $$(NF - 1) } \
-		END { printf "Two processes are %.2f times as fast as one.\n", total[1] / total[2]; \
-		if (idle < 1.7) print "Other work has the cores: " idle " were idle at the start, and two are needed."; \
-		print "" }' \
-		demo.txt && $(RUN) "$(CURDIR)/quantize/mnist.py" --synthetic
+	$(RUN) "$(CURDIR)/multigpu/mnist.py" --num_gpus 2 $(DEMO) && echo && \
+	$(RUN) "$(CURDIR)/quantize/mnist.py" --synthetic && echo; } | tee demo.txt && \
+	awk -F ' *[|] *' -v idle="$$idle" -f "$(CURDIR)/tests/helpers/demo.awk" demo.txt
 
 test: .venv/installed lint
 	$(RUN) -m pytest

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, forks_of, module, rows
+from conftest import LOOPBACK, ROOT, SCRIPTS, forks_of, free_port, module, rows
 from fork_server import run_all
 from test_training import FSDP, PIPELINE, TENSOR
 
@@ -224,3 +224,15 @@ def test_each_script_has_help_and_names_its_launch(tmp_path):
     for (words, message, _), (status, _, err) in zip(told, answers):
         expected = (1, 2) if message else (0,)
         assert status in expected and message in err and "Traceback" not in err, (words, err)
+
+
+@pytest.mark.parametrize("script", ["multinode/images.py", "hybrid/gpt_fsdp.py"])
+def test_the_usual_variables_are_enough(flags, script, tmp_path):
+    """Operators of Kubernetes and others set no more than these of torchrun's variables."""
+    log, port = tmp_path / "log.jsonl", free_port()
+    words = [f"{ROOT}/{script}", *map(str, flags(script)), "--max_steps", "2", "--log", str(log)]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | LOOPBACK
+    envs = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    answers = run_all([words] * 2, envs, tmp_path)
+    assert [status for status, *_ in answers] == [0, 0], answers
+    assert {row["processes"] for row in rows(log)} == {2}
