@@ -517,9 +517,10 @@ def init_process(args):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")  # those of torchrun
     if "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched():  # by srun
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES")
-    if not {*names, "MASTER_ADDR"} <= {*os.environ}:
+    if not {*names[:3], "MASTER_ADDR"} <= {*os.environ}:
         sys.exit("start it with torchrun or by its job file: see the top of this script")
-    rank, world_size, local_rank, num_nodes = [int(os.environ[name]) for name in names]
+    rank, world_size, local_rank = [int(os.environ[name]) for name in names[:3]]
+    num_nodes = int(os.environ.get(names[3], 2))  # not all launchers tell it: take many
     num_gpus = torch.accelerator.device_count()
     if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")

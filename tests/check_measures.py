@@ -41,14 +41,9 @@ JOB_FILE = {"lines": 26, "columns": 100}
 
 # What is beyond its limit today. It may not grow, and its row goes when it is within.
 UNTIL_MENDED = """
-    README.md: words 2855, lines 230, words a paragraph 48, commas per 100 words 8.7
-    README.md: colons per 100 words 3.6
-    examples/README.md: words a paragraph 29.5
-    examples/README.md: colons per 100 words 2.8
     pictures/README.md: words a paragraph 31.2, commas per 100 words 8.1
     pictures/README.md: colons per 100 words 2.2
     results.md: words a paragraph 50.1, commas per 100 words 9.3, colons per 100 words 3.8
-    slurm/README.md: words a paragraph 33.5, colons per 100 words 4.8
     tools/check.py: tokens a code line 14.3, percent of lines with 25 tokens 16.6
     tools/check.py: against(): branches 25, run(): branches 18, updates(): branches 16
     tools/check.py: layers(): branches 21, shares(): branches 18, order(): branches 16
