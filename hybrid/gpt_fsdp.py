@@ -5,15 +5,20 @@
 
 The model need not fit on one GPU. With 4 processes and --shard_size 2, ranks 0 and 1 share a copy,
 and 2 and 3 another: each holds half of each weight, of its gradient and of its optimizer state.
-Before a block runs, an all-gather collects its weights. After its backward pass, a reduce-scatter
-leaves each process its half of the gradients, which an all-reduce averages over the copies.
+By default, there is one copy. FSDP sends by itself, in forward() and backward():
+
+    before a block runs         an all-gather collects its weights, also before its backward pass
+    after it has run            FSDP frees the weights of the others again
+    after its backward pass     a reduce-scatter averages its gradients, and leaves each its half
+    where there are copies      an all-reduce averages these halves over the copies
 
 --snapshot is a folder, in which each process writes its shards. Resume only from your own: PyTorch
 executes code in it. This makes a file of the shards, for --init_from and quantize/gpt.py:
     python -m torch.distributed.checkpoint.format_utils dcp_to_torch gpt/step-* gpt.pt
 Read multinode/gpt.py first. For your own data and model, replace the first of the three sections.
-The model must have `blocks`, and no buffers with persistent=False: rank 0 makes and sends the
-state_dict, and what is not in it has no values. Each process needs a sequence to validate on.
+The model must have `blocks`, and no buffers with persistent=False: rank 0 makes the whole model in
+RAM and sends its state_dict, and what is not in it has no values. Each process needs a sequence to
+validate on.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -220,7 +225,7 @@ def parse_run_args(parser, **defaults):
     add("--eval_every", type=int, default=0, help="steps between validations; 0: once per epoch")
     add("--shard_size", type=int, default=0, help="processes that share a copy; 0: all of them")
     add("--checkpoint_activations", action="store_true", help="to save memory, run blocks twice")
-    add("--grad_accum_steps", type=int, default=1, help="micro-batches; whole gradients are kept")
+    add("--grad_accum_steps", type=int, default=1, help="micro-batches; gradients stay whole")
     add("--comm_hook", choices=SENT_TYPES, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
@@ -279,7 +284,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
             batch = to_device(next(batches), device)
             mark("data")
             is_last = micro_step == args.grad_accum_steps
-            model.set_requires_gradient_sync(is_last)  # as no_sync() does in DDP
+            model.set_requires_gradient_sync(is_last)  # False: none are sent
             with autocast:
                 loss, batch_sums = batch_loss(model, batch, args)
             add_to(own_sums, batch_sums)
@@ -369,7 +374,8 @@ def init_process(args):
     if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
-    # Without device_id: with it, a mesh would split this group, which not all backends can.
+    # No device_id here: with one, a mesh would make its groups by splitting this one, and not all
+    # backends can do that.
     dist.init_process_group(backend, rank=rank, world_size=world_size)  # they meet
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
@@ -416,11 +422,12 @@ def create_mesh(device, args):
 
 def shard(model, mesh, args):
     """Divides each block, and then all else, over the processes. Weights become DTensors."""
-    policy = MixedPrecisionPolicy(DTYPES.get(args.precision), SENT_TYPES[args.comm_hook])
+    gathered, sent_type = DTYPES.get(args.precision), SENT_TYPES[args.comm_hook]
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=sent_type)
     for block in model.blocks:
         if args.compile:
             block.forward = torch.compile(block.forward)
-        # This comes second: block.compile() would not compile what is in checkpoint().
+        # Compile first, then wrap. What checkpoint() runs is compiled only so.
         if args.checkpoint_activations:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -431,7 +438,7 @@ def shard(model, mesh, args):
 
 
 def snapshots_in(path):
-    """Returns the folders of snapshots, complete or not. A copy has another name."""
+    """Returns the folders of snapshots, complete or not. Other names are not ours."""
     return list(Path(path).glob("step-" + 9 * "[0-9]"))
 
 
@@ -462,7 +469,9 @@ def start_or_resume(model, optimizer, data, settings, args):
         if "batch_size" in changed or "num_samples" in changed:  # another place in the data
             exit_all("to start anew, use --init_from and a new --snapshot")
         shards = shards_of(model, optimizer)
-        dcp.load(shards, checkpoint_id=newest)  # in place
+        # Each process reads what its shards need, whoever has written it. The weights are filled in
+        # place, and the optimizer is told its state.
+        dcp.load(shards, checkpoint_id=newest)
         dcp_states.set_optimizer_state_dict(model, optimizer, shards["optimizer"])
         settings["run"] = old["run"]
         return int(newest.name.removeprefix("step-"))
@@ -499,9 +508,10 @@ def save_snapshot(path, model, optimizer, step, settings):
     """Writes a folder, to which each process adds its shards, and removes those before it."""
     folder = Path(path, f"step-{step:09}")
     shards = shards_of(model, optimizer)
-    dcp.save(shards | {"settings": settings}, checkpoint_id=folder)  # quantize/gpt.py needs them
+    dcp.save(shards | {"settings": settings}, checkpoint_id=folder)
     if dist.get_rank() == 0:
-        (folder / "settings.json").write_text(json.dumps(settings))  # now it is complete
+        (folder / "settings.tmp").write_text(json.dumps(settings))
+        os.replace(folder / "settings.tmp", folder / "settings.json")  # now it is complete
         for other in snapshots_in(path):
             if other != folder:
                 shutil.rmtree(other)
@@ -582,12 +592,13 @@ def steps_until_poll(num_steps, seconds):
 def compare_copies(model, step, copies):
     """Returns the drift: a weight's largest difference from the first copy, over its largest value.
 
-    `copies` is the group of the processes that hold the same shard. All processes call it. It ends
-    them if they differ by more than rounding.
+    `copies` is the group of the processes that hold the same shard. With one copy, the drift is 0.
+    All processes call it. It ends them if they differ by more than rounding.
     """
     drifts = []
     for weight in model.parameters():
-        weight = F.pad(weight.to_local().flatten().float(), (0, 1))  # a shard may be empty
+        weight = weight.to_local().flatten().float()
+        weight = F.pad(weight, (0, 1))  # one zero: a shard may be empty, and max() needs a value
         of_first = weight.clone()
         dist.broadcast(of_first, group=copies, group_src=0)
         drift = (weight - of_first).abs().max() / of_first.abs().max().clamp(min=1e-30)
@@ -609,7 +620,8 @@ def evaluate(model, data, device, autocast, args):
     share = range(rank, len(data), world_size)
     size = args.batch_size // world_size // args.grad_accum_steps  # as in training
     # All take part in each all-gather: each needs as many batches, none of them empty.
-    num_batches = math.ceil(len(data) // world_size / size)
+    smallest_share = len(data) // world_size  # others have a sample more
+    num_batches = math.ceil(smallest_share / size)
     batches = [part.tolist() for part in np.array_split(share, num_batches)]
     model.eval()
     own_sums = Counter()
@@ -618,7 +630,7 @@ def evaluate(model, data, device, autocast, args):
             _, batch_sums = batch_loss(model, to_device(batch, device), args)
         add_to(own_sums, batch_sums)
     model.train()
-    model.reshard()  # else what is in no block stays whole until a backward pass
+    model.reshard()  # frees what is in no block, which only a backward pass would do
     forget_marks()  # a validation is timed as a whole
     return sum_over_ranks(own_sums)
 
@@ -688,7 +700,7 @@ class TimedCollectives:
     """Sends for FSDP, which calls allocate(), then __call__() and, at last, note_end()."""
 
     def allocate(self, size, *, dtype, device):
-        self.start = now()  # FSDP allocates the output of a reduce-scatter right before it sends
+        self.start = now()  # the last buffer before a reduce-scatter is that of its output
         self.size = math.prod(size) * dtype.itemsize
         return torch.empty(size, dtype=dtype, device=device)
 
@@ -740,8 +752,8 @@ def count_marks(is_warmup=False, count=0):
     phase, counted_until = "", -math.inf
     for name, start, end, _ in spans:
         if name in PHASES:
-            phase = name  # in which the next collectives begin
-        elif not ON_GPU:  # a CPU waits for it. A GPU's waiting stays in forward and backward
+            phase = name  # what begins from here on ran in this phase
+        elif not ON_GPU:  # a CPU waits in the phase. A GPU's waiting stays in forward and backward
             times[phase] -= end - start
             times["comm"] += end - start
         if name in ("comm", "all-gather", "reduce-scatter"):
@@ -806,10 +818,10 @@ def print_marks(row):
 
 
 def print_sending(mean, rows):
-    """Prints how long all-reduces take, who is late, and the speedup of twice as many GPUs.
+    """Prints how long collectives take, who is late, and the speedup of twice as many GPUs.
 
-    `rows` are those of all processes, and `mean` is their mean. In an all-reduce, all wait until
-    the last one comes. The last one does not wait: its time in all-reduces is sending alone.
+    `rows` are those of all processes, and `mean` is their mean. In a collective, all wait until
+    the last one comes. The last one does not wait: its time in them is sending alone.
     """
     last = min(rows, key=lambda of_rank: of_rank["comm_total"])
     sending = last["comm_total"]

@@ -178,7 +178,8 @@ def measures_of_page(path, text):
     if path == "README.md":
         yield Measure(path, "words", len(text.split()), README["words"])
         yield Measure(path, "lines", text.count("\n"), README["lines"])
-    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    text = re.sub(r"```.*?```", "\n\n", text, flags=re.S)
+    text = re.sub(r"^#.*", "\n", text, flags=re.M)  # titles: the text below may follow at once
     blocks = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text)
     blocks = [block.strip() for block in blocks if block.strip()]
     blocks = [block for block in blocks if not re.match(r"\||#|<|!\[", block)]
