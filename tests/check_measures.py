@@ -48,7 +48,6 @@ UNTIL_MENDED = """
     pictures/README.md: words a paragraph 31.2, commas per 100 words 8.1
     pictures/README.md: colons per 100 words 2.2
     quantize/gpt.py: quantize(): lines 50, quantize(): branches 22
-    results.md: words a paragraph 36.3, commas per 100 words 7.6, colons per 100 words 2.3
     singlegpu/make_bigmnist.py: tokens a code line 12.4, percent of lines with 25 tokens 10.8
     slurm/README.md: words a paragraph 33.5, colons per 100 words 4.8
     tools/allreduce.py: main(): lines without a heading 46, walrus in a call 2
