@@ -86,6 +86,7 @@ def main(args):
         for batch in loader:  # the same in both stages: one needs its images, the other its labels
             images, labels = [x.to(device, non_blocking=True) for x in batch]
             mark("data")
+            # Stage 0 sends activations, and waits for their gradients. Stage 1 has the loss.
             if stage == 0:
                 activations = model(images)  # (B, 512)
                 mark("forward")
@@ -110,7 +111,9 @@ def main(args):
             optimizer.step()
             optimizer.zero_grad()
             mark("optimizer")
-        with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
+        # Validation passes through both stages, too. With dropout: model.eval() before it, and
+        # model.train() after it.
+        with torch.no_grad():
             if stage == 0:
                 dist.send(model(val_images), rank + 1)
             else:
@@ -123,6 +126,7 @@ def main(args):
         train_loss, val_acc = results.tolist()
         if rank == 0:
             print(f"epoch {epoch}: train_loss {train_loss:.4f}, val_acc {val_acc:.4f}")
+    # Rank 0 saves the whole network: the layers of both stages.
     states = [None] * world_size if rank == 0 else None
     dist.gather_object(model.module.cpu().state_dict(), states)
     if rank == 0:  # model[:3] and model[3:] keep the names of the whole network

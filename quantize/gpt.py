@@ -205,34 +205,48 @@ def quantize(model, row):
         return quantization.quantize_dynamic(model, layers)
     if device.type not in ("cpu", "cuda", "xpu"):
         raise NotImplementedError(f"torchao has no kernels for {device.type}")
-    multiple = 1 if on_cpu else 16  # of a layer's sizes, which kernels need
-    if row == "int8-dynamic":
-        # A CPU without VNNI adds two products in 16 bits, which 8-bit factors overflow.
-        config = ao.Int8DynamicActivationInt8WeightConfig(reduce_range=should_reduce_range(device))
-    elif row == "int8-weights":
-        config = ao.Int8WeightOnlyConfig()
-    elif row == "float8-dynamic":
-        config = ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())
-    else:
-        multiple = 32  # weights that share a scale
-        if on_cpu:
-            config = PrototypeInt4WeightOnlyConfig(group_size=32)
-        else:
-            packing = "tile_packed_to_4d" if device.type == "cuda" else "plain_int32"
-            config = ao.Int4WeightOnlyConfig(group_size=32, int4_packing_format=packing)
-
-    def fits(layer, name=""):
-        return type(layer) is nn.Linear and not any(n % multiple for n in layer.weight.shape)
-
-    if not any(map(fits, model.modules())):
-        raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
-    for name, layer in model.named_modules():
-        if type(layer) is nn.Linear and not fits(layer):
-            print(f"{row}: {name} is not quantized: no multiple of {multiple}", file=sys.stderr)
+    config, multiple = torchao_config(row, device)
+    fits = report_what_fits(model, row, multiple)
     if row.startswith("int4") or not on_cpu:  # on CPUs, int4 kernels are fast in bf16 alone
         model.bfloat16()
     ao.quantize_(model, config, fits)
     return model
+
+
+def torchao_config(row, device):
+    """Returns torchao's configuration, and the number of which layers' sizes must be multiples."""
+    on_cpu = device.type == "cpu"
+    multiple = 1 if on_cpu else 16  # kernels need it
+    if row == "int8-dynamic":
+        # A CPU without VNNI adds two products in 16 bits, which 8-bit factors overflow.
+        reduce_range = should_reduce_range(device)
+        return ao.Int8DynamicActivationInt8WeightConfig(reduce_range=reduce_range), multiple
+    if row == "int8-weights":
+        return ao.Int8WeightOnlyConfig(), multiple
+    if row == "float8-dynamic":
+        return ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()), multiple
+    group_size = 32  # weights that share a scale
+    if on_cpu:
+        return PrototypeInt4WeightOnlyConfig(group_size=group_size), group_size
+    packing = "tile_packed_to_4d" if device.type == "cuda" else "plain_int32"
+    config = ao.Int4WeightOnlyConfig(group_size=group_size, int4_packing_format=packing)
+    return config, group_size
+
+
+def report_what_fits(model, row, multiple):
+    """Returns a filter of layers for torchao, and names the linear layers that do not pass it."""
+
+    def fits(layer, name=""):
+        if type(layer) is not nn.Linear:
+            return False
+        return all(size % multiple == 0 for size in layer.weight.shape)
+
+    if not any(fits(layer) for layer in model.modules()):
+        raise NotImplementedError(f"no linear layer has sizes that are multiples of {multiple}")
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear and not fits(layer):
+            print(f"{row}: {name} is not quantized: no multiple of {multiple}", file=sys.stderr)
+    return fits
 
 
 def load_quantized(file, device="cpu"):

@@ -51,27 +51,35 @@ def augment(images, seed, device):
     that of v2.ElasticTransform() (Simard, Steinkraus and Platt 2003). Both draw random numbers
     once for a batch; here each image has numbers of its own.
     """
-    size = images.shape[-1]
+    count, size = len(images), images.shape[-1]
     generator = np.random.default_rng(seed)
-    strengths = torch.from_numpy(generator.uniform(-1, 1, (6, len(images)))).float().to(device)
-    noise = torch.from_numpy(generator.uniform(-1, 1, (len(images), 2, size, size))).float()
-    angle = (15 * strengths[0]).deg2rad()
-    shear = (10 * strengths[1]).deg2rad()
-    scale = 1 + 0.1 * strengths[2]
-    flip = strengths[3].sign()
+
+    def draw(*shape):
+        """Returns random numbers from -1 to 1."""
+        return torch.from_numpy(generator.uniform(-1, 1, shape)).float().to(device)
+
+    turn, skew, zoom, side, *shifts = draw(6, count)
+    noise = draw(count, 2, size, size)
+    sin, cos = (15 * turn).deg2rad().sin(), (15 * turn).deg2rad().cos()
+    shear = (10 * skew).deg2rad().tan()
+    scale = 1 + 0.1 * zoom
+    flip = side.sign()
     # The grid says where in the image each pixel of the result comes from, in [-1, 1].
-    matrix = torch.zeros(len(images), 2, 3, device=device)
-    matrix[:, 0, 0] = flip * (angle.cos() - angle.sin() * shear.tan()) / scale
-    matrix[:, 0, 1] = flip * (angle.sin() + angle.cos() * shear.tan()) / scale
-    matrix[:, 1, 0] = -angle.sin() / scale
-    matrix[:, 1, 1] = angle.cos() / scale
-    matrix[:, :, 2] = 2 * 2 / size * strengths[4:].T  # up to 2 pixels
-    grid = nn.functional.affine_grid(matrix, (len(images), 1, size, size), align_corners=False)
+    matrix = torch.zeros(count, 2, 3, device=device)
+    matrix[:, 0, 0] = flip * (cos - sin * shear) / scale
+    matrix[:, 0, 1] = flip * (sin + cos * shear) / scale
+    matrix[:, 1, 0] = -sin / scale
+    matrix[:, 1, 1] = cos / scale
+    matrix[:, :, 2] = 2 * 2 / size * torch.stack(shifts, dim=1)  # up to 2 pixels
+    grid = nn.functional.affine_grid(matrix, (count, 1, size, size), align_corners=False)
     # A blur is linear in rows and in columns: two matrix products are faster than a convolution.
-    blur = v2.gaussian_blur(torch.eye(size, device=device)[None], [41, 1], [5.0, 5.0])[0]
-    bend = blur.T @ noise.to(device) @ blur * (50 / size)  # (B, 2, H, W)
-    images = torch.from_numpy(images).to(device)[:, None].float()
-    images = nn.functional.grid_sample(images, grid + bend.permute(0, 2, 3, 1), align_corners=False)
+    pixels = torch.eye(size, device=device)[None]
+    blur = v2.gaussian_blur(pixels, [41, 1], [5.0, 5.0])[0]
+    bend = blur.T @ noise @ blur * (50 / size)  # (B, 2, H, W)
+    grid = grid + bend.permute(0, 2, 3, 1)
+    images = torch.from_numpy(images).to(device)
+    images = images[:, None].float()  # (B, 1, H, W)
+    images = nn.functional.grid_sample(images, grid, align_corners=False)
     return images[:, 0].round().byte().cpu().numpy()
 
 
@@ -88,7 +96,8 @@ def write_images(path, images, args):
     header = buffer.getvalue()
 
     def augment_block(version, start):
-        return augment(images[start : start + BATCH], (version, start), device)
+        block = images[start : start + BATCH]
+        return augment(block, (version, start), device)
 
     with open(path, "a+b") as file, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         file.seek(0)
@@ -116,7 +125,8 @@ def main(args):
     torch.set_num_threads(1)  # the blocks run side by side
     images, labels = [part[: args.num_images] for part in read_split(args, train=True)]
     test_images, test_labels = read_split(args, train=False)
-    unfinished = f"{os.path.normpath(args.out)}.{args.num_images}x{args.versions}x{args.copies}.tmp"
+    settings = f"{args.num_images}x{args.versions}x{args.copies}"  # other ones start anew
+    unfinished = f"{os.path.normpath(args.out)}.{settings}.tmp"
     os.makedirs(unfinished, exist_ok=True)
     np.save(f"{unfinished}/test_images.npy", test_images)
     np.save(f"{unfinished}/test_labels.npy", test_labels)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The lines that a script may have. A tool has no limit of lines.
 LINES = """
-    singlegpu: mnist 105, images 610, gpt 580, text 615, translation 700, make_bigmnist 135
+    singlegpu: mnist 105, images 610, gpt 580, text 615, translation 700, make_bigmnist 150
     multigpu: mnist 148, images 800, gpt 775, text 805, translation 860
     multinode: mnist 155, images 800, gpt 775, text 805, translation 860
     hybrid: mnist 180, images 920, gpt_fsdp 880, gpt_pipeline 980
@@ -44,11 +44,8 @@ UNTIL_MENDED = """
     README.md: colons per 100 words 3.6
     examples/README.md: words a paragraph 29.5
     examples/README.md: colons per 100 words 2.8
-    hybrid/mnist.py: main(): lines without a heading 60
     pictures/README.md: words a paragraph 31.2, commas per 100 words 8.1
     pictures/README.md: colons per 100 words 2.2
-    quantize/gpt.py: quantize(): lines 50, quantize(): branches 22
-    singlegpu/make_bigmnist.py: tokens a code line 12.4, percent of lines with 25 tokens 10.8
     slurm/README.md: words a paragraph 33.5, colons per 100 words 4.8
     tools/allreduce.py: main(): lines without a heading 46, walrus in a call 2
     tools/check.py: tokens a code line 14.3, percent of lines with 25 tokens 16.6
