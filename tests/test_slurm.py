@@ -1,5 +1,6 @@
 """Job files of each folder on a real Slurm of two nodes on this machine; all in the soak."""
 
+import contextlib
 import json
 import os
 import re
@@ -140,20 +141,102 @@ def test_sizes_of_a_sweep():
     assert "--ntasks-per-node=2" in runs[3], "each has two GPUs"
 
 
-# On 1 GPU and on 4/2: their runs, and the jobs that wait for another one, such as make_bigmnist.py.
-STUDIES = {"agnews": (2, 0), "imdb": (1, 0), "gpt": (2, 1), "mnist": (4, 2), "six": (10, 0)}
+# What each study says of its runs, and what it leaves open and we chose.
+# GPUs: 2x4 is two nodes of four, 2/2 one process whose layers are split over two.
+STUDIES = """
+study  | script      | GPUs    | theirs | ours
+agnews | text        | 1 4     | epochs 20, batch_size 128, learning_rate 1e-3, num_workers 4, dataset ag_news, model transformer, size small | seq_len 128
+agnews | text        | 1 4     | epochs 20, batch_size 128, learning_rate 1e-3, num_workers 4, dataset ag_news, model transformer, size small | seq_len 256
+agnews | text        | 1 4     | epochs 20, batch_size 128, learning_rate 1e-3, num_workers 4, dataset ag_news, model transformer, size large | seq_len 128
+agnews | text        | 1 4     | epochs 20, batch_size 128, learning_rate 1e-3, num_workers 4, dataset ag_news, model transformer, size large | seq_len 256
+imdb   | text        | 1 4     | epochs 20, dataset imdb, model transformer | batch_size 64, dropout 0.2, learning_rate 5e-4
+gpt    | gpt         | 1 2 4   | epochs 1, batch_size 64, learning_rate 1e-4 |
+gpt    | gpt         | 1 2 4   | epochs 1, batch_size 128, learning_rate 1e-4 |
+mnist  | images      | 1 4 2x4 | dataset mnist | model cnn, epochs 10, batch_size 256
+mnist  | images      | 1 4 2x4 | dataset data/bigmnist | model cnn, epochs 1, batch_size 256
+six    | images      | 1 2     | model vgg11, epochs 3 | dataset cifar10, batch_size 32, learning_rate 1e-4
+six    | text        | 1 2     | model nbow, epochs 5 | dataset imdb, batch_size 64, dropout 0.5
+six    | translation | 1 2     | model lstm, epochs 10 | dataset multi30k, batch_size 128
+six    | images      | 1 2     | model autoencoder | dataset mnist, epochs 10, batch_size 64
+six    | images      | 1 2     | model cnn, epochs 20 | dataset cifar10, batch_size 256
+six    | images      | 1 2 2/2 | model mlp, epochs 10 | dataset mnist, batch_size 1024
+"""  # noqa: E501
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_studies(monkeypatch, study):
-    """The scripts have all flags of the studies."""
-    lines = dry_run("--gpus", "1 4/2", "study", study)
-    runs = [words for words in lines if "--log" in words]
+def runs_of_table(study):
+    """Returns [(GPUs, script, {flag: value})] of the runs that the table gives to a study."""
+    runs = []
+    for line in STUDIES.strip().splitlines()[1:]:
+        name, script, counts, theirs, ours = [cell.strip() for cell in line.split("|")]
+        pairs = [pair.split() for pair in f"{theirs}, {ours}".split(",") if pair.strip()]
+        if name == study:
+            runs += [(count, script, dict(pairs)) for count in counts.split()]
+    return runs
+
+
+def run_of_line(monkeypatch, words):
+    """Returns the same of a line of sweep.sh, with the values that its script reads."""
+    [place] = [place for place, word in enumerate(words) if word.endswith(".slurm")]
+    folder, script = Path(words[place]).stem.split("_", 1)
+    flags = words[place + 1 :]
+    monkeypatch.setattr("sys.argv", [script, *flags])
+    values = vars(module(f"{folder}/{script}.py").parse_args())
+    options = dict(word.split("=") for word in words[:place] if "=" in word)
+    gpus = each = int(options["--gpus-per-node"].split(":")[-1])
+    tasks = {"multinode": each, "hybrid": each // values.get("num_stages", 1)}.get(folder)
+    assert options.get("--ntasks-per-node") == (str(tasks) if tasks else None), words
+    if folder == "multigpu":
+        assert values["num_gpus"] == each, words
+    if folder == "multinode":
+        gpus = f"{options['--nodes']}x{each}"
+    if folder == "hybrid":
+        gpus = f"{each}/{values['num_stages']}"
+    given = {flag[2:] for flag in flags if flag.startswith("--")}
+    chosen = given - {"num_gpus", "num_stages", "log", "snapshot"}
+    return str(gpus), script, {name: values[name] for name in chosen}
+
+
+def differences(monkeypatch, study, lines):
+    """Returns the runs that only the table has, and those that only sweep.sh has."""
+    found = [run_of_line(monkeypatch, words) for words in lines if "--log" in words]
+    wanted = []
+    for gpus, script, settings in runs_of_table(study):
+        numbers = dict(settings)
+        for name, value in settings.items():
+            with contextlib.suppress(ValueError):
+                numbers[name] = float(value)
+        wanted.append((gpus, script, numbers))
+    return (
+        [run for run in wanted if run not in found],
+        [run for run in found if run not in wanted],
+    )
+
+
+@pytest.mark.parametrize("study", ("agnews", "imdb", "gpt", "mnist", "six"))
+def test_studies_run_with_their_settings(monkeypatch, study):
+    """sweep.sh runs what the table says and nothing else, and the scripts have all its flags."""
+    lines = dry_run("study", study)
+    assert differences(monkeypatch, study, lines) == ([], [])
+    assert len([words for words in lines if "--log" in words]) == len(runs_of_table(study))
     waiting = [words for words in lines if "--dependency=afterok:ID" in words]
-    is_made = study == "mnist" and (ROOT / "data/bigmnist").exists()
-    assert (len(runs), len(waiting) or 2 * is_made) == STUDIES[study], lines
-    for words in runs:
-        [place] = [place for place, word in enumerate(words) if word.endswith(".slurm")]
-        script = Path(words[place]).stem.replace("_", "/", 1) + ".py"
-        monkeypatch.setattr("sys.argv", [script, *words[place + 1 :]])
-        assert module(script).parse_args().log
+    is_made = (ROOT / "data/bigmnist").exists()
+    assert len(waiting) == {"gpt": 1, "mnist": 0 if is_made else 3}.get(study, 0), lines
+
+
+def test_another_setting_of_a_study_is_seen(monkeypatch):
+    lines = dry_run("study", "six", "--epochs", "7")
+    missing, more = differences(monkeypatch, "six", lines)
+    assert len(missing) == len(more) == len(runs_of_table("six"))
+    lines = dry_run("--gpus", "1", "study", "six")
+    assert len(differences(monkeypatch, "six", lines)[0]) == 7, "six on two, and MP-DDP"
+
+
+def test_node_types_of_a_sweep():
+    """Each kind of GPU gets each run, with a log of its own."""
+    lines = dry_run("--node_types", "v100 a40", "study", "mnist")
+    runs = [words for words in lines if "--log" in words]
+    kinds = [word for words in runs for word in words if word.startswith("--gpus-per-node=")]
+    expected = [f"--gpus-per-node={kind}:{each}" for each in (1, 4, 4) for kind in ("v100", "a40")]
+    assert kinds == 2 * expected
+    logs = {words[words.index("--log") + 1] for words in runs}
+    assert len(logs) == len(runs) and any(log.endswith("2x4_256_a40.jsonl") for log in logs)
