@@ -1,4 +1,4 @@
-"""tools/check.py: it names the faults that are put into scripts by hand, and no others."""
+"""tools/check: it names the faults that are put into scripts by hand, and no others."""
 
 import os
 import shlex
@@ -52,8 +52,7 @@ def test_faults_do_not_hide_each_other(tmp_path):
 
 
 def test_every_kind_has_a_fault():
-    names = ["against", "resume", *vars(module("tools/check.py").Kinds)]
-    kinds = {name for name in names if name[0] != "_"}
+    kinds = {"against", "resume"} | {kind.__name__ for kind in module("tools/check").KINDS}
     assert len(kinds) > 15
     assert kinds - {each.kind for each in faults.FAULTS.values()} == set()
 
@@ -103,10 +102,10 @@ def test_a_command_as_it_is_typed(tmp_path):
 
 
 def test_no_process_is_left(request, tmp_path):
-    """SIGTERM, as of timeout(1), ends check.py and its job."""
+    """SIGTERM, as of timeout(1), ends tools/check and its job."""
     words = ["--steps", "1000000", "--", sys.executable, TRAIN, "--processes", "2"]
     words += ["--epochs", "1000000", "--folder", "{tmp}"]
-    job = Job([sys.executable, ROOT / "tools/check.py", *words], tmp_path)
+    job = Job([sys.executable, ROOT / "tools/check", *words], tmp_path)
     request.addfinalizer(job.end)
     wait_for(lambda: len(job.processes()) == 4)
     job.process.terminate()
@@ -130,7 +129,7 @@ def test_data_that_round_differently(tmp_path):
 
 def test_on_each_of_two_nodes(tmp_path):
     """A torchrun each: one table. On two machines: soak_slurm."""
-    words = [sys.executable, ROOT / "tools/check.py", "--steps", "6", "--", *TORCHRUN[:3]]
+    words = [sys.executable, ROOT / "tools/check", "--steps", "6", "--", *TORCHRUN[:3]]
     words += ["--nnodes=2", f"--master_port={free_port()}", TRAIN]
     env = os.environ | LOOPBACK | {"CHECK_FOLDER": f"{tmp_path}/new"}
     how = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
