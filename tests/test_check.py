@@ -75,7 +75,7 @@ def test_one_that_does_not_train_is_not_judged(tmp_path):
     by_hand = "import torch; w = torch.ones(2, requires_grad=True)\n"
     by_hand += "for _ in range(3): w.sum().backward(); w.data -= w.grad; w.grad = None"
     status, lines, _ = faults.check([sys.executable, "-c", by_hand], tmp_path)
-    assert status == 2 and "by hand" in lines[0] and len(lines) == 1
+    assert status == 2 and "by hand" in lines[0] and len(lines) == 2
     status, lines, _ = faults.check([sys.executable, "-c", "import torch; exit(3)"], tmp_path)
     assert status == 2 and "status 3" in lines[0]
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from subprocess import TimeoutExpired
@@ -90,7 +91,11 @@ def check_forks(*words):
     tool.subprocess = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutExpired)
     if "CHECK_FOLDER" in os.environ:
         tool.GRACE = 0  # no other machine is waited for
-    return call(tool, *words)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    done = call(tool, *words)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    return done
 
 
 @pytest.fixture
