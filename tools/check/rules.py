@@ -128,11 +128,11 @@ def has_copies(family, states):
     return any(count > 1 for count in counts.values())
 
 
-def differences(family, states, step):
+def differences(family, states, step, name="bits"):
     """Returns two ranks whose copies have other bits, and the indices of these weights."""
     found, copies = defaultdict(list), {}
     for rank in family.ranks:
-        bits = states[rank][step]["bits"]
+        bits = states[rank][step][name]
         for index, part in parts_here(family, states[rank][0]):
             first, other = copies.setdefault((index, part), (rank, bits[index]))
             if other != bits[index]:
@@ -149,7 +149,9 @@ def verdict(family, start, states, bad, steps, found):
     when = f"after step {step}" if step else "at the start"
     words = f"{len(indices)} of {len(start['names'])} tensors differ {when} in ranks "
     words += f"{first} and {second}, first {start['names'][index]}. "
-    if any(later > step and later not in bad for later in steps):
+    # Averaging may follow the step, so that copies are equal only before the next one.
+    later = [each for each in steps if each > step]
+    if any(not differences(family, states, each, "bits_before") for each in later):
         return "warning", words + "Later they are equal: local SGD?"
     begin = states[first][0]["sketches"][index]
     end = states[first][steps[-1]]["sketches"][index]
@@ -562,15 +564,7 @@ def order(job):
     """Is the order of the samples random, and another one in each epoch?"""
     passes = job.first.passes(job.first.trained_passes())
     is_known = bool(passes) and passes[0]["is_known"]
-    epochs = []
-    for whole in passes:
-        if is_known and whole["is_known"]:
-            length = job.first.epoch_length(passes[0])
-            index = whole["index"]
-            epochs += [index[i : i + length] for i in range(0, len(index), length)]
-        else:
-            epochs.append([*zip(*whole["parts"])])
-    epochs = [samples for samples in epochs if len(samples) >= SHUFFLED_SAMPLES]
+    epochs = epochs_of(job.first, passes, is_known)
     first, second, *_ = [*epochs, [], []]
     if first and not is_known and len({*first}) <= len(first) / 2:
         words = f"{len({*first})} different samples among {len(first)}: split by worker."
@@ -583,6 +577,18 @@ def order(job):
     elif second:
         yield "ok", f"another order in the second epoch, compared for {len(second)} samples"
     yield "not seen", "no second epoch begins: watch more --steps"
+
+
+def epochs_of(process, passes, is_known):
+    """Returns the indices of the samples of each epoch, or where they are not known, hashes."""
+    epochs = []
+    for whole in passes:
+        if is_known and whole["is_known"]:
+            length, index = process.epoch_length(passes[0]), whole["index"]
+            epochs += [index[i : i + length] for i in range(0, len(index), length)]
+        else:
+            epochs.append([*zip(*whole["parts"])])
+    return [samples for samples in epochs if len(samples) >= SHUFFLED_SAMPLES]
 
 
 def inputs(job):
@@ -700,11 +706,11 @@ def validation(job):
     if not counts:
         yield "not seen", "no whole validation by a DataLoader"
         return
-    size, twice = tests[0]["size"], sum(count > 1 for count in counts.values())
-    are_shares = all(is_same_data(tests[0], whole) is not False for whole in tests[1:])
-    is_padded = tests[0]["maker"] == "accelerate"  # it drops them again
+    size, twice = tests[0]["size"], len(counts) - [*counts.values()].count(1)
+    are_shares = False not in [is_same_data(tests[0], whole) for whole in tests[1:]]
+    twice = 0 if tests[0]["maker"] == "accelerate" else twice  # it drops them again
     is_most = size < COUNTED_TWICE * len(counts) < COUNTED_TWICE * size
-    if twice and are_shares and min(counts.values()) < len(tests) and not is_padded:
+    if twice and are_shares and min(counts.values()) < len(tests):
         yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
     elif is_most and are_shares and len(tests) == len(ranks):
         yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
@@ -849,34 +855,42 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
     autocasts = {call["autocast"] for each in (job, other) for call in each.first["forward"]}
     for step in sorted(step for step in mine if step - skip in theirs):
         one, two = mine[step], theirs[step - skip]
-        are_nan = one.get("infinite") and two.get("infinite")  # from here on, in both
+        are_nan = bool(one.get("infinite") and two.get("infinite"))  # from here on, in both
         if are_nan or (step_of_data and step >= step_of_data):
             break
         compared += step > 0
+        before = theirs[0] if step > skip else None
         for index, place in pairs:
-            if one["bits"][index] == two["bits"][place]:
+            dtype = "exact" if is_exact else start["dtypes"][index]
+            share = share_apart((one, index), (two, place), before, (dtype, *autocasts))
+            if share is None:
                 continue
-            sketches = [record["sketches"] for record in (one, two, theirs[0])]
-            size = distance(sketches[0][index])
-            way = distance(sketches[1][place], sketches[2][place])
-            way = way if step > skip else START_WAY * size
-            limit = 0 if is_exact else tolerance(start["dtypes"][index], autocasts, way, size)
-            apart = distance(sketches[0][index], sketches[1][place])
-            if not apart <= limit:
-                why = "computation: from equal samples," if step else "start:"
-                by = f"after step {step}, by {apart / (way or size or 1):.0%} of its way."
-                rates = [record.get("rates", "no step") for record in (one, two)]
-                words = f"{why} {start['names'][index]} differs {by} "
-                return "ERROR", words + (advice or f"Rates: {rates}.")
+            why = "computation: from equal samples," if step else "start:"
+            rates = [record.get("rates", "no step") for record in (one, two)]
+            words = f"{why} {start['names'][index]} differs after step {step}, "
+            words += f"by {share:.0%} of its way. "
+            return "ERROR", words + (advice or f"Rates: {rates}.")
     rounding = "" if skip else ", to rounding"
     where = f", after it went on from step {skip}" if skip else ""
     return "ok", f"the same weights in {compared} steps{rounding}{where}"
 
 
-def tolerance(dtype, autocasts, way, size):
-    """How far a weight may be apart by rounding, of its type and of the types of its sums."""
-    share = max(WAY.get(name, 0.02) for name in (dtype, *autocasts))
-    return share * way + DIGIT.get(dtype, 1e-7) * size
+def share_apart(mine, theirs, before, types):
+    """How far a weight is apart in two runs, as a share of its way. None: by rounding at most.
+
+    `before` is the record of the other run's start; the types are its own, and those of autocast.
+    """
+    (one, index), (two, place) = mine, theirs
+    if one["bits"][index] == two["bits"][place]:
+        return None
+    own, new = one["sketches"][index], two["sketches"][place]
+    size, apart = distance(own), distance(own, new)
+    way = distance(new, before["sketches"][place]) if before else START_WAY * size
+    share = max(WAY.get(name, WAY["float32"]) for name in types)
+    limit = share * way + DIGIT.get(types[0], DIGIT["float32"]) * size
+    if types[0] == "exact":
+        limit = 0
+    return None if apart <= limit else apart / (way or size or 1)
 
 
 def common_weights(one, two):

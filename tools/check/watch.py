@@ -50,6 +50,7 @@ step       an optimizer has taken a step. A list has an item for each of its wei
   types            names and types of tensors in the optimizer's state
   attributes       {name: value or bits} of what modules hold and no state_dict saves
   bits, sketches   of the weights
+  bits_before      the bits of the weights before the step
 skipped    a GradScaler has left out a step
   optimizer        its number; null if it has taken no step yet
 unowned    after the second step of an optimizer
@@ -630,6 +631,7 @@ class Watch:
             "zeroed_unsynced": turn.zeroed_unsynced,
             "clipped": turn.clipped,
             "had_gradients": turn.had_gradients,
+            "bits_before": [bits_of(weight) for weight in weights],
             "gradients": [None if g is None else bits_of(g) for g in gradients],
             "infinite": infinite,
             "rates": rates_of(optimizer),
