@@ -16,7 +16,7 @@ ZERO_RATE_STEPS = 2  # at the end of a schedule one step may have the rate 0
 SHUFFLED_SAMPLES = 8  # fewer than these may be in order by chance
 FETCHES = 3  # of a data set: as many states of a generator tell two sequences apart
 SCHEDULE_CALLS = 1.2  # for each step: a scheduler may step at the end of an epoch, too
-COUNTED_TWICE = 2  # most of a data set is validated; else a part of it was wanted
+MOST = 2  # where 1 of 2 samples or more are validated, the rest is left out by mistake
 
 # How far two runs may be apart by rounding, as a share of the way that a weight has gone. It is
 # 0.1% in fp32 with another order of sums; a loss that is 5% too large is to be named.
@@ -695,26 +695,34 @@ def validation(job):
     """Does validation count each sample once, and none of those that are trained on?"""
     ranks = job.data_groups[0] if job.data_groups else [*job.ranks]
     tests = []
-    for rank in ranks:
-        process = job.ranks[rank]
+    for process in [job.ranks[rank] for rank in ranks]:
         tests += process.passes(process.tested_passes())[:1]
     leaked = leaked_samples(job, tests)
     if leaked:
         yield "ERROR", f"{leaked} of its samples are trained on. Seed random_split()."
-    tests = [whole for whole in tests if whole["has_ended"] and whole["is_known"]]
+    tests = [whole for whole in tests if is_whole(whole)]
     counts = Counter(index for whole in tests for index in whole["index"])
-    if not counts:
-        yield "not seen", "no whole validation by a DataLoader"
-        return
+    if tests and counts:
+        yield from findings_of_counts(tests, counts, len(ranks))
+        yield "ok", f"{len(counts)} samples are validated, none twice, and none is trained on"
+    yield "not seen", "no whole validation by a DataLoader"
+
+
+def findings_of_counts(tests, counts, num_ranks):
+    """Of how often each sample is validated, in all ranks."""
     size, twice = tests[0]["size"], len(counts) - [*counts.values()].count(1)
     are_shares = False not in [is_same_data(tests[0], whole) for whole in tests[1:]]
-    twice = 0 if tests[0]["maker"] == "accelerate" else twice  # it drops them again
-    is_most = size < COUNTED_TWICE * len(counts) < COUNTED_TWICE * size
+    if tests[0]["maker"] == "accelerate":
+        twice = 0  # it drops them again
+    is_most = size < MOST * len(counts) < MOST * size
     if twice and are_shares and min(counts.values()) < len(tests):
         yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
-    elif is_most and are_shares and len(tests) == len(ranks):
+    elif is_most and are_shares and len(tests) == num_ranks:
         yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
-    yield "ok", f"{len(counts)} samples are validated, none twice, and none is trained on"
+
+
+def is_whole(validation):
+    return validation["has_ended"] and validation["is_known"]
 
 
 def leaked_samples(job, tests):
@@ -852,12 +860,14 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
     """Returns a row for the first weight that differs, before the step whose samples do."""
     mine, theirs = job.first.states(0), other.first.states(0)
     start, compared = job.first.start, 0
-    autocasts = {call["autocast"] for each in (job, other) for call in each.first["forward"]}
+    calls = job.first["forward"] + other.first["forward"]
+    autocasts = {call["autocast"] for call in calls}
     for step in sorted(step for step in mine if step - skip in theirs):
         one, two = mine[step], theirs[step - skip]
-        are_nan = bool(one.get("infinite") and two.get("infinite"))  # from here on, in both
-        if are_nan or (step_of_data and step >= step_of_data):
+        if step_of_data and step >= step_of_data:
             break
+        if one.get("infinite") and two.get("infinite"):
+            break  # from here on both are nan
         compared += step > 0
         before = theirs[0] if step > skip else None
         for index, place in pairs:
@@ -866,7 +876,7 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
             if share is None:
                 continue
             why = "computation: from equal samples," if step else "start:"
-            rates = [record.get("rates", "no step") for record in (one, two)]
+            rates = [one.get("rates", "no step"), two.get("rates", "no step")]
             words = f"{why} {start['names'][index]} differs after step {step}, "
             words += f"by {share:.0%} of its way. "
             return "ERROR", words + (advice or f"Rates: {rates}.")
