@@ -52,9 +52,13 @@ APART = "test_stops test_training test_check test_gpu test_launchers test_hybrid
 
 def module(script):
     """Returns a script as a module."""
-    spec = importlib.util.spec_from_file_location("script", ROOT / script)
+    path = ROOT / script
+    path = path / "__main__.py" if path.is_dir() else path
+    spec = importlib.util.spec_from_file_location("script", path)
     found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)  # as Python does where it starts a script
+        spec.loader.exec_module(found)
     return found
 
 

@@ -3,9 +3,9 @@
     python tests/gpu.py                     # all parts; appends what it ran and found to gpu.md
     python tests/gpu.py --only stops gpt:8  # some of them; of gpt the check at batch 8
 
-    check      tools/check.py watches scripts of each folder
+    check      tools/check watches scripts of each folder
     losses     the losses of each task are those of the CPU, in each precision, and compiled
-    stops      a stop and a resume, by tools/check.py; a killed process ends the others
+    stops      a stop and a resume, by tools/check; a killed process ends the others
     processes  with several GPUs: the losses of scripts of each folder are those of the CPU
     ranks      with one GPU: check, stops and processes with 2 and 4 processes on it
     gpt        GPT-2 at batch 8, 32 and 64, beside a plain loop of the same model
@@ -131,10 +131,10 @@ def changed(script, old="", new=""):
 
 # == Checks. A command is what run() takes: (script, flags, processes, variables). ==
 def check_copies(script, words, count, *more):
-    """tools/check.py finds nothing wrong in the first steps: copies, shares, averaging, order."""
+    """tools/check finds nothing wrong in the first steps: copies, shares, averaging, order."""
     path = changed(script) if options.sharing else str(ROOT / script)
     command = [sys.executable, *words_of(path, f"{words} --max_steps 20".split(), count)]
-    out = run("tools/check.py", " ".join(["--steps 8", *more, "--", *command]))[1]
+    out = run("tools/check", " ".join(["--steps 8", *more, "--", *command]))[1]
     found = re.findall(r"^(?:ok|warning|not seen) .*", out, re.M)
     wrong = [f"- {line}" for line in found if line[:2] != "ok"]
     tell(f"- ok: {len(found) - len(wrong)} kinds", *wrong)

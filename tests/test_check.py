@@ -1,13 +1,18 @@
-"""tools/check.py: it names the faults that are put into scripts by hand, and no others."""
+"""tools/check: it names the faults that are put into scripts by hand, and no others."""
 
+import json
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import faults
 import pytest
-from conftest import LOOPBACK, Job, free_port, module, wait_for
+import torch
+from conftest import LOOPBACK, Job, call, free_port, module, wait_for
 from test_training import check_forks
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
@@ -52,8 +57,7 @@ def test_faults_do_not_hide_each_other(tmp_path):
 
 
 def test_every_kind_has_a_fault():
-    names = ["against", "resume", *vars(module("tools/check.py").Kinds)]
-    kinds = {name for name in names if name[0] != "_"}
+    kinds = {"against", "resume"} | {kind.__name__ for kind in module("tools/check").KINDS}
     assert len(kinds) > 15
     assert kinds - {each.kind for each in faults.FAULTS.values()} == set()
 
@@ -76,7 +80,7 @@ def test_one_that_does_not_train_is_not_judged(tmp_path):
     by_hand = "import torch; w = torch.ones(2, requires_grad=True)\n"
     by_hand += "for _ in range(3): w.sum().backward(); w.data -= w.grad; w.grad = None"
     status, lines, _ = faults.check([sys.executable, "-c", by_hand], tmp_path)
-    assert status == 2 and "by hand" in lines[0] and len(lines) == 1
+    assert status == 2 and "by hand" in lines[0] and len(lines) == 2
     status, lines, _ = faults.check([sys.executable, "-c", "import torch; exit(3)"], tmp_path)
     assert status == 2 and "status 3" in lines[0]
 
@@ -103,10 +107,10 @@ def test_a_command_as_it_is_typed(tmp_path):
 
 
 def test_no_process_is_left(request, tmp_path):
-    """SIGTERM, as of timeout(1), ends check.py and its job."""
+    """SIGTERM, as of timeout(1), ends tools/check and its job."""
     words = ["--steps", "1000000", "--", sys.executable, TRAIN, "--processes", "2"]
     words += ["--epochs", "1000000", "--folder", "{tmp}"]
-    job = Job([sys.executable, ROOT / "tools/check.py", *words], tmp_path)
+    job = Job([sys.executable, ROOT / "tools/check", *words], tmp_path)
     request.addfinalizer(job.end)
     wait_for(lambda: len(job.processes()) == 4)
     job.process.terminate()
@@ -130,7 +134,7 @@ def test_data_that_round_differently(tmp_path):
 
 def test_on_each_of_two_nodes(tmp_path):
     """A torchrun each: one table. On two machines: soak_slurm."""
-    words = [sys.executable, ROOT / "tools/check.py", "--steps", "6", "--", *TORCHRUN[:3]]
+    words = [sys.executable, ROOT / "tools/check", "--steps", "6", "--", *TORCHRUN[:3]]
     words += ["--nnodes=2", f"--master_port={free_port()}", TRAIN]
     env = os.environ | LOOPBACK | {"CHECK_FOLDER": f"{tmp_path}/new"}
     how = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True}
@@ -139,3 +143,148 @@ def test_on_each_of_two_nodes(tmp_path):
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert problems(outputs[0].splitlines()) == [] and "2 in one group" in outputs[0], outputs
     assert "the table is with rank 0" in outputs[1]
+
+
+# == The command, in real processes ==
+SMALL = """
+import os, sys, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 100):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def start_check(*words, **variables):
+    """Runs the command. Returns what subprocess.run() does."""
+    command = [sys.executable, ROOT / "tools/check", *words]
+    how = {"capture_output": True, "text": True, "timeout": 200}
+    return subprocess.run([*map(str, command)], env=os.environ | variables, **how)
+
+
+def test_the_old_name_says_what_to_type():
+    done = subprocess.run([sys.executable, ROOT / "tools/check.py"], capture_output=True, text=True)
+    assert done.returncode == 2 and "python tools/check --" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_it_hides_no_module_of_a_training(tmp_path):
+    """A script has modules of its own with the names of the checker's files."""
+    for name in ("rules", "watch", "records", "check"):
+        (tmp_path / f"{name}.py").write_text("mine = 1\n")
+    lines = "import rules, watch, records, check\n"
+    lines += "assert rules.mine + watch.mine + records.mine + check.mine == 4\n"
+    (tmp_path / "train.py").write_text(lines + SMALL)
+    done = start_check("--steps", 5, "--", sys.executable, tmp_path / "train.py")
+    assert done.returncode == 0 and "5 steps, 1 process" in done.stdout, done.stdout + done.stderr
+
+
+def test_what_is_printed(tmp_path):
+    """The start, errors first, one line with what is unseen, a last line with counts; JSON."""
+    text = SMALL.replace("    optimizer.zero_grad()\n", "")
+    (tmp_path / "train.py").write_text(text)
+    file = tmp_path / "found.json"
+    command = ["--", sys.executable, tmp_path / "train.py"]
+    done = start_check("--steps", 5, "--json", file, *command)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1 and "for 5 optimizer steps" in lines[0]
+    levels = [line.split()[0] for line in lines if re.match(r"(ERROR|warning|ok) ", line)]
+    assert levels[0] == "ERROR" and levels == sorted(levels, key=["ERROR", "warning", "ok"].index)
+    assert sum(line.startswith("not seen: ") for line in lines) == 1
+    assert lines[-1] == "1 error, 0 warnings"
+    known = json.loads(file.read_text())
+    assert known["status"] == 1 and known["steps"] == 5
+    [error] = [each for each in known["findings"] if each["level"] == "ERROR"]
+    assert error["kind"] == "accumulation"
+    done = start_check("--steps", 5, "--ignore", "accumulation", *command)
+    assert done.returncode == 0 and "accumulation" not in done.stdout
+
+
+def test_a_warning_may_be_a_failure(tmp_path):
+    text = SMALL.replace("model.parameters()", "[model.weight]")
+    (tmp_path / "train.py").write_text(text)
+    command = ["--steps", 5, "--", sys.executable, tmp_path / "train.py"]
+    assert start_check(*command).returncode == 0
+    done = start_check("--fail_on_warning", *command)
+    assert done.returncode == 1 and "0 errors, 1 warning" in done.stdout
+
+
+def test_a_rule_that_fails_is_no_ok(monkeypatch, tmp_path):
+    """It is said, and the status is 3."""
+    tool = module("tools/check")
+
+    def order(job):
+        raise ValueError("of the rule itself")
+
+    rules = [order if rule.__name__ == "order" else rule for rule in tool.RULES]
+    monkeypatch.setattr(tool, "RULES", rules)
+    (tmp_path / "train.py").write_text(SMALL)
+    done = call(tool, "--steps", 5, "--", sys.executable, tmp_path / "train.py")
+    assert done.returncode == 3 and "of the rule itself" in done.stdout, done.stdout
+    assert re.search(r"^failed +order", done.stdout, re.M) and "1 failure" in done.stdout
+
+
+def test_each_kind_is_listed():
+    done = start_check("--list")
+    kinds = [kind.__name__ for kind in module("tools/check").KINDS]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == kinds
+    page = (ROOT / "tools/README.md").read_text()
+    assert [kind for kind in kinds if f"\n### {kind}\n" not in page] == []
+
+
+def test_a_command_that_does_not_exist():
+    done = start_check("--", "no-such-command-here")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "no-such-command-here" in done.stderr
+
+
+@pytest.mark.parametrize("start", ([sys.executable, "-I"], ["env", "-i", sys.executable]))
+def test_hooks_that_are_not_loaded(start, tmp_path):
+    (tmp_path / "train.py").write_text(SMALL)
+    done = start_check("--steps", 5, "--", *start, tmp_path / "train.py", 5)
+    assert done.returncode == 2 and "loaded the watch in no" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("signum", (signal.SIGINT, signal.SIGTERM))
+def test_interrupted_it_prints_what_was_found(signum, request, tmp_path):
+    (tmp_path / "train.py").write_text(SMALL)
+    words = ["--steps", "1000000", "--", sys.executable, tmp_path / "train.py", "1000000"]
+    job = Job([sys.executable, ROOT / "tools/check", *words], tmp_path)
+    request.addfinalizer(job.end)
+    wait_for(lambda: len(job.processes()) == 2)
+    time.sleep(15)  # some steps
+    job.process.send_signal(signum)
+    status, *texts = job.wait()
+    printed = "".join(texts)
+    assert status == 128 + signum and "Traceback" not in printed, printed
+    assert f"{signum.name} has ended it" in printed and "warnings" in printed.splitlines()[-1]
+    assert re.search("^ok +finite", printed, re.M), printed
+
+
+def test_optimizers_that_are_made_anew(tmp_path):
+    """All steps count, so that it ends."""
+    loop = "for step in range(100):\n    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+    text = re.sub(r"for step in .*\n", loop, SMALL)
+    (tmp_path / "train.py").write_text(text)
+    done = start_check("--steps", 5, "--", sys.executable, tmp_path / "train.py")
+    assert done.returncode == 0 and "\n5 steps" in done.stdout, done.stdout
+
+
+def test_what_is_multiplied_does_not_grow_with_a_weight(monkeypatch, tmp_path):
+    """The cached vectors have one length, and zeros at a row's end change no hash."""
+    settings = {"CHECK_STEPS": "1", "CHECK_PAUSE": "0", "CHECK_STUCK": "9", "CHECK_COMPARES": ""}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    tool = module("tools/check/watch.py")
+    tool.torch, tool.change_type = torch, torch.Tensor.to
+    rows = torch.randn(3, 3 * tool.BLOCK + 5)
+    longer = torch.cat([rows, torch.zeros(3, 2 * tool.BLOCK)], 1)
+    assert torch.equal(tool.hashes_of(rows), tool.hashes_of(longer))
+    assert len({*tool.hashes_of(rows).tolist()}) == 3
+    assert tool.factors(rows.device)[0].numel() == tool.BLOCK
+    apart = torch.randn(3, 3 * tool.BLOCK + 5) * 1e-3
+    near = tool.project(rows + apart) - tool.project(rows)
+    expected = apart.double().norm(dim=1).mean()
+    assert 0.1 * expected < near.norm(dim=1).mean() < 10 * expected

@@ -28,10 +28,10 @@ def on_gpus(command):
 
 TOLD = {  # part, or a check of it: patterns of lines of gpu.md
     "losses:gpt": ["on CPU, .* of the first", on_gpus("--precision fp16"), on_gpus("--compile")],
-    "stops:resumed": [r"- ran .*tools/check.py .* --resume .*\n- ok: \d+ kinds$"],
+    "stops:resumed": [r"- ran .*tools/check .* --resume .*\n- ok: \d+ kinds$"],
     "processes": [on_gpus(script) for script in gpu.PARALLEL],
     "ranks:multigpu/images.py": [
-        r"- ran .*tools/check.py .*`, 1 process, .*\n- ok: 1\d kinds$",
+        r"- ran .*tools/check .*`, 1 process, .*\n- ok: 1\d kinds$",
         on_gpus("multigpu/images.py .*`, 4"),
         "- it said: .*SIGKILL",
     ],
@@ -48,7 +48,7 @@ def test_each_kind_of_command_runs(attempt, monkeypatch, data, tmp_path, part):
     def execute(script, words, processes, environment):
         """Runs a script in forks, without the seconds of each import, on emulated GPUs."""
         env = {"EMU_DEVICES": "0" if environment == gpu.ON_CPU else str(count)} | environment
-        if script.endswith("tools/check.py"):
+        if script.endswith("tools/check"):
             with pytest.MonkeyPatch.context() as patch:
                 for name, value in env.items():
                     patch.setenv(name, value)

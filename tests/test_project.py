@@ -78,7 +78,7 @@ def unknown_flags(text):
     """The flags in the commands of a page that the script does not know, which precedes them."""
     unknown = []
     for command in re.findall(r"^.*\b(?:python|torchrun|sbatch|bash|srun) .*$", text, re.M):
-        # The options of torchrun, sbatch and check.py end where the name of a script begins.
+        # The options of torchrun, sbatch and tools/check end where the name of a script begins.
         parts = re.split(r"\b([a-z]+/\w+\.(?:py|slurm|sh))\b", command)
         for path, words in zip(parts[1::2], parts[2::2]):
             words = re.split(r"[`|;#]|&&|python -m| -- ", words)[0]
@@ -108,7 +108,7 @@ def test_readme_commands(data, tmp_path):
     """Each command with python or torchrun runs as it stands, but tiny: of blocks, then in text.
 
     One with which another one begins is left out; test_mnist.py runs mnist.py, test_check.py
-    check.py. A --pretrained network trains on photographs, and predicts. --epochs 0 gets its
+    tools/check. A --pretrained network trains on photographs, and predicts. --epochs 0 gets its
     weights alone.
     """
     for number in range(24):

@@ -1,7 +1,8 @@
-"""What every training script promises, as tools/check.py sees it; and what its log tells."""
+"""What every training script promises, as tools/check sees it; and what its log tells."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from subprocess import TimeoutExpired
@@ -54,8 +55,8 @@ RUNS = [  # processes, script, task, more flags. Its losses are to be those of s
     (4, TENSOR, "gpt", TWO_GROUPS),
 ]
 SEEN = "ending processes weights updates gradients accumulation finite shares order inputs samples"
-SEEN += " validation"  # kinds of check.py that must be right, and not only unseen
-# What check.py cannot see: a snapshot that is a folder; stages of one pipeline, and parts of one
+SEEN += " validation"  # kinds of tools/check that must be right, and not only unseen
+# What tools/check cannot see: a snapshot that is a folder; stages of one pipeline, and parts of one
 # group, each alone.
 UNSEEN = {FSDP: "layers snapshot", PIPELINE: "layers weights shares"}
 UNSEEN[TENSOR] = UNSEEN[PIPELINE]
@@ -63,7 +64,7 @@ PHASES = ("data", "forward", "backward", "bubble", "comm", "optimizer")
 
 
 class Forks:
-    """What tools/check.py starts, in place of subprocess.Popen: N script.py ..., in N forks.
+    """What tools/check starts, in place of subprocess.Popen: N script.py ..., in N forks.
 
     `python script.py ...` is one fork, and torchrun's command is as many as it says.
     """
@@ -94,17 +95,21 @@ class Forks:
 
 
 def check_forks(*words):
-    """Runs tools/check.py in this process. Its jobs, N script.py ..., are forks."""
-    tool = module("tools/check.py")
+    """Runs tools/check in this process. Its jobs, N script.py ..., are forks."""
+    tool = module("tools/check")
     tool.subprocess = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutExpired)
     if "CHECK_FOLDER" in os.environ:
         tool.GRACE = 0  # no other machine is waited for
-    return call(tool, *words)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    done = call(tool, *words)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    return done
 
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """check(words) runs tools/check.py. Returns kinds that are ok, and what was printed.
+    """check(words) runs tools/check. Returns kinds that are ok, and what was printed.
 
     It finds nothing wrong. What the jobs write to {tmp} stays, in tmp_path.
     """

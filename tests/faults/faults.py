@@ -1,4 +1,4 @@
-"""Reads faults.txt, puts its faults into scripts, and asks check.py what it finds."""
+"""Reads faults.txt, puts its faults into scripts, and asks tools/check what it finds."""
 
 import os
 import re
@@ -48,17 +48,17 @@ def write(script, edits, folder):
 
 
 def table_of(out):
-    """Returns the table in what check.py has printed, a line for each finding; and the rest."""
+    """Returns the table in what tools/check has printed, a line for each finding; and the rest."""
     before, _, table = out.rpartition("process(es) that train:")
     return re.sub(r"\n {20,}", " ", table).splitlines()[1:], before
 
 
 def check(command, folder, options=""):
-    """Runs check.py on a command in a folder. Returns its status, its table, and what came before.
+    """Runs tools/check on a command in a folder. Returns its status, its table, what came before.
 
     In the table each finding is one line.
     """
-    words = [sys.executable, ROOT / "tools/check.py", *shlex.split(options), "--", *command]
+    words = [sys.executable, ROOT / "tools/check", *shlex.split(options), "--", *command]
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 600}
     job = subprocess.run(list(map(str, words)), **how)
@@ -67,7 +67,7 @@ def check(command, folder, options=""):
 
 
 def run(fault, folder, check=check):
-    """Runs check.py on a script with this fault. Returns what check() returns."""
+    """Runs tools/check on a script with this fault. Returns what check() returns."""
     path = write(fault.script, fault.edits, folder)
     options = fault.options.replace("PYTHON", sys.executable).replace("ROOT", str(ROOT))
     options = options.replace("SCRIPT", f"{path}" + f" --folder {folder}" * (fault.script == TRAIN))
@@ -78,7 +78,7 @@ def run(fault, folder, check=check):
 
 
 def is_found(fault, lines):
-    """Whether a line of check.py's table says it."""
+    """Whether a line of tools/check's table says it."""
     wanted = re.compile(rf"(ERROR|warning)\s+{fault.kind}\s.*({fault.words})")
     return any(wanted.match(line) for line in lines)
 

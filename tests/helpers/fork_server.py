@@ -3,7 +3,7 @@
 Processes that a command starts by torch.multiprocessing are forks, too. A command whose environment
 has NETWORK runs in the network namespace of this name (ip netns). One that has EMU_DEVICES runs on
 the emulated accelerator, as with PYTHONPATH=tests/emulator; one that has CHECK_SEEN is watched by
-tools/check.py.
+tools/check.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def run(command, cwd, env, files):
         importlib.import_module("emu").register()
     if "CHECK_SEEN" in env:
         sys.path.insert(0, env["PYTHONPATH"].split(os.pathsep)[0])
-        importlib.import_module("check_plugin").install()
+        importlib.import_module("tools_check_loader").load()
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__")

@@ -165,18 +165,17 @@ SLOW = [
             f"test_training.py::test_a_resumed_run_has_the_weights_of_an_undisturbed_one[{test}]")
       for path, test in RESUMED.items() for words, *change in SNAPSHOT
       if path != FSDP or words in OF_SHARDS],
-    Guard("each kind of check.py has a fault", "a kind without one", "tools/check.py",
-          "    def ending(self):",
-          "    def another(self):\n        yield None\n\n    def ending(self):",
+    Guard("each kind of tools/check has a fault", "a kind without one", "tools/check/rules.py",
+          "KINDS = [", "def another(job):\n    yield None\n\n\nKINDS = [another, ",
           "test_check.py::test_every_kind_has_a_fault"),
-    Guard("a kind that must be right is seen", "check.py sees no order", "tools/check.py",
-          "    def order(self):\n", "    def order(self):\n        return ()\n",
+    Guard("a kind that must be right is seen", "the order is not seen", "tools/check/rules.py",
+          "def order(job):\n", "def order(job):\n    return ()\n",
           "test_training.py::test_one_loss_curve[3-multigpu/gpt.py-gpt-]"),
     Guard("a kind that is excepted is not seen", "one that is seen", "tests/test_training.py",
           'UNSEEN = {FSDP: "layers snapshot"', 'UNSEEN = {FSDP: "order layers snapshot"',
           "test_training.py::test_one_loss_curve[2-hybrid/gpt_fsdp.py-gpt-"
           "--checkpoint_activations --grad_accum_steps 3]"),
-    Guard("check.py leaves no process", "it leaves its job", "tools/check.py",
+    Guard("tools/check leaves no process", "it leaves its job", "tools/check/__main__.py",
           "signal.SIGTERM, ", "", "test_check.py::test_no_process_is_left"),
     Guard("no worker is left", "they are not ended", GPT, "        worker.kill()", "        pass",
           f"{STOPS}test_resumed_weights_are_those_of_an_undisturbed_run[multigpu]"),

@@ -1,4 +1,4 @@
-"""tools/check.py by real commands: faults, split models, unlike machines, emulated GPUs."""
+"""tools/check by real commands: faults, split models, unlike machines, emulated GPUs."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Each model of each script: tools/check.py on real launches, emulated GPUs, compiled parts."""
+"""Each model of each script: tools/check on real launches, emulated GPUs, compiled parts."""
 
 import shutil
 import sys

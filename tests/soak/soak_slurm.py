@@ -31,10 +31,10 @@ def options(folder):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_job_completes(site, run, data, name):  # noqa: F811
-    """On several nodes tools/check.py watches it before, by the line that a user uncomments."""
+    """On several nodes tools/check watches it before, by the line that a user uncomments."""
     folder, script = name.split("_", 1)
     path = site.folder / f"slurm/{name}.slurm"
-    line = re.compile("^# (CHECK_FOLDER=.*check.py)", re.M)
+    line = re.compile("^# (CHECK_FOLDER=.*tools/check)", re.M)
     text, checks = line.subn(r"\1 --steps 5", path.read_text())
     path.write_text(text)
     if name == "quantize_mnist":

@@ -1,0 +1,936 @@
+"""The rules: each kind of fault is a function of a Job's records that yields (level, words).
+
+A level is "ERROR", "warning", "ok" or "not seen". An ERROR is said only where a right training
+cannot do what was seen, and a warning where it may. Where nothing is wrong, the first row that is
+"ok" answers the question of the kind. Its docstring is what `--list` prints.
+tools/README.md says of each kind what to do, and how to add one.
+"""
+
+import os
+import re
+from collections import Counter, defaultdict
+
+# How many steps, calls or samples make a finding.
+STILL_STEPS = 5  # a weight that has gradients, and moves not once in as many steps, stands still
+ZERO_RATE_STEPS = 2  # at the end of a schedule one step may have the rate 0
+SHUFFLED_SAMPLES = 8  # fewer than these may be in order by chance
+FETCHES = 3  # of a data set: as many states of a generator tell two sequences apart
+SCHEDULE_CALLS = 1.2  # for each step: a scheduler may step at the end of an epoch, too
+MOST = 2  # where 1 of 2 samples or more are validated, the rest is left out by mistake
+
+# How far two runs may be apart by rounding, as a share of the way that a weight has gone. It is
+# 0.1% in fp32 with another order of sums; a loss that is 5% too large is to be named.
+WAY = {"float64": 0.02, "float32": 0.02, "float16": 0.1, "bfloat16": 0.3}
+# And of the weight itself: some times the last digit of its type.
+DIGIT = {"float64": 1e-7, "float32": 1e-7, "float16": 2e-3, "bfloat16": 2e-2}
+START_WAY = 0.05  # of the size of a weight: what counts as its way before the first step
+COPIES_WAY = 0.01  # copies on two kinds of machines: they round alike, but for the last digits
+COPIES_DIGIT = 1e-6
+SAMPLES_DIGIT = 1e-5  # samples that a data set adds up in another order
+RATE_DIGIT = 1e-6  # a rate that is read from a scheduler
+
+TYPES_16 = ("bfloat16", "float16")
+
+
+def rows_of(rule, *jobs):
+    """Returns the rows (level, kind, words) of a rule: all that is wrong, or else one."""
+    kind = rule.__name__
+    try:
+        found = [*dict.fromkeys(rule(*jobs))]
+    except Exception as error:  # of a rule: it says nothing of the training, and is never "ok"
+        last = error.__traceback__
+        while last.tb_next:
+            last = last.tb_next
+        text = f"the rule failed itself, line {last.tb_lineno}: {error!r}"
+        return [("failed", kind, text)]
+    rows = [(level, kind, words) for level, words in found]
+    wrong = [row for row in rows if row[0] in ("ERROR", "warning")]
+    right = [row for row in rows if row[0] == "ok"]
+    return wrong or right[:1] or rows[:1] or [("not seen", kind, "nothing shows it")]
+
+
+# == The job and its processes ==
+def ending(job):
+    """Does the job neither hang nor fail before the last step that is watched?"""
+    if job.interrupted_by:
+        yield "warning", f"{job.interrupted_by} has ended it after {job.steps} steps."
+        return
+    if job.status is None and not job.has_ended:
+        places = [f"rank {rank} at {process.place()}" for rank, process in job.ranks.items()]
+        step = min((process.steps for process in job.ranks.values()), default=0)
+        yield "ERROR", f"it hangs after step {step}: {'; '.join(places) or '?'}."
+    if job.status and not job.has_ended:
+        yield "ERROR", f"it ended with status {job.status} after {job.steps} steps."
+    if job.steps:
+        yield "ok", f"{job.steps} steps, and no hang"
+    elif not job.records.processes:
+        words = "PyTorch has loaded the watch in no process. It does so where a process imports "
+        words += "torch >= 2.5, and not by python -I or -E, with an environment that lacks "
+        yield "not seen", words + "PYTHONPATH, or with TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+    else:
+        yield "not seen", "no optimizer of PyTorch takes a step: are weights changed by hand?"
+
+
+def processes(job):
+    """Are all processes one group, each with its GPU, with the same flags and versions?"""
+    starts = [process.start for process in job.ranks.values()]
+    alone = sum(start["world"] == 1 for start in starts)
+    if alone > 1 and all(start["shares_memory"] for start in starts):
+        yield "ok", f"{len(starts)} share one memory (Hogwild): ranks are not compared"
+        return
+    if alone > 1:
+        yield "ERROR", f"{alone} train, each alone. Call dist.init_process_group(), use DDP."
+    counts = Counter(tuple(start["place"]) for start in starts)
+    (host, device, num_devices), count = counts.most_common(1)[0]
+    if count > 1 and num_devices > 1 and device != "cpu":
+        yield "ERROR", f"{count} train on {device} of {host}. Choose it by LOCAL_RANK."
+    for start in starts:
+        if start["settings"] != starts[0]["settings"]:
+            yield "ERROR", f"other flags or versions in rank {start['rank']}: {start['settings']}."
+            break
+    if len(starts) > 1:
+        yield "ok", f"{len(starts)} in one group, with the same flags and versions"
+
+
+# == Weights ==
+def weights(job):
+    """Are gradients averaged: has each copy of a weight the same bits in all ranks?"""
+    compared = 0
+    for family in job.families:
+        starts = job.ranks[family.ranks[0]]["start"]
+        for number, start in enumerate(starts):
+            states = {rank: job.ranks[rank].states(number) for rank in family.ranks}
+            steps = sorted(set.intersection(*[{*each} for each in states.values()]))
+            found = {step: differences(family, states, step) for step in steps}
+            bad = [step for step in steps if found[step]]
+            if bad:
+                yield verdict(family, start, states, bad, steps, found[bad[0]])
+            elif has_copies(family, states):
+                compared += len(steps)
+    if compared:
+        ranks = job.families[0].ranks
+        words = f"gradients are averaged: copies are equal in ranks {ranks}, compared "
+        yield "ok", words + f"{compared} times"
+    yield "not seen", "no weight has a copy in another rank"
+
+
+def parts_here(family, start):
+    """Yields the index of each weight that may have copies, and which part of it is here."""
+    for index, part in enumerate(start["parts"]):
+        if start["is_whole"][index] or not family.is_split:
+            yield index, part
+
+
+def has_copies(family, states):
+    counts = Counter()
+    for rank in family.ranks:
+        counts.update(parts_here(family, states[rank][0]))
+    return any(count > 1 for count in counts.values())
+
+
+def differences(family, states, step, name="bits"):
+    """Returns two ranks whose copies have other bits, and the indices of these weights."""
+    found, copies = defaultdict(list), {}
+    for rank in family.ranks:
+        bits = states[rank][step][name]
+        for index, part in parts_here(family, states[rank][0]):
+            first, other = copies.setdefault((index, part), (rank, bits[index]))
+            if other != bits[index]:
+                found[first, rank].append(index)
+    for (first, second), indices in found.items():
+        return first, second, indices
+    return None
+
+
+def verdict(family, start, states, bad, steps, found):
+    """Returns the row for weights that differ."""
+    first, second, indices = found
+    step, index = bad[0], indices[0]
+    when = f"after step {step}" if step else "at the start"
+    words = f"{len(indices)} of {len(start['names'])} tensors differ {when} in ranks "
+    words += f"{first} and {second}, first {start['names'][index]}. "
+    # Averaging may follow the step, so that copies are equal only before the next one.
+    later = [each for each in steps if each > step]
+    if any(not differences(family, states, each, "bits_before") for each in later):
+        return "warning", words + "Later they are equal: local SGD?"
+    begin = states[first][0]["sketches"][index]
+    end = states[first][steps[-1]]["sketches"][index]
+    other = states[second][steps[-1]]["sketches"][index]
+    limit = COPIES_WAY * distance(end, begin) + COPIES_DIGIT * distance(end)
+    machines = {states[first][0]["machine"], states[second][0]["machine"]}
+    if len(machines) > 1 and distance(end, other) < limit:
+        return "warning", words + f"It is rounding: {' and '.join(sorted(machines))}."
+    one, two = states[first][step], states[second][step]
+    return "ERROR", words + cause(start, indices, one, two, family)
+
+
+def cause(start, indices, one, two, family):
+    """Returns the likely cause of weights that differ in two ranks, and what to do."""
+    grads, rates = [[0], [0]], (one.get("rates"), two.get("rates"))
+    if one["step"]:
+        grads = [[record["gradients"][index] for index in indices] for record in (one, two)]
+    is_equal = grads[0] == grads[1]
+    in_ddp = start["in_ddp"]
+    past_ddp = not one.get("ddp_calls")
+    causes = [
+        (family.is_split, "This weight is not split: clip and average it alike in all ranks."),
+        (start["shares_memory"], "spawn() shared the model's memory. Make it in each process."),
+        (one["step"] == 0, "Wrap the model in DDP, or send rank 0's weights to all."),
+        (is_equal and rates[0] != rates[1], f"The learning rates differ: {rates}."),
+        (is_equal, "The gradients are equal: give the optimizers one state, the same settings."),
+        (
+            (None in grads[0]) != (None in grads[1]),
+            "Only one of them has a gradient for it. Use it in each.",
+        ),
+        (any(start["parts"]), "A replica was changed, or is not averaged with the others."),
+        (not any(in_ddp), "Nothing averages the gradients. Wrap the model in DDP."),
+        (not in_ddp[indices[0]], "DDP does not know it. Wrap the model when it is complete."),
+        (past_ddp, "The model is called past DDP. Call the DDP object, not .module."),
+        (one.get("in_no_sync"), "The last backward before the step was in no_sync()."),
+        (True, "Gradients are changed after DDP, or the model was moved after DDP was made."),
+    ]
+    return next(words for is_so, words in causes if is_so)
+
+
+def distance(one, two=None):
+    """How far two weights are apart, or one is from 0, by their random projections."""
+    two = two or [0] * len(one)
+    return (sum((x - y) ** 2 for x, y in zip(one, two)) / len(one)) ** 0.5
+
+
+def updates(job):
+    """Does each weight that has a gradient move, and keep moving?"""
+    total = frozen = 0
+    for start, steps in job.first.optimizers():
+        steps = steps_before_nan(steps)
+        names = start["names"]
+        still, moving = still_weights(start, steps)
+        total += moving
+        frozen += start["trainable"].count(False)
+        rates = [max(record["rates"]) for record in steps]
+        if rates and not any(rates):
+            yield "ERROR", f"the rate is 0 in all {len(steps)} steps. Look at the schedule."
+        elif rates and not moving:
+            are_frozen = not any(start["trainable"])
+            why = "Do they require gradients?" if are_frozen else "Is it another model's optimizer?"
+            count = start["trainable"].count(False)
+            yield "ERROR", f"none of {len(names)} weights changes, {count} are frozen. {why}"
+        elif any(not name.endswith("bias") for _, name, _ in still):
+            # Before a norm a bias has no effect.
+            _, name, last = max(still)
+            words = f"{name} stands still from step {last + 1} on, {len(still)} of {len(names)} do."
+            level = "ERROR" if 2 * len(still) >= len(names) else "warning"
+            yield level, words + " Steps too small?"
+        first = first_of_last_zeros(rates)
+        if any(rates) and len(rates) - first >= ZERO_RATE_STEPS:
+            words = f"the rate is 0 from step {first + 1} on: for how many steps is it planned?"
+            yield "warning", words
+    yield "ok", f"{total} weights of all optimizers change, {frozen} are frozen"
+
+
+def first_of_last_zeros(rates):
+    """Returns from which index on all rates are 0."""
+    first = len(rates)
+    while first and rates[first - 1] == 0:
+        first -= 1
+    return first
+
+
+def steps_before_nan(steps):
+    """Weights that are nan stand still, since nan is all that they can become."""
+    for place, record in enumerate(steps):
+        if record["infinite"]:
+            return steps[:place]
+    return steps
+
+
+def still_weights(start, steps):
+    """Returns (size, name, last step that moved it) of weights that should move, and do not.
+
+    And how many weights move at all.
+    """
+    still, moving = [], 0
+    for index, name in enumerate(start["names"]):
+        bits = [record["bits"][index] for record in (start, *steps)]
+        moves = [step for step in range(1, len(bits)) if bits[step] != bits[step - 1]]
+        last = max(moves, default=0)
+        moving += bool(moves)
+        # It need not move in a step without a gradient, or with one of 0.
+        pulls = [pull_of(record, index) for record in steps]
+        after = [pull for pull in pulls[last:] if pull is not None]
+        never_moves = any(pulls) and not moves
+        if never_moves or (len(after) >= STILL_STEPS and all(after)):
+            still.append((sum(start["shapes"][index]), name, last))
+    return still, moving
+
+
+def pull_of(record, index):
+    """Whether a gradient and a rate pull at a weight in a step. None: it has no gradient."""
+    gradient = record["gradients"][index]
+    return None if gradient is None else bool(gradient and max(record["rates"]))
+
+
+def gradients(job):
+    """Is each weight in an optimizer, and has it a gradient when the optimizer steps?"""
+    for record in job.first["unowned"]:
+        names = record["names"]
+        if names:
+            words = f"{len(names)} weights with gradients are in no optimizer: "
+            words += f"{', '.join(names[:3])}. Add or freeze them; make none in forward()."
+            yield "warning", words
+    total = 0
+    for start, steps in job.first.optimizers():
+        end = [start, *steps][-1]
+        count, unused = len(start["names"]), []
+        without = weights_without_gradient(start, steps)
+        for index in without:
+            if start["trainable"][index] and start["bits"][index] == end["bits"][index]:
+                unused.append(start["names"][index])
+        total += count - len(without)
+        if unused and len(without) == count and any(record["had_gradients"] for record in steps):
+            yield "ERROR", "none is left at step(): zero_grad() came first. Call it afterwards."
+        elif unused:
+            level = "ERROR" if len(unused) == count else "warning"
+            yield level, f"{len(unused)} of {count} weights never have a gradient: {unused[0]}."
+        empty = [record["step"] for record in steps if are_zeros(record["gradients"])]
+        if 2 * len(empty) > len(steps):
+            words = f"all gradients are 0 in {len(empty)} of {len(steps)} steps, first in step "
+            yield "warning", words + f"{empty[0]}. Has each batch its labels?"
+    yield "ok", f"{total} weights of all optimizers have gradients"
+
+
+def weights_without_gradient(start, steps):
+    """Returns the indices of weights in this process that never have one."""
+    found = []
+    for index, numbers in enumerate(start["numbers"]):
+        is_here = numbers > 0  # of a sharded model, it may be in another rank
+        if is_here and all(record["gradients"][index] is None for record in steps):
+            found.append(index)
+    return found
+
+
+def are_zeros(hashes):
+    present = [number for number in hashes if number is not None]
+    return bool(present) and not any(present)
+
+
+def accumulation(job):
+    """Are gradients zeroed and averaged once a step, not in each micro-batch?"""
+    zeroed = 0
+    for rank, process in job.ranks.items():
+        for _, steps in process.optimizers():
+            zeroed += sum(record["began"] == "zeroed" for record in steps)
+            yield from findings_of_accumulation(rank, steps)
+            if steps and len(job.ranks) > 1 and min(each["averaged"] for each in steps) > 1:
+                words = f"DDP averages {steps[0]['averaged']} times a step. Use no_sync()."
+                yield "warning", words
+    if zeroed:
+        yield "ok", f"gradients are zeroed before each of {zeroed} steps"
+
+
+def findings_of_accumulation(rank, steps):
+    old = [record["step"] for record in steps if record["began"] == "old"]
+    if old:
+        yield "ERROR", f"not zeroed before step {old[0]}, rank {rank}. Call zero_grad()."
+    for before, record in zip(steps, steps[1:]):
+        is_same = before["gradients"] == record["gradients"] and any(record["gradients"])
+        if is_same and record["began"] == "unchanged":
+            words = f"step {record['step']} uses the gradients of the last one, rank {rank}."
+            yield "ERROR", words + " Call backward() before it."
+            break
+    if 2 * sum(record["zeroed_unsynced"] > 0 for record in steps) > len(steps):
+        yield "ERROR", "zeroed between the micro-batches: only the last one counts."
+    elif 2 * sum(record["zeroed_between"] > 0 for record in steps) > len(steps):
+        words = "zeroed between two backward passes. If these are micro-batches, only the last one "
+        yield "warning", words + "counts. It is right if steps are left out, or gradients kept."
+
+
+def finite(job):
+    """Are losses and gradients finite, and unscaled when they are clipped?"""
+    clips = {record["clipped"] for record in job.first["step"]}
+    if "negative" in clips:
+        yield "ERROR", "the limit of clipping is negative, which turns gradients round. Use inf."
+    if "scaled" in clips:
+        yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
+    elif clips - {"no"} == {"outside"} and len(job.first["start"]) == 1:
+        # With several optimizers, another one may have stepped between.
+        yield "warning", "clipped between step() and backward(), in vain. Clip before step()."
+    losses = 0
+    for rank, process in job.ranks.items():
+        losses += len(process["loss"])
+        for record in process["loss"]:
+            if record["value"] - record["value"] != 0:  # inf or nan
+                words = f"the loss is {record['value']} in step {record['step'] + 1}, rank {rank}."
+                yield "ERROR", words
+                break
+        for record in process["step"]:
+            if record["infinite"]:
+                name = process["start"][record["optimizer"]]["names"][record["infinite"][0]]
+                words = f"inf or nan in {name}'s gradient, step {record['step']}, rank {rank}."
+                yield "ERROR", words
+                break
+    if losses:
+        yield "ok", f"{losses} losses and the gradients of all steps are finite"
+
+
+def schedule(job):
+    """Does a schedule step once for each step, after it, and is its rate the one that is used?"""
+    first, count = job.first, 0
+    for start, steps in first.optimizers():
+        number = start["optimizer"]
+        calls = [call for call in first["schedule"] if call["optimizer"] == number]
+        # Of a chain of schedulers, the first.
+        calls = [call for call in calls if call["name"] == calls[0]["name"]]
+        skipped = sum(record["optimizer"] in (number, None) for record in first["skipped"])
+        count += len(calls)
+        if calls:
+            yield from findings_of_calls(calls, len(steps), skipped)
+        yield from findings_of_rates(steps)
+    if count:
+        yield "ok", f"schedulers step {count} times, and their rates are used"
+    yield "not seen", "no scheduler of PyTorch steps"
+
+
+def findings_of_calls(calls, steps, skipped):
+    words = f"{calls[0]['name']}.step() is called {len(calls)} times in {steps} steps"
+    if calls[0]["caller"].startswith("accelerate"):
+        yield "ok", words + ", by Accelerate: plan N times as many steps in it"
+    elif len(calls) > SCHEDULE_CALLS * (steps + skipped) + 1:
+        yield "ERROR", words + ". Call it once for each step."
+    elif calls[0]["step"] == 0:
+        words = "it comes before optimizer.step(): the first rate is not used."
+        yield "warning", words + " Call it afterwards."
+
+
+def findings_of_rates(steps):
+    used = [(x["step"], x["rates"][0], x["scheduled"][0]) for x in steps if x["scheduled"]]
+    other = [each for each in used if abs(each[1] - each[2]) > RATE_DIGIT * abs(each[2])]
+    if not other:
+        return
+    step, rate, said = other[0]
+    words = f"step {step} uses the rate {rate:.4g}, but the schedule says {said:.4g}."
+    words += " Is it set elsewhere, too?"
+    shares = [rate / said for _, rate, said in used if said]
+    is_warm_up = shares == sorted(shares) and max(shares, default=0) <= 1 + RATE_DIGIT
+    if len({rate for _, rate, _ in used}) == 1:
+        yield "ERROR", words
+    elif not is_warm_up:  # which takes a growing share of the rate
+        yield "warning", words
+
+
+def precision(job):
+    """Are weights fp32 where a flag says so, and does autocast reach the layers?"""
+    starts = job.first["start"]
+    types = Counter(dtype for start in starts for dtype in start["dtypes"])
+    low = [dtype for dtype in types if dtype in TYPES_16]
+    for record in job.all("flags"):
+        for name, value in record["values"].items():
+            is_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
+            is_flag = re.fullmatch("(model_|torch_)?(precision|dtype)", name)
+            if low and is_fp32 and is_flag:
+                count = types[low[0]]
+                yield "ERROR", f"{count} weights are {low[0]}, but {name} is to be {value}."
+    is_one = any(record["one_autocast"] and record["step"] > 1 for record in job.first["step"])
+    if "float32" in types and is_one:
+        yield "ERROR", "one autocast holds all steps, with the first weights. Enter it in each."
+    for record in job.all("autocast")[:1]:
+        yield "warning", f"autocast is on, but a {record['module']} gives {record['gives']}."
+    yield "ok", f"weights are {', '.join(types)}"
+
+
+# == Layers ==
+def modes(job):
+    """Do Dropout and BatchNorm train in train(), and validate in eval()?"""
+    calls = [call for call in job.first.training_calls() if call["layers"]]
+    in_eval = [call for call in calls if call["layers_in_eval"]]
+    if in_eval:
+        count, step = in_eval[0]["layers_in_eval"], in_eval[0]["step"] + 1
+        words = f"{count} layers train in eval() from step {step}. Call train(), also after"
+        # From the start on it may be wanted, as of a network whose statistics are frozen.
+        yield "warning" if calls[0]["layers_in_eval"] else "ERROR", words + " validation."
+    for call, stands_alone in job.first.test_calls():
+        if call["layers_in_eval"] < call["layers"] and not stands_alone:
+            yield "warning", f"{call['module']} validates in train(). Call model.eval()."
+            break
+    if calls:
+        yield "ok", f"Dropout and BatchNorm are in train() in {len(calls)} calls that train"
+    yield "not seen", "no Dropout or BatchNorm is trained"
+
+
+def layers(job):
+    """Does Dropout draw other masks in each rank, none in eval(); is BatchNorm the same in all?"""
+    first = job.first
+    tests = [call for call, _ in first.test_calls()]
+    tests = [call for call in tests if call["layers_in_eval"] == call["layers"] > 0]
+    if any(call["random"] for call in tests) and not draws_as_before(tests):
+        call = next(call for call in tests if call["random"])
+        yield "warning", f"{call['module']} draws random numbers in eval(). Is that wanted?"
+    for record in first["redrawn"][:1]:
+        words = f"random numbers are drawn in the backward pass of step {record['step'] + 1}: "
+        yield "warning", words + "recomputed dropout differs. Use preserve_rng_state=True."
+    for ranks in job.data_groups:
+        yield from findings_of_ranks(job, ranks[0], ranks[1])
+    yield "not seen", "no two ranks draw random numbers in a model"
+
+
+def draws_as_before(tests):
+    """Whether each validation begins with the same random numbers, as by a seed."""
+    firsts = {}
+    for call in tests:
+        firsts.setdefault(call["step"], str(call["random"]))
+    return len(firsts) > 1 and len({*firsts.values()}) == 1
+
+
+def findings_of_ranks(job, one, two):
+    calls = zip(job.ranks[one].training_calls(), job.ranks[two].training_calls())
+    pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
+    own = [[only_its_own(random) for random in pair] for pair in pairs]
+    for each in (pairs, own):
+        if each and each[0][0] and all(a == b for a, b in each):
+            words = f"ranks {one}, {two} draw the same masks or noise. Seed by rank."
+            yield "warning", words
+            break
+    tests = zip(job.ranks[one].test_calls(), job.ranks[two].test_calls())
+    for (a, _), (b, _) in tests:
+        if a["norms"] != b["norms"]:
+            words = f"BatchNorm's statistics differ in validation after step {a['step']}."
+            yield "warning", words + " Call the DDP object, or use SyncBatchNorm."
+            break
+    if pairs:
+        yield "ok", f"ranks {one} and {two} draw other random numbers in {len(pairs)} calls"
+
+
+def only_its_own(random):
+    """The generators that a model holds itself."""
+    return {name: states for name, states in random.items() if name.startswith("its ")}
+
+
+# == Data ==
+def shares(job):
+    """Does each rank train on samples of its own?"""
+    compared = 0
+    for ranks in job.data_groups:
+        for rank in ranks[1:]:
+            one, two = job.ranks[ranks[0]], job.ranks[rank]
+            mine, theirs = one.samples(), two.samples()
+            steps = [step for step in mine if mine[step] and theirs.get(step)]
+            equal = [step for step in steps if sorted(mine[step]) == sorted(theirs[step])]
+            compared += len(steps)
+            yield from findings_of_shares(job, ranks[0], rank, len(equal), len(steps))
+    if compared:
+        yield "ok", f"ranks have other samples, compared in {compared} steps"
+    yield "not seen", "no two ranks get samples of their own"
+
+
+def findings_of_shares(job, first, second, equal, steps):
+    one, two, who = job.ranks[first], job.ranks[second], f"ranks {first} and {second}"
+    mine, theirs = first_pass(one), first_pass(two)
+    drawn = other = []
+    if mine and theirs and is_same_data(mine, theirs):
+        drawn = mine["index"][: one.epoch_length(mine)]
+        other = theirs["index"][: len(drawn)]
+    both = {*drawn} & {*other}
+    is_permutation = bool(drawn) and len({*drawn}) == len(drawn) and not mine["replaces"]
+    if 2 * equal > steps or (drawn and mine["index"] == theirs["index"]):
+        yield "ERROR", f"{who} get the same samples in {equal} steps. Split them."
+    elif is_permutation and len(both) >= len(job.ranks):
+        # As many samples may be there twice, so that all ranks have equally many.
+        yield "ERROR", f"{who} share {len(both)} of {len(drawn)} samples. Split one order."
+
+
+def first_pass(process):
+    """The first pass that trains, where the indices of its samples are known."""
+    for whole in process.passes(process.trained_passes())[:1]:
+        return whole if whole["is_known"] else None
+    return None
+
+
+def is_same_data(one, two):
+    """Whether an index means one sample in two passes. None: no index is in both."""
+    if one["size"] != two["size"]:
+        return False
+    answers = []
+    for mine, theirs in zip(one["parts"], two["parts"]):
+        first, second = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
+        both = [index for index in first if index in second]
+        if both:
+            # A column with one value, as labels may be, tells nothing.
+            is_telling = len({first[index] for index in both}) > 1 or len(both) == 1
+            answers.append(is_telling and all(first[i] == second[i] for i in both))
+    return any(answers) if answers else None
+
+
+def order(job):
+    """Is the order of the samples random, and another one in each epoch?"""
+    passes = job.first.passes(job.first.trained_passes())
+    is_known = bool(passes) and passes[0]["is_known"]
+    epochs = epochs_of(job.first, passes, is_known)
+    first, second, *_ = [*epochs, [], []]
+    if first and not is_known and len({*first}) <= len(first) / 2:
+        words = f"{len({*first})} different samples among {len(first)}: split by worker."
+        yield "ERROR", words
+    elif first and is_known and first == sorted(first):
+        numbers = ", ".join(map(str, first[:4]))
+        yield "warning", f"not shuffled: {numbers}, ... If not wanted, shuffle."
+    elif second and all(a == b for a, b in zip(first, second)):
+        yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+    elif second:
+        yield "ok", f"another order in the second epoch, compared for {len(second)} samples"
+    yield "not seen", "no second epoch begins: watch more --steps"
+
+
+def epochs_of(process, passes, is_known):
+    """Returns the indices of the samples of each epoch, or where they are not known, hashes."""
+    epochs = []
+    for whole in passes:
+        if is_known and whole["is_known"]:
+            length, index = process.epoch_length(passes[0]), whole["index"]
+            epochs += [index[i : i + length] for i in range(0, len(index), length)]
+        else:
+            epochs.append([*zip(*whole["parts"])])
+    return [samples for samples in epochs if len(samples) >= SHUFFLED_SAMPLES]
+
+
+def inputs(job):
+    """Has a batch a row for each sample, and is it not all zeros?"""
+    count = 0
+    for rank, process in job.ranks.items():
+        # What a loader has given may be lost before the model gets it.
+        modules = {call["number"] for call in process.sample_calls()}
+        calls = [call for call in process.training_calls() if call["number"] in modules]
+        calls = [call for call in calls if not call["takes_result"]]
+        count += len(calls)
+        zeros = sorted({call["step"] + 1 for call in calls if call["is_zero"]})
+        steps = {call["step"] for call in calls}
+        if 0 < 2 * len(zeros) < len(steps) and process["batch"]:
+            yield "ERROR", f"the input of step {zeros[0]} in rank {rank} is all zeros. Lost?"
+        odd = odd_batches(process)
+        if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
+            size, rows = odd[0]
+            yield "warning", f"{size} samples have a tensor of {min(rows)} row(s). Is it stacked?"
+    if count:
+        yield "ok", f"{count} inputs, none all zeros"
+    yield "not seen", "no input of a model is known"
+
+
+def odd_batches(process):
+    """Returns (size, other numbers of rows) of the batches that are trained on."""
+    trained, found = process.trained_passes(), []
+    for batch in process["batch"]:
+        size = len(batch["index"])
+        if batch["loader_pass"] in trained and size in batch["rows"]:
+            found.append((size, {*batch["rows"]} - {size}))
+    return found
+
+
+def samples(job):
+    """Has a data set the same sample in two validations, unless it draws random numbers?"""
+    draws = {record["data"] for record in job.all("fetch") if record["random"]}
+    seen, repeated = {}, 0
+    for rank, process in job.ranks.items():
+        for whole in process.passes(process.tested_passes()):
+            if not whole["is_known"] or whole["data"] in draws:
+                continue
+            for index, *hashes in zip(whole["index"], *whole["parts"]):
+                key = (rank, whole["data"], whole["size"], index)
+                repeated += key in seen
+                if seen.setdefault(key, hashes) != hashes:
+                    words = f"sample {index} of {whole['data']} has other bytes later. Copy it."
+                    yield "ERROR", words + " Something writes to it."
+                    return
+    if seen:
+        words = f"{len(seen)} samples were validated, {repeated} of them again with the same bytes"
+        yield "ok", words
+    yield "not seen", "no validation by a DataLoader"
+
+
+def augmentation(job):
+    """Do the random numbers of data sets differ in workers, ranks and epochs?"""
+    epochs = drawn_by_place(job)
+    for key, states in epochs.items():
+        generator, data, rank, worker = key
+        alike = [k for k in epochs if k[:2] == key[:2] and epochs[k][0] == states[0]]
+        words = f"{place_of(key)} draws the same numbers"
+        is_worker = worker is not None
+        if is_worker and len(states) > 1 and states[0] == states[1]:
+            yield "ERROR", f"{words} in each epoch ({generator}). Seed it by torch.initial_seed()."
+        if alike[0] != key:
+            level = "ERROR" if alike[0][2] == rank else "warning"
+            where = f"{place_of(alike[0])} ({generator})"
+            yield level, f"{words} as {where}. Seed by rank and worker."
+            break
+    if epochs:
+        yield "ok", f"other random numbers in each of {len(epochs)} places of data sets"
+    yield "not seen", "no data set draws random numbers"
+
+
+def place_of(key):
+    generator, data, rank, worker = key
+    return f"rank {rank}" if worker is None else f"worker {worker} of rank {rank}"
+
+
+def drawn_by_place(job):
+    """Returns {(generator, data set, rank, worker): the states it had, by epoch}."""
+    ranks = {process.name: rank for rank, process in job.ranks.items()}
+    ours = set()
+    for process in job.ranks.values():
+        for whole in process.passes(process.trained_passes()):
+            ours.add((process.name, whole["data"]))
+    drawn = defaultdict(list)
+    for process in job.records.processes.values():
+        fetches = [each for each in process["fetch"] if each["random"]]
+        fetches = [each for each in fetches if (each["parent"], each["data"]) in ours][:FETCHES]
+        for generator in fetches[0]["random"] if fetches else ():
+            first = fetches[0]
+            key = (generator, first["data"], ranks[first["parent"]], first["worker"])
+            states = [each["random"].get(generator) for each in fetches]
+            drawn[key].append((first["at"], states))
+    found = {}
+    for key in sorted(drawn, key=str):
+        found[key] = [states for _, states in sorted(drawn[key])]
+    return found
+
+
+def validation(job):
+    """Does validation count each sample once, and none of those that are trained on?"""
+    ranks = job.data_groups[0] if job.data_groups else [*job.ranks]
+    tests = []
+    for process in [job.ranks[rank] for rank in ranks]:
+        tests += process.passes(process.tested_passes())[:1]
+    leaked = leaked_samples(job, tests)
+    if leaked:
+        yield "ERROR", f"{leaked} of its samples are trained on. Seed random_split()."
+    tests = [whole for whole in tests if is_whole(whole)]
+    counts = Counter(index for whole in tests for index in whole["index"])
+    if tests and counts:
+        yield from findings_of_counts(tests, counts, len(ranks))
+        yield "ok", f"{len(counts)} samples are validated, none twice, and none is trained on"
+    yield "not seen", "no whole validation by a DataLoader"
+
+
+def findings_of_counts(tests, counts, num_ranks):
+    """Of how often each sample is validated, in all ranks."""
+    size, twice = tests[0]["size"], len(counts) - [*counts.values()].count(1)
+    are_shares = False not in [is_same_data(tests[0], whole) for whole in tests[1:]]
+    if tests[0]["maker"] == "accelerate":
+        twice = 0  # it drops them again
+    is_most = size < MOST * len(counts) < MOST * size
+    if twice and are_shares and min(counts.values()) < len(tests):
+        yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
+    elif is_most and are_shares and len(tests) == num_ranks:
+        yield "warning", f"{size - len(counts)} of {size} samples are left out. drop_last?"
+
+
+def is_whole(validation):
+    return validation["has_ended"] and validation["is_known"]
+
+
+def leaked_samples(job, tests):
+    """Returns how many samples of random_split() are both trained on and validated."""
+    if not tests or not tests[0]["split"]:
+        return 0
+    trains = []
+    for process in job.ranks.values():
+        trains += process.passes(process.trained_passes())
+    trains = [whole for whole in trains if whole["split"] == tests[0]["split"]]
+    if not trains or trains[0]["size"] == tests[0]["size"]:
+        return 0
+    trained = {index for whole in trains for index in whole["index"]}
+    tested = {index for whole in tests for index in whole["index"]}
+    return len(trained & tested - {None})
+
+
+def snapshot(job):
+    """Does one process write a snapshot, under another name first?"""
+    saves, moved = defaultdict(list), {record["path"] for record in job.all("move")}
+    for record in job.all("save"):
+        saves[record["path"]].append(record["writer"])
+    for path, writers in saves.items():
+        name, count = os.path.basename(path), len({*writers})
+        if count > 1:
+            yield "ERROR", f"{count} processes write {name}. Let rank 0 alone write it."
+        elif path not in moved and len(writers) > 1:
+            yield "warning", f"{name} is written over in place. Write a .tmp, then move it."
+    if saves:
+        yield "ok", f"{len(saves)} file(s) of torch.save(), each written by one process"
+    yield "not seen", "torch.save() is not called"
+
+
+# == Two runs ==
+def against(job, other):
+    """Are the samples and the weights those of another run, as far as rounding lets them?"""
+    yield from compare_runs(job, other)
+
+
+def resume(whole, stopped, again):
+    """Does a job that was stopped and started again take the steps of the undisturbed one?"""
+    states, done = whole.first.states(0), stopped.steps
+    if done >= max(states):
+        yield "not seen", f"stopped only at step {done}: try more --steps"
+        return
+    if not again.ranks or not again.steps:
+        yield "ERROR", f"stopped at step {done}, it takes no step. Save all."
+        return
+    news = again.first.states(0)
+    alike = [step for step, record in states.items() if record["bits"] == news[0]["bits"]]
+    at = max(alike, default=-1)  # the step after which the job goes on
+    if at < 1:
+        what = "starts anew" if at == 0 else "has weights that the undisturbed run never had"
+        yield "ERROR", f"stopped at step {done}, it {what}. Save all."
+        return
+    advice, is_certain = cause_of_resume(states, news, at, stopped, again)
+    rows = [*compare_runs(whole, again, at, advice)]
+    yield from rows
+    are_data_apart = any(level == "ERROR" and words.startswith("data") for level, words in rows)
+    if are_data_apart and is_certain:
+        yield "warning", advice
+
+
+def cause_of_resume(states, news, at, stopped, again):
+    """Returns why a resumed run may differ, and whether that is so whatever the data are."""
+    old_types, new_types = types_of(states), types_of(news)
+    last = max(states) - at
+    pairs = [(states[at + step], news[step]) for step in news if 0 < step <= last]
+    one, two = pairs[0]
+    lost = [
+        name for name, value in one["attributes"].items() if two["attributes"].get(name) != value
+    ]
+    start = again.first.start
+    if old_types and not stopped.all("saved"):
+        return "The optimizer's state is not saved.", True
+    if old_types and not start["states_loaded"]:
+        return "The optimizer's state is saved, but not loaded.", True
+    if any(a["rates"] != b["rates"] for a, b in pairs):
+        return "The rate differs: is it saved?", True
+    if old_types != new_types:
+        types = ", ".join(sorted(old_types ^ new_types))
+        return f"The optimizer's state has other types: {types}.", True
+    if lost:
+        return f"{', '.join(lost[:3])} of the model differs: is it in no state_dict?", False
+    if one["gradients"] != two["gradients"]:
+        return "Its gradient differs: random numbers, or a state?", False
+    if not start["has_loaded"]:
+        return "The state is loaded, then the optimizer is made again.", False
+    return "Save all states, also those in no state_dict.", False
+
+
+def types_of(states):
+    return {*states[max(states)].get("types", [])}
+
+
+def compare_runs(job, other, skip=0, advice=""):
+    """Compares steps of two runs. The other one has begun after `skip` steps of the first."""
+    pairs = common_weights(job.first.start, other.first.start) if other.ranks else []
+    if not pairs:
+        yield "not seen", "the other run took no step, or has other tensors"
+        return
+    theirs = other.first.states(0)
+    level = ""
+    if len(pairs) == len(theirs[0]["bits"]):  # no stages of a pipeline
+        level, step_of_data, words = compare_samples(job, other, skip)
+        if level:
+            yield level, words
+    else:
+        step_of_data = None
+    is_exact = bool(skip) and level != "warning"
+    yield compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice)
+
+
+def compare_samples(job, other, skip):
+    """Returns (level, step, words) of the first step whose samples differ by more than rounding."""
+    mine, theirs = job.union("samples"), other.union("samples")
+    for step in sorted(step for step in mine if theirs.get(step - skip)):
+        old, new = Counter(mine[step]), Counter(theirs[step - skip])
+        if old == new:
+            continue
+        near = sorted(job.union("near")[step])
+        other_near = sorted(other.union("near")[step - skip])
+        if old.total() != new.total():
+            words = f"data: step {step} takes {new.total()} samples in place of {old.total()}."
+            return "ERROR", step, words + " Compare the batch, and steps that a GradScaler skips."
+        count = (old - new).total()
+        words = f"data: {count} of {old.total()} samples of step {step} are others"
+        if distance(near, other_near) < SAMPLES_DIGIT * distance(near):
+            return "warning", None, words + ", by rounding: other threads, or another processor?"
+        return "ERROR", step, words + ". Compare seed, place in the data, and shares."
+    return "", None, ""
+
+
+def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
+    """Returns a row for the first weight that differs, before the step whose samples do."""
+    mine, theirs = job.first.states(0), other.first.states(0)
+    start, compared = job.first.start, 0
+    calls = job.first["forward"] + other.first["forward"]
+    autocasts = {call["autocast"] for call in calls}
+    for step in sorted(step for step in mine if step - skip in theirs):
+        one, two = mine[step], theirs[step - skip]
+        if step_of_data and step >= step_of_data:
+            break
+        if one.get("infinite") and two.get("infinite"):
+            break  # from here on both are nan
+        compared += step > 0
+        before = theirs[0] if step > skip else None
+        for index, place in pairs:
+            dtype = "exact" if is_exact else start["dtypes"][index]
+            share = share_apart((one, index), (two, place), before, (dtype, *autocasts))
+            if share is None:
+                continue
+            why = "computation: from equal samples," if step else "start:"
+            rates = [one.get("rates", "no step"), two.get("rates", "no step")]
+            words = f"{why} {start['names'][index]} differs after step {step}, "
+            words += f"by {share:.0%} of its way. "
+            return "ERROR", words + (advice or f"Rates: {rates}.")
+    rounding = "" if skip else ", to rounding"
+    where = f", after it went on from step {skip}" if skip else ""
+    return "ok", f"the same weights in {compared} steps{rounding}{where}"
+
+
+def share_apart(mine, theirs, before, types):
+    """How far a weight is apart in two runs, as a share of its way. None: by rounding at most.
+
+    `before` is the record of the other run's start; the types are its own, and those of autocast.
+    """
+    (one, index), (two, place) = mine, theirs
+    if one["bits"][index] == two["bits"][place]:
+        return None
+    own, new = one["sketches"][index], two["sketches"][place]
+    size, apart = distance(own), distance(own, new)
+    way = distance(new, before["sketches"][place]) if before else START_WAY * size
+    share = max(WAY.get(name, WAY["float32"]) for name in types)
+    limit = share * way + DIGIT.get(types[0], DIGIT["float32"]) * size
+    if types[0] == "exact":
+        limit = 0
+    return None if apart <= limit else apart / (way or size or 1)
+
+
+def common_weights(one, two):
+    """Returns pairs of indices of the weights in two runs. A stage of a pipeline has some."""
+    if one["shapes"] == two["shapes"]:
+        return [(index, index) for index in range(len(one["names"]))]
+    mine = [str(pair) for pair in zip(one["names"], one["shapes"])]
+    theirs = [str(pair) for pair in zip(two["names"], two["shapes"])]
+    return [(mine.index(name), theirs.index(name)) for name in mine if name in theirs]
+
+
+# Of one job, in the order in which they are judged.
+RULES = [
+    ending,
+    processes,
+    weights,
+    updates,
+    gradients,
+    accumulation,
+    finite,
+    schedule,
+    precision,
+    modes,
+    layers,
+    shares,
+    order,
+    inputs,
+    samples,
+    augmentation,
+    validation,
+    snapshot,
+]
+KINDS = [*RULES, against, resume]

@@ -1,0 +1,1023 @@
+"""The watch: hooks that note what a training does, and change nothing in it.
+
+PyTorch loads this file in each process of a job, at the end of `import torch`. Each process writes
+a file of records, and the rules read them later. A record is a line of JSON. Its `kind` is one of:
+
+process    the first one of a process
+  parent           machine and number of the process that has started the job
+missing    PyTorch has no such internal name
+  name, kinds      the name, and the kinds of faults that go unseen without it
+trouble    a hook has failed
+  text             its name, and the error
+flags      the script has read its command line with argparse
+  values           {flag: value}, of texts and numbers
+start      an optimizer is about to take its first step. A list has an item for each of its weights
+  optimizer, step  its number, in the order of first steps; 0
+  rank, world      of torch.distributed; 0 and 1 without it
+  group_sizes      the sizes of all process groups
+  settings         flags and versions, as one text, without what names a rank
+  place            [host, device, number of devices of the host]
+  machine          the GPU's name, or the CPU's kernels and threads
+  names, shapes, dtypes, trainable   of the weights
+  numbers          how many numbers of each weight are in this process
+  parts            which part of each weight is in this process; "" where it is the whole
+  is_whole         whether each rank has the whole weight, if the model is split by hand
+  in_ddp           whether DDP knows the weight
+  ddp_ranks        the ranks that DDP averages over; [] without DDP
+  mesh             the ranks of the mesh of a sharded model, in nested lists; [] without one
+  sharded_by       "", "FSDP1", "FSDP2"
+  shares_memory    whether processes share the memory of all weights
+  states_loaded    how many optimizers have loaded a state that is not empty
+  has_loaded       whether this one has
+  bits, sketches   of the weights; see the functions of these names
+step       an optimizer has taken a step. A list has an item for each of its weights
+  optimizer, step  its number; its steps until now, from 1 on
+  began            the gradients were "zeroed" or "old" at the first backward pass since the
+                   last step; "unchanged": there was no backward pass
+  gradients        their bits; null: no gradient; 0: all zeros
+  infinite         indices of weights with inf or nan in the gradient
+  had_gradients    whether the last backward pass has left any gradient
+  rates            the learning rate of each group
+  scheduled        the rates that the scheduler says; [] without one
+  ddp_calls        forward passes of DDP since the last step
+  averaged         backward passes since then in which DDP has averaged
+  in_no_sync       whether DDP's last forward pass was in no_sync()
+  zeroed_between   how often gradients were zeroed between two backward passes
+  zeroed_unsynced  how often they were those of a pass in no_sync()
+  clipped          "no", "right", "scaled" (by a GradScaler), "negative" (the limit), "outside"
+                   (not between backward() and step())
+  one_autocast     whether an autocast that was entered before the last step is still on
+  types            names and types of tensors in the optimizer's state
+  attributes       {name: value or bits} of what modules hold and no state_dict saves
+  bits, sketches   of the weights
+  bits_before      the bits of the weights before the step
+skipped    a GradScaler has left out a step
+  optimizer        its number; null if it has taken no step yet
+unowned    after the second step of an optimizer
+  names            weights that have a gradient, and are in no optimizer
+forward    a module was called that no other module has called
+  call, step       its number; the steps that were taken before
+  module, number   its type; its number, in the order of first calls
+  has_grad         whether gradients were on
+  loader_pass      the pass over a DataLoader that gave the last batch; null: there was none
+  layers           how many layers of Dropout and BatchNorm it has
+  layers_in_eval   how many of them are in eval(), and the module is not
+  norms            bits of BatchNorm's running means, where gradients were off
+  autocast         the type of autocast; "": it was off
+  takes_result     whether an input is the result of another module
+  from_loader      whether a loader has given an input, as it is
+  is_zero          whether all inputs are zeros
+  samples, near    of each row of the inputs a hash, and a random projection. Where from_loader,
+                   only of what a loader has given
+  random           {generator: [state before, state after]} of those from which it has drawn
+trained    a gradient has come back to the result of a call
+  call             its number
+autocast   autocast is on, and a layer gives float32
+  module, gives    the type of the layer; the type of its result
+loss       a backward pass begins
+  value            of the loss; 0 if it has several numbers
+  step, loader_pass   as of forward
+redrawn    a module was called in a backward pass, and random numbers were drawn
+  step             the steps that were taken before
+batch      a DataLoader has given a batch
+  loader_pass      the number of the pass
+  data, size       the type of the data set, and its length (null: it has none)
+  split            of random_split(): [type, length] of the whole; false without it
+  index            of each sample in the data set; null: not known
+  batches          of the whole pass; null: not known
+  replaces         whether the sampler may take a sample twice
+  maker            the package that the sampler is from
+  rows             the length of each tensor
+  parts            of each of the first three tensors, a hash of each row
+fetch      a data set has made a batch, maybe in a worker
+  parent           the process that trains
+  data, worker     the type of the data set; the worker's number; null: none
+  at               seconds since 1970
+  random           as of forward
+schedule   a scheduler has stepped
+  optimizer, step  whose rate it sets; the steps of that before, or "skipped": none, but one was
+                   left out
+  name, caller     the scheduler's type; the module that has called it
+saved      an optimizer has given its state, which is not empty
+save       torch.save() writes a file
+move       os.replace() or os.rename() moves one
+  writer, path     the process; the file
+end        the last step that is watched was taken
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+import gc
+import io
+import json
+import os
+import pickle
+import random
+import re
+import socket
+import sys
+import time
+import weakref
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+NUM_STEPS = int(os.environ["CHECK_STEPS"])
+PAUSE_AT = int(os.environ["CHECK_PAUSE"])  # the step at which the job is told to stop; 0: none
+HANG_SECONDS = float(os.environ["CHECK_STUCK"])  # then Python writes where it stands
+COMPARES_RUNS = bool(os.environ["CHECK_COMPARES"])
+BATCHES_KEPT = 8  # a step takes its inputs from the last batches of a loader
+BLOCK = 1 << 16  # numbers of a row that are multiplied at once: what is cached has this length
+
+watch = None  # of this process; install() makes it
+
+
+def install():
+    """Puts the hooks in. PyTorch calls this at the end of `import torch`."""
+    global watch, torch, DDP, hash_tensor, change_type
+    import torch
+
+    watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
+    # A training may replace these two by its own.
+    hash_tensor, change_type = getattr(torch, "hash_tensor", None), torch.Tensor.to
+    watch.open_file()
+    for put_in in (hook_modules, hook_optimizers, hook_loaders, hook_schedulers, hook_saves):
+        careful(put_in)()
+
+
+def hook_modules():
+    from torch.nn.modules import module
+
+    module.register_module_forward_pre_hook(careful(watch.before_module))
+    module.register_module_forward_hook(careful(watch.after_module), always_call=True)
+    wrap(torch.autograd, "backward", watch.before_backward, watch.after_backward)
+    wrap(DDP, "__init__", after=watch.note_ddp)
+    wrap(torch.autocast, "__enter__", before=watch.note_autocast)
+
+
+def hook_optimizers():
+    from torch.optim.optimizer import Optimizer
+    from torch.optim.optimizer import register_optimizer_step_post_hook as call_after_steps
+    from torch.optim.optimizer import register_optimizer_step_pre_hook as call_before_steps
+
+    call_before_steps(careful(watch.before_step))
+    call_after_steps(watch.after_step)
+    wrap(Optimizer, "__init__", before=watch.note_optimizer)
+    wrap(Optimizer, "state_dict", before=watch.note_state_saved)
+    wrap(Optimizer, "load_state_dict", after=watch.note_state_loaded)
+    wrap(torch.amp.GradScaler, "scale", before=watch.note_scale)
+    wrap(torch.amp.GradScaler, "unscale_", before=watch.note_unscale)
+    wrap(torch.amp.GradScaler, "step", watch.before_scaler_step, watch.after_scaler_step)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrap(torch.nn.utils, name, before=watch.note_clip)
+
+
+def hook_loaders():
+    """These names are internal to PyTorch. What is missing is told."""
+    from torch.utils.data import _utils, dataloader
+
+    iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
+    kinds = ["shares", "order", "inputs", "samples", "augmentation", "validation"]
+    wrap(iterator, "__next__", after=watch.note_batch, kinds=kinds)
+    wrap(iterator, "_next_index", after=watch.note_index, kinds=kinds)
+    wrap(iterator, "_reset", before=watch.note_reset, kinds=kinds)
+    wrap(torch.utils.data.DataLoader, "__iter__", after=watch.start_pass)
+    for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
+        fetcher = getattr(_utils.fetch, name, None)
+        wrap(fetcher, "fetch", watch.before_fetch, watch.after_fetch, kinds=["augmentation"])
+
+
+def hook_schedulers():
+    from torch.optim.lr_scheduler import LRScheduler
+
+    kinds = [LRScheduler]
+    for kind in kinds:  # it grows by those that are derived from it
+        kinds += kind.__subclasses__()
+        if "step" in vars(kind):
+            wrap(kind, "step", before=watch.note_schedule)
+
+
+def hook_saves():
+    wrap(argparse.ArgumentParser, "parse_known_args", after=watch.note_flags)
+    wrap(torch, "save", before=watch.note_save)
+    for name in ("replace", "rename"):
+        wrap(os, name, before=watch.note_move)
+
+
+def careful(hook):
+    """Returns the hook as one whose own errors are reported, and do not end the training."""
+
+    def safe(*args, **kwargs):
+        try:
+            if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):  # no hook in a graph
+                return hook(*args, **kwargs)
+        except Exception as error:
+            watch.record("trouble", text=f"{hook.__name__}: {type(error).__name__}: {error}"[:200])
+
+    return safe
+
+
+def nothing(*args, **kwargs):
+    pass
+
+
+def wrap(owner, name, before=nothing, after=nothing, kinds=()):
+    """Calls before(arguments) and after(result, arguments) around a function of PyTorch."""
+    if not hasattr(owner, name):
+        watch.record("missing", name=f"{getattr(owner, '__name__', owner)}.{name}", kinds=kinds)
+        return
+    plain, before, after = getattr(owner, name), careful(before), careful(after)
+
+    @functools.wraps(plain)
+    def hooked(*args, **kwargs):
+        before(*args, **kwargs)
+        result = plain(*args, **kwargs)
+        after(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, hooked)
+
+
+@dataclass
+class Turn:
+    """What has happened since the last step of any optimizer."""
+
+    backwards: int = 0
+    ddp_calls: int = 0
+    averages_next: bool = False  # whether DDP averages in the next backward pass
+    averaged: int = 0
+    in_no_sync: bool = False
+    zeroed_between: int = 0
+    zeroed_unsynced: int = 0
+    had_gradients: bool = False
+    was_unsynced: bool = False  # the last backward pass, since it was in no_sync()
+    versions: int = 0  # of the weights at the end of the last backward pass; a change raises it
+    calls: int = 0  # of modules, at that time
+    has_entered_autocast: bool = False
+    scaling: str = "no"  # of the loss by a GradScaler: "no", "scaled", "unscaled"
+    clipped: str = "no"
+
+
+@dataclass
+class Known:
+    """What is known of an optimizer that has taken a step."""
+
+    optimizer: weakref.ref
+    number: int
+    weight_ids: list
+    shapes: list
+    step: int = 0
+    began: str = "zeroed"  # see the record "step"
+    scheduler: object = None  # a weak reference, or None
+    backwards: int = 0  # of the turn when `values` were noted
+    values: dict = field(default_factory=dict)
+
+
+class Watch:
+    """What is known in this process. Its methods are the hooks."""
+
+    def __init__(self):
+        self.pid = 0  # of the process that has opened the file
+        self.known = weakref.WeakKeyDictionary()  # {optimizer: Known}
+        self.all_known = []
+        self.optimizers = weakref.WeakSet()  # all that were made
+        self.loaded = weakref.WeakSet()  # those that have loaded a state
+        self.states_loaded = 0
+        self.stepping = []  # optimizers that take a step right now
+        self.names, self.owners = {}, {}  # by the id of a weight: its name, its module's types
+        self.ddps = {}  # by the id of a weight: a weak reference to its DDP
+        self.modules = weakref.WeakKeyDictionary()  # {module: number} of those that were called
+        self.modules_called = 0
+        self.elsewhere = set()  # ids of weights that other processes train, as a pipeline's stages
+        self.given = deque(maxlen=BATCHES_KEPT)  # hashes of rows of the last batches
+        self.turn = Turn()
+        self.steps_done = 0
+        self.depth = 0  # of modules that are being called
+        self.calls = 0
+        self.backwards = 0
+        self.in_backward = False
+        self.random_before = {}  # a backward pass
+        self.recomputes = False  # whether a module was called in the last backward pass
+        self.is_kwargs_missing = False
+        self.steps_before_scaler = 0
+        self.passes = 0  # over data
+        self.current_pass = None
+
+    # == Records ==
+    def open_file(self):
+        self.pid = os.getpid()
+        path = f"{os.environ['CHECK_SEEN']}/{process_name(self.pid)}"
+        self.file, self.stack = open(path, "a", 1), open(f"{path}.stack", "w")
+        self.record("process", parent=os.environ["CHECK_PARENT"])
+
+    def record(self, kind, **values):
+        """Writes a record. Tensors become numbers here, so that Python waits for them."""
+        if self.pid != os.getpid():  # this process was forked
+            self.open_file()
+        line = json.dumps({"kind": kind, **values}, default=lambda tensor: tensor.tolist())
+        self.file.write(line + "\n")
+        if kind in ("loss", "step", "batch"):
+            faulthandler.dump_traceback_later(HANG_SECONDS, file=self.stack)
+
+    # == Calls of modules ==
+    def before_module(self, module, args):
+        self.depth += 1
+        has_grad = torch.is_grad_enabled()
+        if isinstance(module, DDP) and has_grad and not self.in_backward:
+            self.turn.ddp_calls += 1
+            self.turn.averages_next = module.require_backward_grad_sync
+            self.turn.in_no_sync = not module.require_backward_grad_sync
+        self.recomputes |= self.in_backward
+        is_inner = self.depth > 1 or self.in_backward
+        is_loss = isinstance(module, torch.nn.modules.loss._Loss)
+        if is_inner or is_loss or self.steps_done >= NUM_STEPS:
+            return
+        if module not in self.modules:
+            self.modules[module] = self.modules_called
+            self.modules_called += 1
+        parts = [*module.modules()]
+        norms = [part for part in parts if getattr(part, "running_mean", None) is not None]
+        if not has_grad and any(getattr(norm, "momentum", 0) is None for norm in norms):
+            return  # swa_utils.update_bn() makes statistics
+        values = self.values_of_call(module, norms, has_grad)
+        values |= self.values_of_layers(module, parts, norms, has_grad)
+        values |= self.values_of_inputs((args, self.keyword_arguments(sys._getframe(2))))
+        generators = [found for part in parts for found in own_generators(part, depth=0)]
+        values["random"] = random_states(generators, in_model=True)
+        module.__dict__["_check"] = values, norms, generators
+
+    def keyword_arguments(self, frame):
+        """PyTorch gives none to the hooks of all modules: they are in the frame that calls them."""
+        if "kwargs" not in frame.f_locals and not self.is_kwargs_missing:
+            self.is_kwargs_missing = True
+            self.record("missing", name="kwargs of Module._call_impl", kinds=["shares", "inputs"])
+        return frame.f_locals.get("kwargs", {})
+
+    def values_of_call(self, module, norms, has_grad):
+        self.calls += 1
+        device = next((weight.device.type for weight in module.parameters()), "cpu")
+        autocast = ""
+        if torch.is_autocast_enabled(device):
+            autocast = name_of(torch.get_autocast_dtype(device))
+        return {
+            "call": self.calls,
+            "step": self.steps_done,
+            "module": type(module).__name__,
+            "number": self.modules[module],
+            "has_grad": has_grad,
+            "loader_pass": self.current_pass,
+            "autocast": autocast,
+        }
+
+    def values_of_layers(self, module, parts, norms, has_grad):
+        dropouts = [part for part in parts if "Dropout" in type(part).__name__]
+        layers = [layer for layer in dropouts if getattr(layer, "p", 0)]
+        for norm in norms:
+            is_trained = any(weight.requires_grad for weight in norm.parameters())
+            if is_trained or not has_grad:
+                layers.append(norm)
+        # Of a module in train(), a part may rest in eval() on purpose.
+        is_training = has_grad and getattr(module, "module", module).training
+        in_eval = 0 if is_training else sum(not layer.training for layer in layers)
+        return {"layers": len(layers), "layers_in_eval": in_eval}
+
+    def values_of_inputs(self, inputs):
+        tensors = [local(tensor) for tensor in tensors_of(inputs)]
+        tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
+        rows = [tensor for tensor in rows_of(tensors)]
+        hashed = [(tensor, hashes_of(tensor)) for tensor in rows]
+        given = [(tensor, hashes) for tensor, hashes in hashed if self.is_given(tensor, hashes)]
+        samples, near = 0, 0
+        for place, (tensor, hashes) in enumerate(given or hashed):
+            samples += (place * 2 + 1) * hashes
+            near += projections_of(tensor)
+        results = [tensor for tensor in tensors_of(inputs) if tensor.grad_fn is not None]
+        long = [tensor for tensor in tensors if tensor.numel() > 1]
+        return {
+            "takes_result": bool(results),
+            "from_loader": bool(given),
+            "is_zero": bool(long) and not any(tensor.any() for tensor in tensors),
+            "samples": samples,
+            "near": near,
+        }
+
+    def is_given(self, tensor, hashes):
+        """Whether a loader has given all rows of a tensor."""
+        key, unknown = row_type(tensor), {*hashes.tolist()}
+        for batch in reversed(self.given):
+            unknown -= batch.get(key, set())
+            if not unknown:
+                return True
+        return False
+
+    def after_module(self, module, args, output):
+        self.depth = max(0, self.depth - 1)
+        outputs = tensors_of(output)
+        if isinstance(module, (torch.nn.Linear, torch.nn.modules.conv._ConvNd)) and outputs:
+            self.note_type(module, outputs[0])
+        values, norms, generators = module.__dict__.pop("_check", (None, (), ()))
+        if values is None:
+            return
+        # DDP sends the statistics of rank 0 at the start of a call, so that they are read here.
+        means = [] if values["has_grad"] else [bits_of(norm.running_mean) for norm in norms]
+        values["norms"] = means
+        values["random"] = drawn(values["random"], random_states(generators, in_model=True))
+        self.record("forward", **values)
+        if not values["has_grad"]:
+            return
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                note = functools.partial(self.note_trained, values["call"])
+                tensor.register_hook(note)
+
+    def note_trained(self, call, gradient):
+        self.record("trained", call=call)
+
+    def note_type(self, layer, output):
+        is_wide = output.dtype == torch.float32 == layer.weight.dtype
+        if is_wide and torch.is_autocast_enabled(output.device.type):
+            self.record("autocast", module=type(layer).__name__, gives=name_of(output.dtype))
+
+    def note_ddp(self, result, ddp, *args, **kwargs):
+        for weight in ddp.module.parameters():
+            self.ddps[id(weight)] = weakref.ref(ddp)
+
+    def note_autocast(self, *args):
+        self.turn.has_entered_autocast = True
+
+    # == Backward passes ==
+    def before_backward(self, tensors, *args, **kwargs):
+        turn = self.turn
+        turn.backwards += 1
+        turn.averaged += turn.averages_next
+        turn.averages_next = False
+        self.backwards += 1
+        for known in self.known.values():
+            self.note_gradients_before(known)
+        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        value = local(loss).item() if loss.numel() == 1 else 0
+        if self.steps_done < NUM_STEPS:
+            self.record("loss", value=value, step=self.steps_done, loader_pass=self.current_pass)
+        self.in_backward, self.recomputes = True, False
+        self.random_before = random_states((), in_model=True)
+
+    def note_gradients_before(self, known):
+        weights = weights_of(known.optimizer())
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        are_zeroed = not any(bits_of(gradient).item() for gradient in gradients)
+        known.began = "zeroed" if are_zeroed or known.began == "zeroed" else "old"
+        turn = self.turn
+        is_alone = len(self.optimizers) == 1 and not self.stepping
+        if are_zeroed and turn.had_gradients and is_alone:
+            versions = sum(weight._version for weight in weights)
+            if versions == turn.versions and self.calls > turn.calls:
+                turn.zeroed_between += 1
+                turn.zeroed_unsynced += turn.was_unsynced
+
+    def after_backward(self, result, *args, **kwargs):
+        self.in_backward = False
+        moved = drawn(self.random_before, random_states((), in_model=True))
+        if self.recomputes and moved.keys() & {"torch", "device"}:
+            self.record("redrawn", step=self.steps_done)
+        weights = [weight for optimizer in self.optimizers for weight in weights_of(optimizer)]
+        turn = self.turn
+        turn.had_gradients = any(weight.grad is not None for weight in weights)
+        turn.versions = sum(weight._version for weight in weights)
+        turn.calls = self.calls
+        turn.was_unsynced = turn.in_no_sync
+        if not self.known and self.backwards >= 20 * NUM_STEPS:
+            self.end()  # a script without an optimizer
+
+    def note_scale(self, scaler, *args, **kwargs):
+        self.turn.scaling = "scaled" if scaler.get_scale() != 1 else "no"
+
+    def note_unscale(self, *args, **kwargs):
+        if self.turn.scaling == "scaled":
+            self.turn.scaling = "unscaled"
+
+    def note_clip(self, parameters=(), limit=0, *args, **kwargs):
+        limit = kwargs.get("max_norm", kwargs.get("clip_value", limit))
+        if isinstance(limit, (int, float)) and limit < 0:
+            self.turn.clipped = "negative"
+        elif not self.turn.backwards:
+            self.turn.clipped = "outside"
+        else:
+            self.turn.clipped = "scaled" if self.turn.scaling == "scaled" else "right"
+
+    # == Steps of optimizers ==
+    def note_optimizer(self, optimizer, *args, **kwargs):
+        self.optimizers.add(optimizer)
+
+    def before_step(self, optimizer, args, kwargs):
+        if not self.turn.backwards and not any(rates_of(optimizer)):
+            return  # by such a step, torch.distributed.checkpoint makes an optimizer's state
+        if optimizer in self.stepping:
+            self.stepping.clear()  # its last step ended by an error, or a subclass calls its step
+        self.stepping.append(optimizer)
+        if len(self.stepping) > 1:  # one optimizer calls another, as ZeroRedundancyOptimizer does
+            return
+        if optimizer not in self.known:
+            self.learn_names()
+            self.known[optimizer] = self.known_of(optimizer)
+        known = self.known[optimizer]
+        known.backwards = self.turn.backwards
+        known.values = self.values_of_gradients(optimizer, known)
+
+    def known_of(self, optimizer):
+        """What is known of a new optimizer: it may take the place of one that is gone."""
+        weights = weights_of(optimizer)
+        weight_ids = [id(weight) for weight in weights]
+        shapes = [weight.shape for weight in weights]
+        alike = [known for known in self.all_known if known.shapes == shapes]
+        if alike:
+            gc.collect()  # so that one that is gone is known to be
+        for known in alike:
+            if known.optimizer() is None or known.weight_ids == weight_ids:
+                known.optimizer, known.weight_ids = weakref.ref(optimizer), weight_ids
+                return known
+        known = Known(weakref.ref(optimizer), len(self.all_known), weight_ids, shapes)
+        self.all_known.append(known)
+        self.record_start(optimizer, known.number)
+        return known
+
+    def record_start(self, optimizer, number):
+        dist = torch.distributed
+        has_group = dist.is_available() and dist.is_initialized()
+        self.find_weights_elsewhere(optimizer, has_group)
+        weights = weights_of(optimizer)
+        ddps = [self.ddps[id(weight)]() for weight in weights if id(weight) in self.ddps]
+        ddp = next((ddp for ddp in ddps if ddp is not None), None)
+        values = {"optimizer": number, "step": 0}
+        values["rank"] = dist.get_rank() if has_group else 0
+        values["world"] = dist.get_world_size() if has_group else 1
+        values["group_sizes"] = self.group_sizes() if has_group else []
+        values["ddp_ranks"] = dist.get_process_group_ranks(ddp.process_group) if ddp else []
+        values["in_ddp"] = [id(weight) in self.ddps for weight in weights]
+        values["states_loaded"] = self.states_loaded
+        values["has_loaded"] = optimizer in self.loaded
+        values |= values_of_place(weights)
+        values |= self.values_of_weights(weights)
+        values |= self.values_of_shards(weights)
+        self.record("start", **values)
+
+    def find_weights_elsewhere(self, optimizer, has_group):
+        """An optimizer may hold weights that this process neither calls nor trains."""
+        called = {id(weight) for module in self.modules for weight in module.parameters()}
+        without = {id(weight) for weight in weights_of(optimizer) if weight.grad is None}
+        if has_group and not self.ddps:
+            self.elsewhere |= without - called
+
+    def group_sizes(self):
+        world = getattr(torch.distributed.distributed_c10d, "_world", None)
+        if not hasattr(world, "pg_group_ranks"):
+            self.record("missing", name="_world.pg_group_ranks", kinds=["weights"])
+            return []
+        return [len(ranks) for ranks in world.pg_group_ranks.values()]
+
+    def values_of_weights(self, weights):
+        owners = [self.owners.get(id(weight), "") for weight in weights]
+        # Megatron marks each weight: whether it is split.
+        marks = [getattr(weight, "tensor_model_parallel", None) for weight in weights]
+        whole = []
+        for owner, mark in zip(owners, marks):
+            whole.append("Norm" in owner if mark is None else not mark)
+        return {
+            "names": [self.names.get(id(w), f"parameter {i}") for i, w in enumerate(weights)],
+            "shapes": [[*weight.shape] for weight in weights],
+            "numbers": [local(weight).numel() for weight in weights],
+            "dtypes": [name_of(weight.dtype) for weight in weights],
+            "trainable": [weight.requires_grad for weight in weights],
+            "is_whole": whole,
+            "bits": [bits_of(weight) for weight in weights],
+            "sketches": [sketch_of(weight) for weight in weights],
+        }
+
+    def values_of_shards(self, weights):
+        parts = {id(weight): part_of(weight) for weight in weights}
+        meshes = [weight.device_mesh.mesh for weight in weights if hasattr(weight, "device_mesh")]
+        mesh, sharded_by = meshes[0].tolist() if meshes else [], ""
+        for part in [part for module in self.modules for part in module.modules()]:
+            kinds = str(type(part).__mro__)
+            if "FSDPModule" in kinds:
+                sharded_by = "FSDP2"
+            is_fsdp1 = "FullyShardedDataParallel" in kinds
+            if is_fsdp1 and "NO_SHARD" not in str(part.sharding_strategy):
+                sharded_by = "FSDP1"
+                mesh = torch.distributed.get_process_group_ranks(part.process_group)
+                for weight in part.parameters():
+                    parts[id(weight)] = f"shard {part.rank} of {part.world_size}"
+        parts = [parts[id(weight)] for weight in weights]
+        return {"parts": parts, "mesh": mesh, "sharded_by": sharded_by}
+
+    def values_of_gradients(self, optimizer, known):
+        turn, weights = self.turn, weights_of(optimizer)
+        gradients = [None if w.grad is None else local(w.grad) for w in weights]
+        finite = [gradient is None or is_finite(gradient) for gradient in gradients]
+        # A fused optimizer is called with what a GradScaler has found, and leaves the step out.
+        leaves_out = hasattr(optimizer, "found_inf")
+        infinite = [i for i, is_fine in enumerate(finite) if not (is_fine or leaves_out)]
+        device = weights[0].device.type
+        autocast = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
+        # Without a backward pass, another optimizer has stepped in the same turn.
+        is_new = turn.has_entered_autocast or not turn.backwards
+        scheduler = known.scheduler() if known.scheduler else None
+        return {
+            "ddp_calls": turn.ddp_calls,
+            "averaged": turn.averaged,
+            "in_no_sync": turn.in_no_sync,
+            "zeroed_between": turn.zeroed_between,
+            "zeroed_unsynced": turn.zeroed_unsynced,
+            "clipped": turn.clipped,
+            "had_gradients": turn.had_gradients,
+            "bits_before": [bits_of(weight) for weight in weights],
+            "gradients": [None if g is None else bits_of(g) for g in gradients],
+            "infinite": infinite,
+            "rates": rates_of(optimizer),
+            "one_autocast": autocast and not is_new,
+            "scheduled": [float(x) for x in scheduler.get_last_lr()] if scheduler else [],
+        }
+
+    def after_step(self, optimizer, args, kwargs):
+        if not self.stepping or optimizer is not self.stepping[0]:
+            return
+        known = self.known[optimizer]
+        known.step += 1
+        self.steps_done = max(self.steps_done, known.step)
+        careful(self.record_step)(optimizer, known)
+        self.end_turn(known)
+        if 0 < PAUSE_AT <= known.step:
+            time.sleep(0.2)  # the signal to stop comes now
+        counts = [each.step for each in self.all_known]
+        # Many optimizers may take a few steps each, and some none at all.
+        are_many = sum(counts) >= 20 * NUM_STEPS
+        if min(counts) >= NUM_STEPS or max(counts) >= 2 * NUM_STEPS or are_many:
+            self.end()
+
+    def record_step(self, optimizer, known):
+        if known.backwards != self.turn.backwards:  # a closure ran in the step
+            known.values = self.values_of_gradients(optimizer, known)
+        weights, types = weights_of(optimizer), set()
+        for state in optimizer.state.values():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if hasattr(value, "dtype"):
+                    types.add(f"{name} {value.dtype}")
+        values = {"optimizer": known.number, "step": known.step, "began": known.began}
+        values |= known.values | {"types": sorted(types)}
+        values["bits"] = [bits_of(weight) for weight in weights]
+        values["sketches"] = [sketch_of(weight) for weight in weights]
+        values["attributes"] = self.learn_names()
+        self.record("step", **values)
+        if known.step == 2:
+            self.record_unowned()
+
+    def record_unowned(self):
+        owned = set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                owned |= {id(weight) for weight in group["params"]}
+        names = set()
+        for module in self.modules:
+            for weight in module.parameters():
+                if weight.grad is not None and id(weight) not in owned:
+                    names.add(self.names.get(id(weight), "?"))
+        self.record("unowned", names=sorted(names))
+
+    def end_turn(self, known):
+        self.stepping.clear()
+        self.turn = Turn()
+        if known:
+            known.began = "unchanged"
+
+    def before_scaler_step(self, scaler, optimizer, *args, **kwargs):
+        known = self.known.get(optimizer)
+        self.steps_before_scaler = known.step if known else 0
+
+    def after_scaler_step(self, result, scaler, optimizer, *args, **kwargs):
+        known = self.known.get(optimizer)
+        if known and known.step > self.steps_before_scaler:
+            return
+        self.record("skipped", optimizer=known.number if known else None)
+        scaling = self.turn.scaling
+        self.end_turn(known)
+        self.turn.scaling = scaling  # a scheduler that steps now does not come first
+
+    def end(self):
+        self.record("end")
+        faulthandler.cancel_dump_traceback_later()
+        raise SystemExit(0)  # leaves the script as sys.exit() would
+
+    def learn_names(self):
+        """Learns the names of weights. Returns what else the modules hold, for --resume."""
+        held = {}
+        parts = [named for module in self.modules for named in module.named_modules()]
+        for path, part in parts:
+            path = [word for word in path.split(".") if word not in ("", "module", "_orig_mod")]
+            for name, weight in part.named_parameters(recurse=False):
+                self.names.setdefault(id(weight), ".".join([*path, name]))
+                self.owners.setdefault(id(weight), str(type(part).__mro__))
+            if isinstance(part, DDP) or not COMPARES_RUNS:
+                continue
+            unsaved = getattr(part, "_non_persistent_buffers_set", ())
+            buffers = {name: part._buffers[name] for name in unsaved}
+            for name, value in (vars(part) | buffers).items():
+                if isinstance(value, torch.Tensor):
+                    held[".".join([*path, name])] = bits_of(value)
+                elif isinstance(value, (int, float)) and name != "training":
+                    held[".".join([*path, name])] = value
+        return held
+
+    def note_schedule(self, scheduler, *args, **kwargs):
+        caller = sys._getframe(3).f_globals.get("__name__", "")
+        if caller == "torch.optim.lr_scheduler" or getattr(scheduler, "_is_initial", False):
+            return
+        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        known = self.known.get(optimizer) if optimizer is not None else None
+        step = known.step if known else 0
+        if known:
+            known.scheduler = weakref.ref(scheduler)
+        if not step and self.turn.scaling != "no":
+            step = "skipped"
+        number = known.number if known else 0
+        name = type(scheduler).__name__
+        self.record("schedule", optimizer=number, step=step, name=name, caller=caller)
+
+    def note_state_saved(self, optimizer, *args, **kwargs):
+        if optimizer.state:
+            self.record("saved")
+
+    def note_state_loaded(self, result, optimizer, *args, **kwargs):
+        if optimizer.state:
+            self.loaded.add(optimizer)
+            self.states_loaded += 1
+
+    # == Data ==
+    def start_pass(self, iterator, loader):
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        about = {"loader_pass": self.passes, "size": None, "batches": None}
+        about["replaces"] = bool(getattr(loader.sampler, "replacement", False))
+        about["maker"] = type(sampler).__module__.split(".")[0]
+        with contextlib.suppress(TypeError, NotImplementedError):  # as of a stream
+            about["size"] = len(loader.dataset)
+            about["batches"] = len(sampler)
+        iterator._check = about, loader.dataset
+        self.passes += 1
+
+    def note_reset(self, iterator, *args, **kwargs):
+        iterator._check_indices = []  # of batches that are under way
+
+    def note_index(self, index, iterator):
+        vars(iterator).setdefault("_check_indices", []).append(index)
+
+    def note_batch(self, batch, iterator):
+        about, data = getattr(iterator, "_check", (None, None))
+        if about is None or self.steps_done >= NUM_STEPS:
+            return
+        self.current_pass = about["loader_pass"]
+        index = iterator._check_indices.pop(0)  # workers, too, keep the order
+        index = list(index) if hasattr(index, "__iter__") else [index]
+        index = [int(i) if hasattr(i, "__index__") else None for i in index]
+        whole = data
+        while isinstance(whole, torch.utils.data.Subset):  # as of random_split()
+            index = [None if i is None else int(whole.indices[i]) for i in index]
+            whole = whole.dataset
+        split = whole is not data and [type(whole).__name__, len(whole)]
+        parts = [*batch.values()] if isinstance(batch, dict) else batch
+        parts = parts if isinstance(parts, (list, tuple)) else [parts]
+        rows = [len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()]
+        hashes = self.keep_batch(batch)
+        values = {"index": index, "split": split, "data": type(whole).__name__, "rows": rows}
+        self.record("batch", **about, **values, parts=hashes[:3])
+
+    def keep_batch(self, batch):
+        """Keeps hashes of the rows of a batch, and returns them for each tensor."""
+        tensors = [local(tensor) for tensor in tensors_of(batch)]
+        tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
+        kept, found = {}, []
+        for tensor in rows_of(tensors):
+            hashes = hashes_of(tensor).tolist()
+            kept.setdefault(row_type(tensor), set()).update(hashes)
+            found.append(hashes)
+        self.given.append(kept)
+        return found
+
+    def before_fetch(self, fetcher, index):
+        fetcher._check_random = random_states(own_generators(fetcher.dataset))
+
+    def after_fetch(self, result, fetcher, index):
+        data, states = fetcher.dataset, random_states(own_generators(fetcher.dataset))
+        while isinstance(data, torch.utils.data.Subset):
+            data = data.dataset
+        worker = torch.utils.data.get_worker_info()
+        self.record(
+            "fetch",
+            parent=process_name(os.getppid() if worker else os.getpid()),
+            data=type(data).__name__,
+            worker=worker.id if worker else None,
+            at=time.time(),
+            random=drawn(fetcher._check_random, states),
+        )
+
+    # == Files and flags ==
+    def note_save(self, *args, **kwargs):
+        self.note_file("save", args[1] if len(args) > 1 else kwargs["f"])
+
+    def note_move(self, *args, **kwargs):
+        self.note_file("move", args[0] if args else kwargs["src"])
+
+    def note_file(self, kind, file):
+        """A file is a path, or what open() has returned."""
+        if isinstance(file, io.IOBase):
+            file = getattr(file, "name", None)
+        if isinstance(file, (str, os.PathLike)):
+            self.record(kind, writer=process_name(os.getpid()), path=os.path.abspath(file))
+
+    def note_flags(self, result, *args, **kwargs):
+        flags = vars(result[0]).items()
+        values = {name: value for name, value in flags if isinstance(value, (str, int, float))}
+        self.record("flags", values=values)
+
+
+# == What is read of a process and of its weights ==
+def process_name(pid):
+    return f"{socket.gethostname()}-{pid}"
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def values_of_place(weights):
+    device = weights[0].device
+    machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    if device.type != "cpu":
+        machine = getattr(torch.get_device_module(device), "get_device_name", str)()
+    words = " ".join([*sys.argv[1:], torch.__version__, sys.version])
+    are_shared = device.type == "cpu" and all(local(weight).is_shared() for weight in weights)
+    return {
+        "place": [socket.gethostname(), str(device), torch.accelerator.device_count()],
+        "machine": machine,
+        "settings": re.sub(r"\S*rank\S*( \d+)?", "", words),
+        "shares_memory": are_shared,
+    }
+
+
+def weights_of(optimizer):
+    """Those that this process trains, if there are some."""
+    weights = []
+    for group in optimizer.param_groups:
+        weights += [weight for weight in group["params"] if not weight.is_meta]
+    here = [weight for weight in weights if id(weight) not in watch.elsewhere]
+    return here or weights
+
+
+def rates_of(optimizer):
+    return [float(group.get("lr", 1)) for group in optimizer.param_groups]
+
+
+def is_finite(gradient):
+    numbers = gradient._values() if gradient.is_sparse else gradient
+    return bool(numbers.isfinite().all())
+
+
+def part_of(weight):
+    """Which part of a DTensor is in this process; "" if it is all of it."""
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None:
+        return ""
+    places = zip(weight.placements, mesh.get_coordinate())
+    return " ".join(f"{kind}{place}" for kind, place in places if not kind.is_replicate())
+
+
+def local(tensor):
+    """Of a DTensor, the part that is here."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def tensors_of(tree):
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+# == Numbers for tensors ==
+def bits_of(tensor):
+    """A number for all bits of a tensor, on its device. It is 0 where all of them are."""
+    tensor = local(tensor)
+    tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # else it cannot be viewed so
+    flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
+    if hash_tensor and flat.numel() and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
+        return change_type(hash_tensor(flat), torch.int64)
+    return flat.long().sum()
+
+
+def sketch_of(weight):
+    """Two random projections of a weight: of two weights, they are about as far apart."""
+    if COMPARES_RUNS and hasattr(weight, "full_tensor"):
+        weight = weight.full_tensor()  # all ranks of its mesh come here
+    rows = local(weight).flatten()[None]
+    return project(rows)[0]
+
+
+def rows_of(tensors):
+    """Those tensors that have a row for each sample, as matrices."""
+    tensors = [tensor for tensor in tensors if tensor.dim()]
+    tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
+    return [tensor.reshape(len(tensor), -1).contiguous() for tensor in tensors]
+
+
+def row_type(rows):
+    return rows.dtype, rows.shape[1]
+
+
+def hashes_of(rows):
+    """A number for the bits of each row. Zeros at a row's end add nothing to it."""
+    whole = getattr(torch, f"int{min(64, 8 * rows.element_size())}")
+    return add_blocks(rows.view(whole), factors(rows.device), torch.int64)[:, 0]
+
+
+def projections_of(rows):
+    """A random projection of each row: rows that are alike have numbers that are alike."""
+    return project(rows)[:, 0]
+
+
+def project(rows):
+    rows = rows.abs() if rows.is_complex() else rows
+    axes = directions(rows.device)
+    return add_blocks(rows, axes, axes[0].dtype)
+
+
+def add_blocks(rows, vectors, dtype):
+    """Projects rows block by block, so that what is multiplied has no more than a block's length.
+
+    Each block is multiplied with each axis, and its sum with a number of the block.
+    """
+    axes, numbers = vectors
+    total = torch.zeros(len(rows), len(axes), dtype=dtype, device=rows.device)
+    for start in range(0, rows.shape[1], BLOCK):
+        block = change_type(rows[:, start : start + BLOCK], dtype)
+        number = numbers[start // BLOCK % BLOCK]
+        for place, axis in enumerate(axes[:, : block.shape[1]]):
+            total[:, place] += (block * axis).sum(1) * number
+    return total
+
+
+@functools.lru_cache
+def factors(device):
+    """Random odd numbers: an axis of hashes, and a number for each block."""
+    own = torch.Generator().manual_seed(0)  # the generators of the training stay as they are
+    numbers = torch.randint(2**62, (2, BLOCK), generator=own) * 2 + 1
+    numbers = change_type(numbers, device)
+    return numbers[:1], numbers[1]
+
+
+@functools.lru_cache
+def directions(device):
+    """Random numbers of mean 0 and variance 1: two axes, and a number for each block."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    own = torch.Generator().manual_seed(1)
+    numbers = change_type(torch.rand(3, BLOCK, generator=own, dtype=torch.float64), device, dtype)
+    numbers = (numbers - 0.5) * 12**0.5
+    return numbers[:2], numbers[2]
+
+
+# == Random numbers ==
+def random_states(generators, in_model=False):
+    """Returns numbers for the states of all generators, by name."""
+    states = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if in_model and torch.accelerator.is_available():
+        module = torch.get_device_module()
+        states["device"] = getattr(module, "get_rng_state", torch.get_rng_state)()
+    for name, generator in generators:
+        get_state = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
+        states[f"its {name}"] = get_state() if get_state else generator.bit_generator.state
+    numbers = {}
+    for name, state in states.items():
+        state = state.numpy() if hasattr(state, "numpy") else state
+        numbers[name] = zlib.crc32(pickle.dumps(state))
+    return numbers
+
+
+def own_generators(owner, depth=4):
+    """Yields the names and the random generators that an object holds."""
+    for name, value in [*getattr(owner, "__dict__", {}).items()]:
+        for held in value[:20] if isinstance(value, (list, tuple)) else [value]:
+            is_generator = isinstance(held, torch.Generator | random.Random)
+            if is_generator or hasattr(type(held), "_bit_generator"):
+                yield name, held
+            elif depth and not isinstance(held, (type, type(os))):
+                yield from own_generators(held, depth - 1)
+
+
+def drawn(before, after):
+    """Returns {name: [state before, state after]} of generators from which numbers were drawn."""
+    found = {}
+    for name, state in before.items():
+        if state != after.get(name):
+            found[name] = [state, after.get(name)]
+    return found
