@@ -16,6 +16,9 @@ A row is what one process holds at the worst moment of a step, in GB, at the glo
                   With checkpoints (--checkpoint_activations in hybrid/gpt_fsdp.py), a block keeps
                   its input alone, and runs twice
 
+DDP keeps its gradients from step to step. FSDP's come one by one as the activations go, so that its
+total has the larger of the two. With --grad_accum_steps it keeps whole gradients, not counted here.
+
 Not counted are the libraries, such as CUDA's 0.5 to 1 GB a process, and gaps between tensors. Give
 a GPU a tenth more. A machine without a GPU counts as its CPU would compute: with --precision bf16,
 a GPU has some activations in fp32. torch.compile needs less. For FSDP, the model has a list of
@@ -139,12 +142,15 @@ def count(script, flags, processes=1, checkpoints=False):
     blocks = getattr(model, "blocks", ())
     in_blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
     dtype = TYPES.get(args.precision, torch.float32)
-    return {
+    counted = {
         "weights": bytes_of(kept),
         "gradients": bytes_of(learned),
         "optimizer": bytes_of(states),
         "gathered": 0,
         "activations": activations + bytes_of(tensors_in(batch)),
+    }
+    counted["total"] = sum(counted.values())
+    return counted | {
         "blocks": in_blocks,
         "others": sum(weight.numel() for weight in model.parameters()) - sum(in_blocks),
         "bytes of a gathered weight": dtype.itemsize,
@@ -162,6 +168,8 @@ def divided(counted, processes):
     gathered = 3 * largest + 2 * counted["others"]
     found["gathered"] = gathered * counted["bytes of a gathered weight"]
     found["activations"] = counted["activations"]
+    # The shards of gradients come one by one, as the activations go.
+    found["total"] = sum(found.values()) - min(found["gradients"], found["activations"])
     return found
 
 
@@ -193,11 +201,10 @@ def main():
     names = [*COLUMNS, "total"]
     print(f"{'':20}" + "".join(f"{name:>13}" for name in names))
     for title, row in rows.items():
-        values = [row[name] / 1e9 for name in COLUMNS]
-        total = sum(values)
-        line = f"{title:20}" + "".join(f"{value:13.3f}" for value in [*values, total])
+        values = [row[name] / 1e9 for name in names]
+        line = f"{title:20}" + "".join(f"{value:13.3f}" for value in values)
         if options.memory:
-            line += "  fits" if 1.1 * total + 1 <= options.memory else "  does not fit"
+            line += "  fits" if 1.1 * values[-1] + 1 <= options.memory else "  does not fit"
         print(line)
 
 

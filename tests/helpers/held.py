@@ -34,7 +34,7 @@ def predicted(words, is_fsdp=False, checkpoints=False):
     tool, script = module("tools/memory.py"), module("multigpu/gpt.py")
     row = tool.count(script, words, 2, checkpoints)
     row = tool.divided(row, 2) if is_fsdp else row
-    return sum(row[name] for name in tool.COLUMNS) / 1e6
+    return row["total"] / 1e6
 
 
 def ratio(script, large, text, folder, more=(), **how):
