@@ -818,10 +818,10 @@ def print_marks(row):
 
 
 def print_sending(mean, rows):
-    """Prints how long collectives take, who is late, and the speedup of twice as many GPUs.
+    """Prints how long all-reduces take, who is late, and the speedup of twice as many GPUs.
 
-    `rows` are those of all processes, and `mean` is their mean. In a collective, all wait until
-    the last one comes. The last one does not wait: its time in them is sending alone.
+    `rows` are those of all processes, and `mean` is their mean. In an all-reduce, all wait until
+    the last one comes. The last one does not wait: its time in all-reduces is sending alone.
     """
     last = min(rows, key=lambda of_rank: of_rank["comm_total"])
     sending = last["comm_total"]

@@ -7,6 +7,7 @@ their figures is in DERIVED, with its formula.
 """
 
 import csv
+import itertools
 import os
 import re
 from pathlib import Path
@@ -206,6 +207,52 @@ def test_the_page_has_all_figures_of_the_studies():
     ):
         assert figure in page
         assert left_out(page.replace(figure, "much")) == [key]
+
+
+SIX_TIMES = "| {name} | {train_seconds_1_gpu} | {train_seconds_2_gpus} "
+SIX_TIMES += "| {val_seconds_1_gpu} | {val_seconds_2_gpus} |"
+SIX_VALUES = "{0}_start_1_gpu", "{0}_end_1_gpu"
+
+
+def rows_of_the_table():
+    """Yields the rows that the page's tables should have, cell by cell, made of studies.tsv."""
+    of = {(row["study"], row["key"]): row["figure"] for row in table()}
+    for size in "small", "large":
+        seconds = [of["agnews", f"{size}_seconds_{gpus}"] for gpus in ("1_gpu", "4_gpus")]
+        ends = [of["agnews", f"{size}_{what}_4_gpus"] for what in ("speedup", "efficiency")]
+        ratio = of["agnews", f"{size}_ratio"]
+        yield f"| {seconds[0]} s | {seconds[1]} s | {ends[0]} | {ends[1]} | about {ratio}, "
+    for batch, gpus in itertools.product((64, 128), ("1_gpu", "2_gpus", "4_gpus")):
+        names = "seconds", "speedup", "compute_seconds", "comm_seconds"
+        cells = [of.get(("gpt", f"batch{batch}_{name}_{gpus}"), "") for name in names]
+        cells = "|".join(f" {cell} " if cell else " " for cell in cells)
+        yield f"| {batch} | {gpus[0]} |{cells}|"
+    for name in "VGG11", "NBoW", "Seq2Seq", "ConvAutoencoder", "CNN", "MLP":
+        model = name.lower().replace("conv", "")
+        figures = {
+            key.removeprefix(f"{model}_"): figure
+            for (study, key), figure in of.items()
+            if study == "six"
+        }
+        yield SIX_TIMES.format(name=name, **figures)
+        if name != "ConvAutoencoder":
+            cells = ""
+            for value in "train_accuracy", "val_accuracy", "train_loss", "val_loss":
+                ends = [figures.get(key.format(value), "") for key in SIX_VALUES]
+                cells += f" {ends[0]} to {ends[1]} |" if ends[0] else " |"
+            yield cells
+
+
+def rows_left_out(page):
+    return [row for row in rows_of_the_table() if row not in page]
+
+
+def test_each_figure_stands_in_its_cell():
+    page = (ROOT / "results.md").read_text()
+    assert len(list(rows_of_the_table())) == 2 + 6 + 6 + 5
+    assert rows_left_out(page) == []
+    assert len(rows_left_out(page.replace("| 40 | 20 |", "| 20 | 40 |"))) == 1
+    assert len(rows_left_out(page.replace("0.35 to 0.40", "0.3 to 0.4"))) == 1
 
 
 PAGE = """\
