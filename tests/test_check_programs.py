@@ -10,10 +10,7 @@ from test_check import check_in_forks
 ONCE_ACCUSED = """fsdp_flat path_snapshots hidden_state_zeros local_sgd bf16_and_a_loss_module
     scaler_skips steps_left_out nan_in_both""".split()
 
-STILL = pytest.mark.xfail(not programs.has_json(), reason="it is accused still", strict=True)
 
-
-@STILL
 @pytest.mark.parametrize("name", ONCE_ACCUSED)
 def test_a_right_program_is_not_accused(name):
     """The soak starts the commands themselves, and all programs."""

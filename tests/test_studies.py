@@ -144,7 +144,7 @@ def unknown_numbers(page):
 
 
 def test_the_table_is_what_the_studies_print():
-    if "STUDIES_DIR" not in os.environ:
+    if not os.path.isdir(os.environ.get("STUDIES_DIR", "")):
         pytest.skip("STUDIES_DIR does not name a folder with the studies")
     folder = Path(os.environ["STUDIES_DIR"])
     texts = {study: " ".join((folder / name).read_text().split()) for study, name in FILES.items()}

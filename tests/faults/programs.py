@@ -1,6 +1,5 @@
 """Reads programs.toml, runs tools/check on its programs, and tells what it says of them."""
 
-import functools
 import json
 import re
 import shlex
@@ -84,19 +83,6 @@ class Verdict:
         )
 
 
-@functools.cache
-def has_json():
-    """Whether this tools/check writes its findings to a file."""
-    sources = [faults.ROOT / "tools/check.py", *faults.ROOT.glob("tools/check/*.py")]
-    return any('"--json"' in path.read_text() for path in sources if path.exists())
-
-
-def read_lines(lines):
-    """Returns the findings of the lines of the printed table."""
-    rows = [re.match(r"(ERROR|warning|ok|not seen) +(\w+) +(.*)", line) for line in lines]
-    return [row.groups() for row in rows if row]
-
-
 def run(program, fault=False, check=faults.check, torchrun=TORCHRUN):
     """Runs tools/check on a program in a new folder. Returns a Verdict.
 
@@ -106,9 +92,9 @@ def run(program, fault=False, check=faults.check, torchrun=TORCHRUN):
     command = program.command(program.processes, flags, torchrun)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "findings.json")
-        options = program.options(torchrun) + (["--json", str(path)] if has_json() else [])
+        options = [*program.options(torchrun), "--json", str(path)]
         status, lines, output = check(command, folder, shlex.join(options))
-        findings = read_lines(lines)
+        findings = []
         if path.exists():
             rows = json.loads(path.read_text())["findings"]
             findings = [(row["level"], row["kind"], row["text"]) for row in rows]

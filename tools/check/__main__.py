@@ -204,7 +204,7 @@ def run(command, args, folder, stop_at=0, life=1):
     install_watch(folder / "plugin")
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
     what = f"and stops it at step {stop_at}" if stop_at else f"for {args.steps} optimizer steps"
-    print(textwrap.shorten(f"tools/check starts, {what}: {command}", 2 * WIDTH), flush=True)
+    print(textwrap.shorten(f"tools/check starts, {what}: {command}", WIDTH), flush=True)
     environment = os.environ | environment_of(args, folder, records.folder, stop_at)
     process = subprocess.Popen(words, env=environment, start_new_session=True)
     try:
