@@ -1,6 +1,5 @@
 """tools/check does not accuse right programs that it once accused."""
 
-import faults
 import programs
 import pytest
 from programs import PROGRAMS
@@ -29,19 +28,6 @@ def test_a_verdict_is_read():
         accused = programs.Verdict(status, [*ok, (level, "order", "words")], "")
         assert programs.complaints(program, accused)
     assert programs.complaints(program, programs.Verdict(3, ok, ""))
-
-
-def test_a_table_is_read():
-    """Lines that go on are one finding; what the training printed is none."""
-    table = """ERROR    order  no
-20 steps, 1 process(es) that train: python train.py
-ERROR    weights      4 of 4 tensors differ,
-                      all of them
-not seen modes        nothing
-"""
-    rows = programs.read_lines(faults.table_of(table)[0])
-    first = ("ERROR", "weights", "4 of 4 tensors differ, all of them")
-    assert rows == [first, ("not seen", "modes", "nothing")]
 
 
 def test_a_fault_must_be_named_by_its_kind():

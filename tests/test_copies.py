@@ -247,7 +247,7 @@ MEASURED = {  # a part of what is told: file, and what is put at its end
     "main(): lines without a heading 41": ("tools/new.py", "def main():\n" + "    x = 1\n" * 40),
     "README.md: lines": ("README.md", "\n" * 200),
     "README.md: words": ("README.md", "word " * 2000),
-    f"{PAGE}: words a paragraph 29": (PAGE, "word " * 29),
+    f"{PAGE}: words a paragraph": (PAGE, "word " * 99),
     f"{PAGE}: commas per 100 words": (PAGE, "word, " * 10),
     f"{PAGE}: colons per 100 words": (PAGE, "word; " * 10),
     "multigpu/mnist.slurm: lines": ("multigpu/mnist.slurm", "echo\n" * 27),

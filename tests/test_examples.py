@@ -15,7 +15,7 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXTS = {path.stem: path.read_text() for path in (ROOT / "examples").glob("*.py")}
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "examples/README.md").read_text()
 [TEXTS["README"]] = re.findall(r"^```python\n(def read_data.*?)^```", README, re.M | re.S)
 LAUNCHES = (("multigpu", 2), ("multinode", 3))
 WORDS = [f"w{number}" for number in range(40)]  # those of the texts in `data`
