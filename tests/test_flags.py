@@ -12,7 +12,8 @@ from conftest import ROOT, SCRIPTS, curve, rows
 def test_each_flag_is_given_in_a_test():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
     given = {*re.findall(r"--\w+", tests)}
-    for path in (*map(ROOT.joinpath, SCRIPTS), *ROOT.glob("tools/*.py")):
+    command = ROOT / "tools/check/__main__.py"
+    for path in (*map(ROOT.joinpath, SCRIPTS), *ROOT.glob("tools/*.py"), command):
         flags = {*re.findall(r'\badd(?:_argument)?\("(--\w+)"', path.read_text())}
         assert flags <= given, (path, flags - given)
         assert flags or path.name in ("paste.py", "logs.py", "timing.py", "check.py")
