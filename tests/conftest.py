@@ -45,9 +45,10 @@ RUN = "# == The run: "  # begins the title of the section after the task
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # Files in the order in which they are run, before all others; and those whose tests share nothing.
-LONGEST = """test_stops test_slurm test_project test_emulator test_flags test_mnist test_quantize
-    test_examples test_training test_check test_gpu test_launchers""".split()
-APART = "test_stops test_training test_check test_gpu test_launchers test_hybrid".split()
+LONGEST = """test_stops test_slurm test_hub test_project test_emulator test_flags test_mnist
+    test_quantize test_examples test_training test_check test_gpu test_launchers""".split()
+APART = """test_stops test_training test_check test_gpu test_launchers test_hybrid test_hub
+    test_check_programs""".split()
 
 
 def module(script):
