@@ -121,6 +121,8 @@ def test_make_demo_and_int8(run, data, tmp_path, trained):
         text = replaced((ROOT / name / "mnist.py").read_text(), {"60_000 if": "12_000 if"})
         (folder / name / "mnist.py").write_text(text.replace("range(20)", "range(1)"))
     shutil.copy(ROOT / "Makefile", folder)
+    (folder / "tests/helpers").mkdir(parents=True)
+    shutil.copy(ROOT / "tests/helpers/demo.awk", folder / "tests/helpers")
     (folder / ".venv").symlink_to(sys.prefix)
     command = "make -o .venv/installed demo".split()
     command.append("DEMO=--synthetic --epochs 1 --batch_size 120")
