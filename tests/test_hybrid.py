@@ -80,7 +80,7 @@ def test_a_half_written_snapshot_is_not_resumed(attempt, words, changed, tmp_pat
     Of four positions on three processes, the last one has none: its shard is empty.
     """
     folder, base = tmp_path / "half", [*words, "--seq_len", 4, "--max_steps", 12, "--eval_every", 4]
-    last = '        (folder / "settings.json").write_text('
+    last = '        os.replace(folder / "settings.tmp", '
     kill = "        folder.name.endswith('8') and os.kill(os.getpid(), 9)\n"
     copy = changed(FSDP, {last: kill + last})
     status, *_ = attempt(copy, *base, "--snapshot", folder, processes=2)

@@ -93,7 +93,8 @@ def test_jobs_of_a_sweep_train_and_are_reported(site, data):
         assert {(row["processes"], row["nodes"]) for row in logged} == {(processes, nodes)}
     report = (out / "report.md").read_text()
     assert report.count("## strong scaling") == 1 and "not compared" not in report, report
-    assert len(re.findall(r"^\| +[12] \| +[12] \| +32 \|", report, re.M)) == 3, report
+    assert "global batch 32" in report
+    assert len(re.findall(r"^\| +[12] \| +[12] \| +7 \|", report, re.M)) == 3, report
     assert list(out.glob("scaling*.png"))
 
 

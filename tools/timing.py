@@ -102,7 +102,7 @@ def print_marks(log=None, model=None, batch_size=0, **settings):
     if steps == 0:
         print("too few steps to time: the first three are the warmup")
     elif batch_size:
-        print(f"samples/s: {batch_size * steps / seconds_of_steps(rows):.4g}")
+        print(f"samples/s: {batch_size * steps / seconds_of_steps(rows):.1f}")
     if log:
         same = {"run": f"{time.time_ns():x}", "processes": len(rows)}
         same["nodes"] = len({each["host"] for each in rows})
