@@ -73,7 +73,8 @@ def test_a_missing_folder_is_found_before_the_measurement(attempt, tmp_path):
     words = (*SIZES, "--out", tmp_path / "missing/link.json")
     status, out, err = attempt(SCRIPT, *words, processes=3)
     told = f"cannot write {words[-1]}: its folder is missing or read-only"
-    assert (status, out, err.splitlines()[0]) == (1, "", told) and "Traceback" not in err
+    assert (status, out, err.splitlines()[0]) == (1, "", told)  # PyTorch's store may say more
+    assert err.count("cannot write") == 1 and "Traceback" not in err
 
 
 CHECK, LAST = "        if (buffer !=", "    link |= {"  # before these lines comes a fault
