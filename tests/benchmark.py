@@ -17,15 +17,24 @@ train.py of karpathy/nanoGPT, in its setting for a CPU, writes such a log, too, 
     ratio "tests/benchmark.py nanogpt --folder NANOGPT" \\
         "singlegpu/gpt.py --dataset TEXT --vocab_size 128 --seq_len 64 --d_model 128 --n_heads 4 \\
         --num_layers 4 --batch_size 12"
+
+`steps` compares the seconds and the CPU seconds of a step, of any commands that take --max_steps.
+Each runs in two lengths, whose difference has no start:
+
+    steps "singlegpu/images.py --model mlp --eval_every 9999" \\
+        "tests/helpers/plain_loops.py plain singlegpu/images.py --model mlp" --lengths 100 1100
 """
 
 import argparse
 import itertools
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -70,6 +79,45 @@ def ratio(options):
         print("|", " | ".join(cells), "|")
 
 
+def measure(command):
+    """Runs a command. Returns its seconds, and the CPU seconds of it and all its children."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *shlex.split(command)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    errors = process.stderr.read()  # until it ends
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"failed: {command}\n{errors.decode()}")
+    return time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+
+
+def steps(options):
+    """Prints the time and the CPU time of a step of each side, in ms, and both to the first one."""
+    few, many = options.lengths
+    found = []
+    for number, side in itertools.product(range(options.rounds), options.sides):
+        short = measure(f"{side} --max_steps {few}")
+        long = measure(f"{side} --max_steps {many}")
+        wall, cpu = [1000 * (b - a) / (many - few) for a, b in zip(short, long)]
+        found.append({"round": number, "side": side, "wall": wall, "cpu": cpu})
+        print(found[-1], file=sys.stderr)
+    found = pd.DataFrame(found).set_index("round")
+    first = found[found["side"] == options.sides[0]]
+    print("| side | ms of a step | to the first | CPU ms of a step | to the first |")
+    print("|" + " --- |" * 5)
+    for side, rows in found.groupby("side", sort=False):
+        cells = [side]
+        for column in "wall", "cpu":
+            ratios = rows[column] / first[column]
+            cells.append(f"{rows[column].median():.2f}")
+            cells.append(f"{ratios.median():.2f} ({ratios.min():.2f} to {ratios.max():.2f})")
+        print("|", " | ".join(cells), "|")
+
+
 def nanogpt(options):
     """train.py of karpathy/nanoGPT in the setting that its README gives for a CPU."""
     words = "train.py config/train_shakespeare_char.py --device=cpu --eval_iters=1 "
@@ -95,14 +143,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=wide)
     commands = parser.add_subparsers(required=True)
     add = {}
-    for run in ratio, nanogpt, predict:
+    for run in ratio, steps, nanogpt, predict:
         words = commands.add_parser(run.__name__)
         words.set_defaults(run=run)
         add[run] = words.add_argument
     add[ratio]("sides", nargs="+")
     add[ratio]("--rounds", type=int, default=5)
     add[ratio]("--columns", nargs="+", default=[], help="further columns of the logs")
-    add[nanogpt]("--log", required=True)
+    add[steps]("sides", nargs="+")
+    add[steps]("--rounds", type=int, default=5)
+    add[steps]("--lengths", type=int, nargs=2, default=[100, 1100], help="in steps")
+    add[nanogpt]("--log", default=os.devnull)
     add[nanogpt]("--folder", default="nanoGPT")
     add[nanogpt]("--max_steps", type=int, default=300)
     add[nanogpt]("--compile", action="store_true")

@@ -229,7 +229,7 @@ def test_early_stopping_and_live_logging(logged, changed, base, tmp_path, folder
     page = (ROOT / "examples/README.md").read_text()
     lines = "".join(re.findall(r"^```python\n(            if .*?)^```", page, re.M | re.S))
     if folder == "singlegpu":
-        lines = lines.replace(" and rank == 0", "").replace("if rank == 0:", "if True:")
+        lines = lines.replace(" and rank == 0", "").replace("rank == 0 and ", "")
     lines = lines.replace('"best.pt"', f'"{tmp_path}/best.pt"')
     start = "    from torch.utils.tensorboard import SummaryWriter\n"
     start += "    best_loss, bad_rows = math.inf, 0\n"

@@ -158,10 +158,10 @@ def count(script, flags, processes=1, checkpoints=False):
 
 
 def divided(counted, processes):
-    """Returns the same for a process of FSDP.
+    """Returns {column: bytes} for a process of FSDP, from what count() says of DDP.
 
-    Two blocks are whole at a time, with the gradients of one, and all that is in no block, with its
-    gradients. These are made in the type of the computation.
+    These are whole at a time: the weights of two blocks, the gradients of one, and weights and
+    gradients of all that is in no block. They have the type of the computation.
     """
     found = {name: counted[name] / processes for name in COLUMNS}
     largest = max(counted["blocks"], default=0)
@@ -203,7 +203,7 @@ def main():
     for title, row in rows.items():
         values = [row[name] / 1e9 for name in names]
         line = f"{title:20}" + "".join(f"{value:13.3f}" for value in values)
-        if options.memory:
+        if options.memory:  # a tenth more for pieces that lie apart, and 1 GB for CUDA itself
             line += "  fits" if 1.1 * values[-1] + 1 <= options.memory else "  does not fit"
         print(line)
 

@@ -90,8 +90,8 @@ def timed_steps(rows):
 def buckets_of(run, backward):
     """Returns the bytes of each bucket of gradients, and the share of the backward pass before it.
 
-    A share is that part of the backward pass, of so many seconds, which ends when the bucket is
-    ready and begins when the one before was ready.
+    A share begins when the bucket before is ready, and ends when this one is. `backward` is the
+    seconds of the whole pass.
     """
     spans = [span for span in run["last_step"] or () if span[0] == "all-reduce"]
     if spans and backward > 0:
@@ -198,7 +198,8 @@ def predict(step, scaling, counts):
 def counts_of(asked, node):
     """Returns the numbers of processes to try: what is asked for, and powers of two below it.
 
-    If a node has so many processes, it is 1, 2, 4, ... processes of one node, then whole nodes.
+    If the link says how many processes a node has, those are 1, 2, 4, ... on one node, and then
+    1, 2, 4, ... whole nodes.
     """
     most = max(asked) if asked else MOST
     powers = [2**n for n in range(most.bit_length())]
@@ -291,7 +292,7 @@ def answer_of(run, strong):
 
 
 def doubts_of(run, strong, weak, step):
-    """Returns why the prediction from this run is not to be trusted, if it is not."""
+    """Returns the reasons not to trust the prediction from this run. There may be none."""
     short = strong["processes"][strong["step (ms)"] < 10]
     uneven = [str(n) for n in strong["processes"] if step["batch"] % n]
     others = {link["device"] for link in step["links"] if "device" in link} - {run["device"]}
@@ -433,7 +434,7 @@ def quantity(units):
 
 
 def read_link(path):
-    """Returns the link in a file of allreduce.py. SystemExit: it is none."""
+    """Returns the link in a file of allreduce.py. SystemExit: the file holds no link."""
     try:
         link = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -32,8 +32,8 @@ start      an optimizer is about to take its first step. A list has an item for 
   bits, sketches   of the weights; see the functions of these names
 step       an optimizer has taken a step. A list has an item for each of its weights
   optimizer, step  its number; its steps until now, from 1 on
-  began            the gradients were "zeroed" or "old" at the first backward pass since the
-                   last step; "unchanged": there was no backward pass
+  began            "zeroed": at a backward pass since the last step, the gradients were all 0 or
+                   None; "old": at none of them; "unchanged": there was no backward pass
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
   had_gradients    whether the last backward pass has left any gradient
@@ -61,7 +61,7 @@ forward    a module was called that no other module has called
   has_grad         whether gradients were on
   loader_pass      the pass over a DataLoader that gave the last batch; null: there was none
   layers           how many layers of Dropout and BatchNorm it has
-  layers_in_eval   how many of them are in eval(), and the module is not
+  layers_in_eval   how many of them are in eval(); 0 if the module is in train(), with gradients
   norms            bits of BatchNorm's running means, where gradients were off
   autocast         the type of autocast; "": it was off
   takes_result     whether an input is the result of another module
@@ -224,7 +224,7 @@ def nothing(*args, **kwargs):
 
 
 def wrap(owner, name, before=nothing, after=nothing, kinds=()):
-    """Calls before(arguments) and after(result, arguments) around a function of PyTorch."""
+    """Replaces owner.name by a function that also calls before(...) and after(result, ...)."""
     if not hasattr(owner, name):
         watch.record("missing", name=f"{getattr(owner, '__name__', owner)}.{name}", kinds=kinds)
         return
@@ -642,7 +642,10 @@ class Watch:
     def after_step(self, optimizer, args, kwargs):
         if not self.stepping or optimizer is not self.stepping[0]:
             return
-        known = self.known[optimizer]
+        known = self.known.get(optimizer)
+        if known is None:  # before_step() had an error of its own, and has recorded it
+            self.end_turn(None)
+            return
         known.step += 1
         self.steps_done = max(self.steps_done, known.step)
         careful(self.record_step)(optimizer, known)
