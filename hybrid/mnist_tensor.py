@@ -3,15 +3,15 @@
     torchrun --standalone --nproc_per_node=4 hybrid/mnist_tensor.py    # 2 parts x 2 groups
     sbatch slurm/hybrid_mnist_tensor.slurm
 
-The first layer makes x from an image, and is whole everywhere. The next two are split over the two
-processes of a group: W (512 x 512) by rows, and V (10 x 512) by columns.
+Each process has the whole first layer, which makes x from an image. The next two layers are split
+over the two processes of a group. W (512 x 512) is cut by rows, and V (10 x 512) by columns.
 
     V relu(W x)  =  V[:, :256] relu(W[:256] x)  +  V[:, 256:] relu(W[256:] x)
     group 0         rank 0: part 0                 rank 1: part 1
     group 1         rank 2: part 0                 rank 3: part 1
 
-A step has two all-reduces in each group: of the logits, and of the gradients of x. DDP averages
-the gradients of each column, whose ranks hold the same part.
+In a step, each group has two all-reduces. One adds up the logits, the other the gradients of x. The
+ranks in a column of the table above hold the same part, and DDP averages their gradients.
 
 Compare it with mnist.py by `diff`. gpt_tensor.py splits a transformer, and adds snapshots and logs.
 """
@@ -45,30 +45,31 @@ HALVED = {"3.weight": 0, "3.bias": 0, "5.weight": 1}
 
 
 def split_layers(model, part, group):
-    """Leaves this process its part of W and V. In each step, f and g add up what the parts have.
+    """Leaves this process its part of W and V. Adds hooks: f sums gradients, and g sums logits.
 
-    They have these names in Megatron-LM (Shoeybi et al. 2019). Without one of them, the training
-    goes on without an error, and is wrong.
+    Megatron-LM (Shoeybi et al. 2019) has these names. Without f, the first layers of a group drift
+    apart. Without g, each part trains on a loss of its own. Neither mistake causes an error.
     """
 
-    def f(layer, input_gradients, _):  # before W. In the forward pass it does nothing
+    def f(layer, input_gradients, _):  # PyTorch calls it in the backward pass, after W
         total = input_gradients[0].clone()
         mark("backward")
         dist.all_reduce(total, group=group)
         mark("comm")
-        return (total,)  # both parts read x: its gradient is the sum of what each part returns
+        return (total,)  # both parts read x, so the gradient of x is the sum of what both return
 
-    def g(layer, _, result):  # after V. In the backward pass it does nothing
+    def g(layer, _, result):  # PyTorch calls it in the forward pass, after V
         mark("forward")
-        # Each process has some terms of the logits. They are added in place, and .data hides this
-        # from autograd. So each part gets the gradient of the sum as it is: d(a + b) / da = 1.
+        # Each process has one of the two terms of the logits. They are added in place. Because of
+        # .data, autograd does not see this. So the gradient of the sum reaches each term unchanged.
+        # This is right: d(a + b) / da = 1.
         dist.all_reduce(result.data, group=group)
         mark("comm")
 
     for name, dim in HALVED.items():
         weight = model.get_parameter(name)
         weight.data = weight.data.chunk(2, dim)[part].clone()
-    if part == 1:  # part 0 alone adds V's bias: else the sum would have it twice
+    if part == 1:  # only part 0 adds V's bias. Otherwise the sum would have it twice
         model[5].bias = None
     model[3].register_full_backward_hook(f)
     model[5].register_forward_hook(g)
@@ -125,7 +126,7 @@ def main(args):
         mark("start")
         sampler.set_epoch(epoch)  # a new order, the same in all processes: each takes its share
         loss_sum = torch.zeros((), device=device)
-        for batch in loader:  # both parts get the same images, as their logits are added up
+        for batch in loader:  # both parts get the same images, because their logits are added up
             images, labels = [x.to(device, non_blocking=True) for x in batch]
             mark("data")
             loss = nn.functional.cross_entropy(model(images), labels)
@@ -139,8 +140,8 @@ def main(args):
         num_marks = len(marks)
         with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
-        del marks[num_marks:]  # those of g in this validation
-        # Both processes of a group count the same images: each of them adds a half.
+        del marks[num_marks:]  # g made them in this validation, which is timed as a whole
+        # Both processes of a group have the same loss and accuracy, so each adds half of them.
         results = torch.stack([loss_sum / len(loader) / num_groups, val_acc]) / 2
         dist.all_reduce(results)  # sums over all processes: the mean loss, and the accuracy
         mark("eval")

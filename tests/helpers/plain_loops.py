@@ -1,11 +1,12 @@
-"""Train the model of a script on its data, in a loop that people would write instead.
+"""Train the model of a script on its data, in a loop that people might write in place of ours.
 
     python tests/helpers/plain_loops.py plain singlegpu/images.py --model mlp --max_steps 100
     torchrun --standalone --nproc_per_node=2 -- tests/helpers/plain_loops.py lightning ...
 
-The loops are `plain` (a DataLoader and DistributedDataParallel), `accelerate`, `lightning`, and
-`fsdp2`: that of pytorch/examples/distributed/FSDP2, which draws its tokens at random. Each has the
-defaults of its library. Model, data, loss and optimizer are the script's. Nothing is validated.
+The loops are `plain` (a DataLoader and DistributedDataParallel), `accelerate`, `lightning` and
+`fsdp2`. Each has the defaults of its library. Model, data, loss and optimizer are the script's. But
+`fsdp2`, that of pytorch/examples/distributed/FSDP2, draws random tokens and has an optimizer of its
+own. Nothing is validated.
 """
 
 import importlib.util
@@ -61,7 +62,7 @@ def accelerate(script, args):
 
 
 def lightning(script, args):
-    """The Trainer of Lightning, without logger and checkpoints."""
+    """The Trainer of Lightning, without a logger and without checkpoints."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -85,7 +86,7 @@ def lightning(script, args):
 
 
 def fsdp2(script, args):
-    """The loop of pytorch/examples, with the blocks of gpt.py in place of its own."""
+    """The loop of pytorch/examples. The model is that of gpt.py."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
@@ -106,7 +107,7 @@ def fsdp2(script, args):
 
 
 def endless(loader):
-    """Batches of one epoch after the other."""
+    """Returns the batches of one epoch after another, without end."""
     return chain.from_iterable(repeat(loader))
 
 
