@@ -201,7 +201,8 @@ def main():
 
     # The table, in GB.
     parameters = plain["others"] + sum(plain["blocks"])
-    print(f"{parameters:,} parameters, {options.processes} processes, GB in each:")
+    limit = f"; fits: 1.1 x total + 1 is at most {options.memory:g}" if options.memory else ""
+    print(f"{parameters:,} parameters, {options.processes} processes, GB in each{limit}:")
     names = [*COLUMNS, "total"]
     print(f"{'':20}" + "".join(f"{name:>13}" for name in names))
     for title, row in rows.items():
@@ -210,6 +211,8 @@ def main():
         if options.memory:  # a tenth more for gaps between tensors, and 1 GB for CUDA itself
             line += "  fits" if 1.1 * values[-1] + 1 <= options.memory else "  does not fit"
         print(line)
+    if plain["blocks"]:
+        print("FSDP's total has the larger of gradients and activations, not both.")
 
 
 if __name__ == "__main__":
