@@ -23,9 +23,9 @@ CHANGES = {  # of predict.py: flags, and how many times the batch and the speed 
     "twice the batch": ([], 2, 1),
     "a link twice as fast": ([], 1, 2),
 }
-COLUMNS = ["model", "Mbit/s", "nodes", "micro-batches", "change", "all-reduce alone"]
+COLUMNS = ["model", "Mbit/s", "nodes", "micro-batches", "change", "cores busy"]
 COLUMNS += ["predicted", "measured", "error"]
-MOST = 0.05  # that an all-reduce alone may take longer: above it, the cores set the speed
+MOST = 0.6  # of the cores' time, taken by all-reduces alone: above it, a training waits for cores
 
 
 class Network:
@@ -78,20 +78,17 @@ class Network:
             self.known[mbit] = self.link_of(2)
         return self.known[mbit]
 
-    def excess_of(self, mbit, nodes):
-        """Returns how much longer an all-reduce takes on so many nodes than the links need for it.
+    def busy_of(self, mbit, nodes):
+        """Returns which share of this machine's cores all-reduces on so many nodes take.
 
-        It is a share of what the link of two nodes lets expect. Nothing else runs. So if it takes
-        longer, the cores of this machine set the speed of the links.
+        Nothing else runs. Where they take much, a training must wait for cores, and not for links.
         """
         if (mbit, nodes) not in self.known:
             link.shape(self.spaces, mbit)
-            step = {"links": [self.link_of_two(mbit)], "node": 1, "device": "CPU", "faster": 1}
-            network = foretell.network_of(nodes, step)
-            found = self.link_of(nodes)
-            sent = found["sizes"][-1] * 2 * (nodes - 1) / nodes  # bytes, by each node
-            expected = network["latency"] + sent / network["bandwidth"]
-            self.known[mbit, nodes] = found["seconds"][-1] / expected - 1
+            before = ticks_of_cores()
+            self.link_of(nodes)
+            idle, total = [after - was for after, was in zip(ticks_of_cores(), before)]
+            self.known[mbit, nodes] = 1 - idle / total
         return self.known[mbit, nodes]
 
     def compare(self, model, mbit, nodes, passes, change):
@@ -108,6 +105,12 @@ class Network:
         return [speed / one["samples/s"].item() for speed in speeds]
 
 
+def ticks_of_cores():
+    """Returns how long all cores were idle, and how long there were cores, since the start."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
 def predict(options):
     """Prints a row for each case: how many times as fast as one process it was to be, and was.
 
@@ -115,7 +118,7 @@ def predict(options):
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. With
     --grad_accum_steps, the batch grows by that factor, and is sent once.
 
-    The column "all-reduce alone" tells how much longer an all-reduce takes than the links need. It
+    The column "cores busy" tells which share of the cores all-reduces alone take on these links. It
     is measured first. So a row that this machine is too slow for is marked before it is predicted.
     """
     if missing := link.what_is_missing():
@@ -127,12 +130,12 @@ def predict(options):
         print("|", " | ".join(COLUMNS), "|\n|" + " --- |" * len(COLUMNS), flush=True)
         for case in itertools.product(options.models or MODELS, *cases):
             _, mbit, nodes, _, change = case
-            excess = network.excess_of(mbit * CHANGES[change][2], nodes)
-            mark = ", too fast" if excess > MOST else ""
+            busy = network.busy_of(mbit * CHANGES[change][2], nodes)
+            mark = ", too fast" if busy > MOST else ""
             predicted, measured = network.compare(*case)
             error = predicted / measured - 1
-            rows.append({"error": abs(error), "is_too_fast": excess > MOST})
-            cells = [*case, f"{excess:+.0%}{mark}", f"{predicted:.2f}", f"{measured:.2f}"]
+            rows.append({"error": abs(error), "is_too_fast": busy > MOST})
+            cells = [*case, f"{busy:.0%}{mark}", f"{predicted:.2f}", f"{measured:.2f}"]
             print("|", " | ".join(map(str, [*cells, f"{error:+.1%}"])), "|", flush=True)
     rows = pd.DataFrame(rows)
     for is_too_fast, part in rows.groupby("is_too_fast"):
