@@ -20,6 +20,8 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
     "images.py --dataset path/to/photos": "--image_size 32 --batch_size 6 --epochs 1",
     "images.py": MLP,
     "multigpu/mine.py": "--batch_size 8 --max_steps 2",
+    "multigpu/text.py": "--max_steps 2",
+    "multigpu/translation.py": "--max_steps 2",
     "multigpu/gpt.py": GPT,
     "singlegpu/gpt.py": f"{GPT} --max_steps 2",
     "hybrid/gpt_fsdp.py": f"{GPT} --max_steps 2",
