@@ -318,6 +318,50 @@ def are_zeros(hashes):
     return bool(present) and not any(present)
 
 
+def owners(job):
+    """Is each weight in one optimizer alone?"""
+    num_weights = num_shared = num_optimizers = 0
+    for rank, process in job.ranks.items():
+        twice = moved_twice(process)
+        if twice:
+            name, step = next(iter(twice.values()))
+            words = f"two optimizers step on one gradient of {len(twice)} weights, first of {name} "
+            words += f"in step {step}, rank {rank}, so that the steps add up. "
+            yield "ERROR", words + "Leave each weight in one optimizer."
+            return  # other ranks have the same
+        holders = defaultdict(set)  # of each weight: the optimizers that have it
+        for record in process["step"]:
+            for weight in record["weights"]:
+                holders[weight].add(record["object"])
+        num_weights += len(holders)
+        num_shared += sum(len(objects) > 1 for objects in holders.values())
+        num_optimizers = max(num_optimizers, len(set().union(*holders.values())))
+    if num_optimizers > 1 and not num_shared:
+        yield "ok", f"{num_optimizers} optimizers have none of {num_weights} weights in common"
+    yield "not seen", "one optimizer steps, or several have weights in common and own gradients"
+
+
+def moved_twice(process):
+    """Returns {weight: (name, step)} of those that a second optimizer moves by an old gradient.
+
+    Optimizers that share weights may be right, as in InfoGAN, where each has backward passes of
+    its own.
+    """
+    found, last = {}, {}
+    for record in process["step"]:
+        names, who = process["start"][record["optimizer"]]["names"], record["object"]
+        for index, weight in enumerate(record["weights"]):
+            if not pull_of(record, index):
+                continue
+            gradient = record["gradients"][index]
+            before, used = last.get(weight, (who, None))  # the last step that has moved it
+            is_old = gradient == used and not record["had_gradients"]
+            if is_old and before != who:
+                found.setdefault(weight, (names[index], record["step"]))
+            last[weight] = who, gradient
+    return found
+
+
 def accumulation(job):
     """Are gradients zeroed and averaged once a step, not in each micro-batch?"""
     zeroed = 0
@@ -338,6 +382,7 @@ def findings_of_accumulation(rank, steps):
         yield "ERROR", f"not zeroed before step {old[0]}, rank {rank}. Call zero_grad()."
     for before, record in zip(steps, steps[1:]):
         is_same = before["gradients"] == record["gradients"] and any(record["gradients"])
+        is_same &= before["object"] == record["object"]  # else see owners()
         if is_same and record["began"] == "unchanged":
             words = f"step {record['step']} uses the gradients of the last one, rank {rank}."
             yield "ERROR", words + " Call backward() before it."
@@ -923,6 +968,7 @@ RULES = [
     weights,
     updates,
     gradients,
+    owners,
     accumulation,
     finite,
     schedule,

@@ -51,6 +51,9 @@ step       an optimizer has taken a step. A list has an item for each of its wei
   attributes       {name: value or bits} of what modules hold and no state_dict saves
   bits, sketches   of the weights
   bits_before      the bits of the weights before the step
+  object           a number of the optimizer itself; those that have the same weights, or take the
+                   place of one that is gone, are one `optimizer`
+  weights          a number of each weight: in two optimizers it is the same for the same weight
 skipped    a GradScaler has left out a step
   optimizer        its number; null if it has taken no step yet
 unowned    after the second step of an optimizer
@@ -282,6 +285,8 @@ class Watch:
         self.pid = 0  # of the process that has opened the file
         self.known = weakref.WeakKeyDictionary()  # {optimizer: Known}
         self.all_known = []
+        self.objects = weakref.WeakKeyDictionary()  # {optimizer: number} of those that step
+        self.objects_seen = 0
         self.optimizers = weakref.WeakSet()  # all that were made
         self.loaded = weakref.WeakSet()  # those that have loaded a state
         self.states_loaded = 0
@@ -521,6 +526,8 @@ class Watch:
         if optimizer not in self.known:
             self.learn_names()
             self.known[optimizer] = self.known_of(optimizer)
+            self.objects[optimizer] = self.objects_seen
+            self.objects_seen += 1
         known = self.known[optimizer]
         known.backwards = self.turn.backwards
         known.values = self.values_of_gradients(optimizer, known)
@@ -668,6 +675,8 @@ class Watch:
                     types.add(f"{name} {value.dtype}")
         values = {"optimizer": known.number, "step": known.step, "began": known.began}
         values |= known.values | {"types": sorted(types)}
+        values["object"] = self.objects[optimizer]
+        values["weights"] = [id(weight) for weight in weights]
         values["bits"] = [bits_of(weight) for weight in weights]
         values["sketches"] = [sketch_of(weight) for weight in weights]
         values["attributes"] = self.learn_names()
