@@ -50,7 +50,7 @@ class Process:
         return max((record["step"] for record in self["step"]), default=0)
 
     def optimizers(self):
-        """Yields what was recorded at the start of each optimizer, and at its steps."""
+        """Yields what was recorded at the start of each optimizer's number, and at its steps."""
         for start in self["start"]:
             number = start["optimizer"]
             yield start, [record for record in self["step"] if record["optimizer"] == number]

@@ -327,7 +327,7 @@ def owners(job):
             name, step = next(iter(twice.values()))
             words = f"two optimizers step on one gradient of {len(twice)} weights, first of {name} "
             words += f"in step {step}, rank {rank}, so that the steps add up. "
-            yield "ERROR", words + "Leave each weight in one optimizer."
+            yield "warning", words + "Leave each weight in one optimizer."
             return  # other ranks have the same
         holders = defaultdict(set)  # of each weight: the optimizers that have it
         for record in process["step"]:

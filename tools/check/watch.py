@@ -12,7 +12,8 @@ trouble    a hook has failed
 flags      the script has read its command line with argparse
   values           {flag: value}, of texts and numbers
 start      an optimizer is about to take its first step. A list has an item for each of its weights
-  optimizer, step  its number, in the order of first steps; 0
+  optimizer, step  its number, in the order of first steps; 0. One of the same weights, or one that
+                   takes the place of one that is gone, has the number of the first, and no start
   rank, world      of torch.distributed; 0 and 1 without it
   group_sizes      the sizes of all process groups
   settings         flags and versions, as one text, without what names a rank
@@ -32,11 +33,12 @@ start      an optimizer is about to take its first step. A list has an item for 
   bits, sketches   of the weights; see the functions of these names
 step       an optimizer has taken a step. A list has an item for each of its weights
   optimizer, step  its number; its steps until now, from 1 on
-  began            "zeroed": at a backward pass since the last step, the gradients were all 0 or
+  began            "zeroed": at a backward pass since its own last step, the gradients were all 0 or
                    None; "old": at none of them; "unchanged": there was no backward pass
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
-  had_gradients    whether the last backward pass has left any gradient
+  had_gradients    whether the last backward pass has left any gradient; false if there was none
+                   since the last step of any optimizer
   rates            the learning rate of each group
   scheduled        the rates that the scheduler says; [] without one
   ddp_calls        forward passes of DDP since the last step
