@@ -412,9 +412,12 @@ def findings_of_rates(steps):
     words += " Is it set elsewhere, too?"
     shares = [rate / said for _, rate, said in used if said]
     is_warm_up = shares == sorted(shares) and max(shares, default=0) <= 1 + RATE_DIGIT
+    gaps = [abs(rate - said) for _, rate, said in used]
+    is_falling = gaps == sorted(gaps, reverse=True)
     if len({rate for _, rate, _ in used}) == 1:
         yield "ERROR", words
-    elif not is_warm_up:  # which takes a growing share of the rate
+    # A warm-up takes a growing share of the rate. That of YOLO's biases falls towards it.
+    elif not (is_warm_up or is_falling):
         yield "warning", words
 
 
