@@ -103,6 +103,8 @@ def weights(job):
             steps = sorted(set.intersection(*[{*each} for each in states.values()]))
             found = {step: differences(family, states, step) for step in steps}
             bad = [step for step in steps if found[step]]
+            if bad and start["stands_in"] and not bad[0]:
+                continue  # each rank has a part of its own
             if bad:
                 yield verdict(family, start, states, bad, steps, found[bad[0]])
             elif has_copies(family, states):

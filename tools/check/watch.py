@@ -23,6 +23,7 @@ start      an optimizer is about to take its first step. A list has an item for 
   parts            which part of each weight is in this process; "" where it is the whole
   is_whole         whether each rank has the whole weight, if the model is split by hand
   in_ddp           whether DDP knows the weight
+  stands_in        whether optimizers hold no weight of a module, but flat parts of them (ZeRO)
   ddp_ranks        the ranks that DDP averages over; [] without DDP
   mesh             the ranks of the mesh of a sharded model, in nested lists; [] without one
   sharded_by       "", "FSDP1", "FSDP2"
@@ -566,12 +567,28 @@ class Watch:
         values["group_sizes"] = self.group_sizes() if has_group else []
         values["ddp_ranks"] = dist.get_process_group_ranks(ddp.process_group) if ddp else []
         values["in_ddp"] = [id(weight) in self.ddps for weight in weights]
+        values["stands_in"] = self.stands_in()
         values["states_loaded"] = self.states_loaded
         values["has_loaded"] = optimizer in self.loaded
         values |= values_of_place(weights)
         values |= self.values_of_weights(weights)
         values |= self.values_of_shards(weights)
         self.record("start", **values)
+
+    def stands_in(self):
+        """Whether optimizers hold other weights than those of the modules, as ZeRO's flat parts."""
+        called = set()
+        for module in self.modules:
+            called |= {id(weight) for weight in module.parameters() if weight.requires_grad}
+        return bool(called) and not called & self.owned_weights()
+
+    def owned_weights(self):
+        """The ids of the weights of all optimizers."""
+        owned = set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                owned |= {id(weight) for weight in group["params"]}
+        return owned
 
     def find_weights_elsewhere(self, optimizer, has_group):
         """An optimizer may hold weights that this process neither calls nor trains."""
@@ -684,11 +701,7 @@ class Watch:
             self.record_unowned()
 
     def record_unowned(self):
-        owned = set()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                owned |= {id(weight) for weight in group["params"]}
-        names = set()
+        owned, names = self.owned_weights(), set()
         for module in self.modules:
             for weight in module.parameters():
                 if weight.grad is not None and id(weight) not in owned:
