@@ -107,6 +107,8 @@ def weights(job):
             steps = sorted(set.intersection(*[{*each} for each in states.values()]))
             found = {step: differences(family, states, step) for step in steps}
             bad = [step for step in steps if found[step]]
+            if bad and start["stands_in"] and not bad[0]:
+                continue  # each rank has a part of its own
             if bad:
                 yield verdict(family, start, states, bad, steps, found[bad[0]])
             elif has_copies(family, states):
@@ -461,9 +463,12 @@ def findings_of_rates(steps):
     words += " Is it set elsewhere, too?"
     shares = [rate / said for _, rate, said in used if said]
     is_warm_up = shares == sorted(shares) and max(shares, default=0) <= 1 + RATE_DIGIT
+    gaps = [abs(rate - said) for _, rate, said in used]
+    is_falling = gaps == sorted(gaps, reverse=True)
     if len({rate for _, rate, _ in used}) == 1:
         yield "ERROR", words
-    elif not is_warm_up:  # which takes a growing share of the rate
+    # A warm-up takes a growing share of the rate. That of YOLO's biases falls towards it.
+    elif not (is_warm_up or is_falling):
         yield "warning", words
 
 

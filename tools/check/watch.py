@@ -24,6 +24,7 @@ start      an optimizer is about to take its first step. A list has an item for 
   parts            which part of each weight is in this process; "" where it is the whole
   is_whole         whether each rank has the whole weight, if the model is split by hand
   in_ddp           whether DDP knows the weight
+  stands_in        whether optimizers hold no weight of a module, but flat parts of them (ZeRO)
   ddp_ranks        the ranks that DDP averages over; [] without DDP
   mesh             the ranks of the mesh of a sharded model, in nested lists; [] without one
   sharded_by       "", "FSDP1", "FSDP2"
@@ -64,7 +65,8 @@ forward    a module was called that no other module has called
   call, step       its number; the steps that were taken before
   module, number   its type; its number, in the order of first calls
   has_grad         whether gradients were on
-  loader_pass      the pass over a DataLoader that gave the last batch; null: there was none
+  loader_pass      the pass over a DataLoader that gave its inputs, or else the last batch; null:
+                   there was none
   layers           how many layers of Dropout and BatchNorm it has
   layers_in_eval   how many of them are in eval(); 0 if the module is in train(), with gradients
   norms            bits of BatchNorm's running means, where gradients were off
@@ -81,7 +83,7 @@ autocast   autocast is on, and a layer gives float32
   module, gives    the type of the layer; the type of its result
 loss       a backward pass begins
   value            of the loss; 0 if it has several numbers
-  step, loader_pass   as of forward
+  step, loader_pass   as of forward; the pass of the last call with gradients
 redrawn    a module was called in a backward pass, and random numbers were drawn
   step             the steps that were taken before
 batch      a DataLoader has given a batch
@@ -134,6 +136,7 @@ PAUSE_AT = int(os.environ["CHECK_PAUSE"])  # the step at which the job is told t
 HANG_SECONDS = float(os.environ["CHECK_STUCK"])  # then Python writes where it stands
 COMPARES_RUNS = bool(os.environ["CHECK_COMPARES"])
 BATCHES_KEPT = 8  # a step takes its inputs from the last batches of a loader
+PASSES_KEPT = 4  # validations may come between a batch and its step
 BLOCK = 1 << 16  # numbers of a row that are multiplied at once: what is cached has this length
 
 watch = None  # of this process; install() makes it
@@ -260,6 +263,7 @@ class Turn:
     was_unsynced: bool = False  # the last backward pass, since it was in no_sync()
     versions: int = 0  # of the weights at the end of the last backward pass; a change raises it
     calls: int = 0  # of modules, at that time
+    loader_pass: int | None = None  # that gave the inputs of the last call with gradients
     has_entered_autocast: bool = False
     scaling: str = "no"  # of the loss by a GradScaler: "no", "scaled", "unscaled"
     clipped: str = "no"
@@ -298,7 +302,7 @@ class Watch:
         self.modules = weakref.WeakKeyDictionary()  # {module: number} of those that were called
         self.modules_called = 0
         self.elsewhere = set()  # ids of weights that other processes train, as a pipeline's stages
-        self.given = deque(maxlen=BATCHES_KEPT)  # hashes of rows of the last batches
+        self.given = {}  # {pass: hashes of the rows of its last batches}, the newest pass last
         self.turn = Turn()
         self.steps_done = 0
         self.depth = 0  # of modules that are being called
@@ -351,6 +355,8 @@ class Watch:
         values = self.values_of_call(module, norms, has_grad)
         values |= self.values_of_layers(module, parts, norms, has_grad)
         values |= self.values_of_inputs((args, self.keyword_arguments(sys._getframe(2))))
+        if has_grad:
+            self.turn.loader_pass = values["loader_pass"]
         generators = [found for part in parts for found in own_generators(part, depth=0)]
         values["random"] = random_states(generators, in_model=True)
         module.__dict__["_check"] = values, norms, generators
@@ -374,7 +380,6 @@ class Watch:
             "module": type(module).__name__,
             "number": self.modules[module],
             "has_grad": has_grad,
-            "loader_pass": self.current_pass,
             "autocast": autocast,
         }
 
@@ -395,14 +400,19 @@ class Watch:
         tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
         rows = [tensor for tensor in rows_of(tensors)]
         hashed = [(tensor, hashes_of(tensor)) for tensor in rows]
-        given = [(tensor, hashes) for tensor, hashes in hashed if self.is_given(tensor, hashes)]
+        passes = [self.pass_of(tensor, hashes) for tensor, hashes in hashed]
+        given = [pair for pair, number in zip(hashed, passes) if number is not None]
         samples, near = 0, 0
         for place, (tensor, hashes) in enumerate(given or hashed):
             samples += (place * 2 + 1) * hashes
             near += projections_of(tensor)
         results = [tensor for tensor in tensors_of(inputs) if tensor.grad_fn is not None]
         long = [tensor for tensor in tensors if tensor.numel() > 1]
+        known = [number for number in passes if number is not None]
         return {
+            # A batch may have been fetched before the pass of a validation. A mask of ones is in
+            # each batch, so that the first pass counts.
+            "loader_pass": min(known, default=self.current_pass),
             "takes_result": bool(results),
             "from_loader": bool(given),
             "is_zero": bool(long) and not any(tensor.any() for tensor in tensors),
@@ -410,14 +420,15 @@ class Watch:
             "near": near,
         }
 
-    def is_given(self, tensor, hashes):
-        """Whether a loader has given all rows of a tensor."""
+    def pass_of(self, tensor, hashes):
+        """Returns the pass over a loader that has given all rows of a tensor. None: none has."""
         key, unknown = row_type(tensor), {*hashes.tolist()}
-        for batch in reversed(self.given):
-            unknown -= batch.get(key, set())
-            if not unknown:
-                return True
-        return False
+        for number, batches in reversed(self.given.items()):
+            for batch in reversed(batches):
+                unknown -= batch.get(key, set())
+                if not unknown:
+                    return number
+        return None
 
     def after_module(self, module, args, output):
         self.depth = max(0, self.depth - 1)
@@ -465,8 +476,9 @@ class Watch:
             self.note_gradients_before(known)
         loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         value = local(loss).item() if loss.numel() == 1 else 0
+        loader_pass = self.current_pass if turn.loader_pass is None else turn.loader_pass
         if self.steps_done < NUM_STEPS:
-            self.record("loss", value=value, step=self.steps_done, loader_pass=self.current_pass)
+            self.record("loss", value=value, step=self.steps_done, loader_pass=loader_pass)
         self.in_backward, self.recomputes = True, False
         self.random_before = random_states((), in_model=True)
 
@@ -564,12 +576,28 @@ class Watch:
         values["group_sizes"] = self.group_sizes() if has_group else []
         values["ddp_ranks"] = dist.get_process_group_ranks(ddp.process_group) if ddp else []
         values["in_ddp"] = [id(weight) in self.ddps for weight in weights]
+        values["stands_in"] = self.stands_in()
         values["states_loaded"] = self.states_loaded
         values["has_loaded"] = optimizer in self.loaded
         values |= values_of_place(weights)
         values |= self.values_of_weights(weights)
         values |= self.values_of_shards(weights)
         self.record("start", **values)
+
+    def stands_in(self):
+        """Whether optimizers hold other weights than those of the modules, as ZeRO's flat parts."""
+        called = set()
+        for module in self.modules:
+            called |= {id(weight) for weight in module.parameters() if weight.requires_grad}
+        return bool(called) and not called & self.owned_weights()
+
+    def owned_weights(self):
+        """The ids of the weights of all optimizers."""
+        owned = set()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                owned |= {id(weight) for weight in group["params"]}
+        return owned
 
     def find_weights_elsewhere(self, optimizer, has_group):
         """An optimizer may hold weights that this process neither calls nor trains."""
@@ -687,11 +715,7 @@ class Watch:
             self.record_unowned()
 
     def record_unowned(self):
-        owned = set()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                owned |= {id(weight) for weight in group["params"]}
-        names = set()
+        owned, names = self.owned_weights(), set()
         for module in self.modules:
             for weight in module.parameters():
                 if weight.grad is not None and id(weight) not in owned:
@@ -814,7 +838,11 @@ class Watch:
             hashes = hashes_of(tensor).tolist()
             kept.setdefault(row_type(tensor), set()).update(hashes)
             found.append(hashes)
-        self.given.append(kept)
+        batches = self.given.pop(self.current_pass, deque(maxlen=BATCHES_KEPT))
+        batches.append(kept)
+        self.given[self.current_pass] = batches
+        if len(self.given) > PASSES_KEPT:
+            del self.given[next(iter(self.given))]
         return found
 
     def before_fetch(self, fetcher, index):
