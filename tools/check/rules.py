@@ -245,8 +245,8 @@ def findings_of_remaking(process):
             found.append((record["step"], ", ".join(sorted(names))))
     if len(found) >= TIMES_REMADE:
         step, names = found[0]
-        words = f"the optimizer is made anew {len(found)} times, first after step {step}, and its "
-        yield "warning", words + f"{names} are lost. Make it once, before the first epoch."
+        words = f"the optimizer is made anew {len(found)} times, first after step {step}, and "
+        yield "warning", words + f"loses {names}. Make it once, before the first epoch."
 
 
 def samples_come_again(samples, step):
