@@ -418,12 +418,14 @@ def findings_of_accumulation(rank, steps):
 def findings_of_passes(rank, steps):
     """Of a step with more backward passes than others, since some are of the last pass over data.
 
-    A step of as many as the others may go from one pass to the next on purpose.
+    A step of as many as the others may go from one pass to the next on purpose. Of the first step
+    it is not known whether gradients were zeroed.
     """
-    usual = [len(record["passes"]) for record in steps if len({*record["passes"]}) == 1]
-    for record in steps:
+    known = steps[1:]
+    usual = [len(record["passes"]) for record in known if len({*record["passes"]}) == 1]
+    for record in known if 2 * len(usual) > len(known) else ():
         passes = record["passes"]
-        if usual and len({*passes}) == 2 and None not in passes and len(passes) > max(usual):
+        if len({*passes}) == 2 and None not in passes and len(passes) > max(usual):
             words = f"step {record['step']} in rank {rank} has gradients of {len(passes)} backward "
             words += f"passes from two passes over the data, others of {max(usual)}: "
             yield "warning", words + "what is left at an epoch's end comes into the next one."

@@ -398,6 +398,9 @@ class Watch:
         is_loss = isinstance(module, torch.nn.modules.loss._Loss)
         if is_inner or is_loss or self.steps_done >= NUM_STEPS:
             return
+        inputs = args, self.keyword_arguments(sys._getframe(2))
+        if any(is_wrapped(tensor) for tensor in tensors_of(inputs)):
+            return
         if module not in self.modules:
             self.modules[module] = self.modules_called
             self.modules_called += 1
@@ -407,7 +410,7 @@ class Watch:
             return  # swa_utils.update_bn() makes statistics
         values = self.values_of_call(module, norms, has_grad)
         values |= self.values_of_layers(module, parts, norms, has_grad)
-        values |= self.values_of_inputs((args, self.keyword_arguments(sys._getframe(2))))
+        values |= self.values_of_inputs(inputs)
         generators = [found for part in parts for found in own_generators(part, depth=0)]
         values["random"] = random_states(generators, in_model=True)
         module.__dict__["_check"] = values, norms, generators
@@ -1057,9 +1060,14 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
+def is_wrapped(tensor):
+    """Whether it stands for another one, or for many, as in torch.func.vmap()."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_plain(tensor):
-    """Whether it holds numbers: no DTensor, nor one that stands for another in a compiler."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    """Whether it holds its numbers: it is no DTensor, and stands for no other in a compiler."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
 
 
 def are_ids(tensor):
