@@ -399,8 +399,10 @@ class Watch:
         if is_inner or is_loss or self.steps_done >= NUM_STEPS:
             return
         inputs = args, self.keyword_arguments(sys._getframe(2))
-        if any(is_wrapped(tensor) for tensor in tensors_of(inputs)):
-            return
+        if not any(is_wrapped(tensor) for tensor in tensors_of(inputs)):
+            self.note_call(module, inputs, has_grad)
+
+    def note_call(self, module, inputs, has_grad):
         if module not in self.modules:
             self.modules[module] = self.modules_called
             self.modules_called += 1
