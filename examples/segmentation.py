@@ -30,7 +30,10 @@ class Photos(Dataset):
         return len(self.masks)
 
     def __getitem__(self, index):
-        image = ImageOps.exif_transpose(Image.open(self.images[index])).convert("RGB")  # upright
+        image = Image.open(self.images[index])
+        if image.mode[0] in "IF":  # convert() would make all values above 255 white
+            raise ValueError(f"{self.images[index]} has more than 8 bits a pixel: convert it first")
+        image = ImageOps.exif_transpose(image).convert("RGB")  # upright
         mask = Image.open(self.masks[index])
         if image.size != mask.size:  # such as where the mask was drawn on a photo that lay
             raise ValueError(f"{self.masks[index]} and its image differ in height or width")

@@ -1,15 +1,16 @@
-"""Make a model for Hugging Face's transformers, and what reads its format, of a trained GPT.
+"""Turn a trained GPT into a folder that Hugging Face's transformers can load.
 
-    python examples/to_hf.py gpt.pt my_gpt   # what --snapshot of a script of a GPT has written
-    python examples/to_hf.py big my_gpt      # a folder of hybrid/gpt_fsdp.py, which is merged
+    python examples/to_hf.py gpt.pt my_gpt   # a file that --snapshot of a gpt.py has written
+    python examples/to_hf.py big my_gpt      # a folder of hybrid/gpt_fsdp.py: its shards are merged
 
-It needs `pip install transformers`. The folder my_gpt is then loaded and used like this:
+It needs `pip install transformers`. Other programs that read this format can load the folder, too.
+Use it like this:
 
     from transformers import pipeline
     print(pipeline("text-generation", "my_gpt")("Once upon", max_new_tokens=20))
 
-The model is a GPT-2 whose linear layers have biases of 0, since ours have none. The tokenizer is
-that of the tokens. If the GPT was trained on the bytes of a text, a byte is a token.
+The model is a GPT-2. The biases of its linear layers are 0, because our layers have none. The
+tokenizer is that of the training. If the GPT was trained on the bytes of a text, a byte is a token.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 LAYERS = {"norm1": "ln_1", "qkv": "attn.c_attn", "projection": "attn.c_proj"}
 LAYERS |= {"norm2": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"}
-KINDS = {  # of objects that tell where the shards are, by module
+KINDS = {  # the objects that describe shards, by module. No others are made
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",  # Python 3.13
     "torch": "Size",
@@ -38,7 +39,7 @@ KINDS = {  # of objects that tell where the shards are, by module
 
 
 class Metadata(pickle.Unpickler):
-    """Reads what PyTorch writes about shards, and makes no other objects: no code is run."""
+    """Reads what PyTorch wrote about the shards. It makes no other objects, so no code is run."""
 
     def find_class(self, module, name):
         is_number_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -81,11 +82,11 @@ def gpt2_of(weights, settings, end_id):
         n_embd=settings["d_model"],
         n_layer=settings["num_layers"],
         n_head=settings["n_heads"],
-        activation_function="gelu",  # GPT-2's own is an approximation of it
+        activation_function="gelu",  # ours. That of GPT-2 is an approximation of it
         embd_pdrop=settings["dropout"],
         resid_pdrop=settings["dropout"],
         attn_pdrop=0.0,
-        bos_token_id=end_id,  # as in GPT-2, a text begins after the end of another
+        bos_token_id=end_id,  # as in GPT-2: a text begins with the token that ends the one before
         eos_token_id=end_id,
     )
     model = GPT2LMHeadModel(config)
@@ -97,16 +98,16 @@ def gpt2_of(weights, settings, end_id):
     for name, weight in weights.items():
         if name.startswith("blocks."):
             _, number, layer, kind = name.split(".")
-            is_linear = not layer.startswith("norm")  # GPT-2 multiplies by the transposed matrix
-            weight = weight.T if is_linear else weight
+            is_linear = not layer.startswith("norm")
+            weight = weight.T if is_linear else weight  # GPT-2 stores these matrices transposed
             new[f"transformer.h.{number}.{LAYERS[layer]}.{kind}"] = weight
     model.load_state_dict(new)
     return model
 
 
 def byte_tokenizer():
-    """Returns a tokenizer in which the id of a byte is the byte."""
-    # ByteLevel writes a byte as a character that can be printed, by the rule of GPT-2.
+    """Returns a tokenizer in which the id of a byte is the value of the byte."""
+    # Instead of each byte, ByteLevel writes a character that can be printed, by the rule of GPT-2.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(byte): byte for byte in printable}

@@ -1,18 +1,19 @@
-"""Make files of tokens for gpt.py: of a data set of the Hugging Face Hub, of a folder or of files.
+"""Make files of tokens for gpt.py, from a data set of the Hugging Face Hub, a folder or files.
 
     python examples/tokens.py Salesforce/wikitext --config wikitext-103-raw-v1 --tokenizer gpt2
     python examples/tokens.py my.txt --vocab_size 8192
 
-The source is read by Hugging Face's `datasets`: a name on the Hub, a folder that save_to_disk() has
-written or that has Parquet, JSON or CSV files, or such files. Files of text, *.txt, are read as
+Hugging Face's `datasets` reads the source: a name on the Hub, a folder, or files. A folder is one
+that save_to_disk() wrote, or it has Parquet, JSON or CSV files. Files of text, *.txt, are read as
 they are, and each is one text. Without --tokenizer, a tokenizer is trained on the texts.
 
-The folder --out then has train.npy and val.npy, which gpt.py maps into memory, tokenizer.json, and
-tokens.json, which tells how they were made. They are written piece by piece, so the texts may
-exceed the memory. If this program is stopped, the same command goes on.
+The folder --out then has four files. gpt.py maps train.npy and val.npy into memory. tokenizer.json
+has the tokenizer, and tokens.json tells how the tokens were made. These are written piece by
+piece, so the texts may exceed the memory. If this program is stopped, the same command goes on.
 
-An end-of-text token follows each text. A sequence may have parts of several texts, and a token sees
-those of the texts before, too. GPT-2 and GPT-3 were trained in this way.
+An end-of-text token follows each text. A sequence may have parts of several texts. A token sees all
+tokens before it in its sequence, also those of earlier texts. GPT-2 and GPT-3 were trained in this
+way.
 """
 
 import argparse
@@ -31,8 +32,8 @@ from tqdm import tqdm
 
 KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")  # of known tokenizers
-TRAINING_CHARACTERS = 10**8  # of the texts, from their start. A tokenizer needs no more
-MAX_VAL_TOKENS = 2**18  # that are taken from the end of the training texts, as gpt.py does
+TRAINING_CHARACTERS = 10**8  # so many of the first characters are enough to train a tokenizer
+MAX_VAL_TOKENS = 2**18  # at most so many are cut from the end to validate on, as in gpt.py
 
 
 def parse_args():
@@ -44,7 +45,7 @@ def parse_args():
     add("--val_split", help="split to validate on; else the last tenth of the tokens, at most 2^18")
     add("--column", default="text", help="column that has the texts")
     add("--tokenizer", help="a name on the Hub, a tokenizer.json or its folder; else it is trained")
-    add("--vocab_size", type=int, default=8192, help="token ids of a tokenizer that is trained")
+    add("--vocab_size", type=int, default=8192, help="number of token ids of a trained tokenizer")
     add("--end_of_text", help="name of the token between texts; else the tokenizer's own")
     add("--multiple_of", type=int, default=1, help="round the vocabulary up; 64 is fast on GPUs")
     add("--out", default="my_tokens", help="folder that is written")
@@ -73,7 +74,7 @@ def open_split(args, split):
             data = datasets.load_from_disk(args.source[0])
         else:
             data = datasets.load_dataset(args.source[0], args.config, split=split)
-    except Exception as error:  # of the network, of its libraries, of a name: of many classes
+    except Exception as error:  # of many classes: from the network, its libraries, a wrong name
         explain(f"the split {split} of {' '.join(args.source)}", error)
     if args.column not in data.column_names:
         sys.exit(f"there is no column {args.column}: --column is one of {data.column_names}")
@@ -88,7 +89,7 @@ def explain(name, error):
 
 
 def size_of(texts):
-    """Returns a number that changes if the texts do: bytes of files, or rows."""
+    """Returns the size of the texts, by which a change is noticed: bytes of files, or rows."""
     return sum(path.stat().st_size for path in texts) if isinstance(texts, list) else len(texts)
 
 
@@ -134,7 +135,7 @@ def make_tokenizer(args, texts):
             yield text
 
     end_name = args.end_of_text or END_NAMES[0]
-    tokenizer = Tokenizer(models.BPE())  # of bytes, as GPT-2's: it can write any text
+    tokenizer = Tokenizer(models.BPE())  # of bytes, like that of GPT-2, so it can write any text
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -148,16 +149,16 @@ def make_tokenizer(args, texts):
 
 
 def write_json(path, content):
-    """Writes a file beside `path`, and gives it that name, so that `path` is never half written."""
+    """Writes a file under another name, and then renames it, so `path` is never half written."""
     beside = path.with_name(f"{path.name}.tmp")
     beside.write_text(json.dumps(content, indent=2) + "\n")
     os.replace(beside, path)
 
 
 def header(count, dtype):
-    """Returns the first bytes of a .npy file of (count,) numbers. Their length is always the same.
+    """Returns the first bytes of a .npy file of (count,) numbers. Their length never changes.
 
-    numpy.save() would need all numbers at once.
+    numpy.save() would need all the numbers in memory at once.
     """
     stream = io.BytesIO()
     shape = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (count,)}
@@ -175,7 +176,7 @@ def encode(name, texts, tokenizer, end_id, dtype, args):
         path.write_bytes(header(0, dtype))
     bar = tqdm(total=size_of(texts), desc=name, unit="", disable=None)
     with open(path, "r+b") as file:
-        file.truncate(done["bytes"])  # what came later may be incomplete
+        file.truncate(done["bytes"])  # what follows may be half of a list
         file.seek(0, os.SEEK_END)
         for pieces in itertools.islice(pieces_of(texts, args.column), done["lists"], None):
             encoded = tokenizer.encode_batch([text for text, _ in pieces], add_special_tokens=False)
@@ -197,11 +198,11 @@ def encode(name, texts, tokenizer, end_id, dtype, args):
 
 
 def cut_validation(out, count, dtype):
-    """Moves the last tokens of train.part to val.part. Returns how many are left, and moved."""
+    """Moves the last tokens of train.part to val.part. Returns how many stay, and how many move."""
     num_val = min(count // 10, MAX_VAL_TOKENS)
     np.save(out / "val.npy", np.load(out / "train.part", mmap_mode="r")[count - num_val :])
     os.replace(out / "val.npy", out / "val.part")
-    with open(out / "train.part", "r+b") as file:  # its last tokens no longer count
+    with open(out / "train.part", "r+b") as file:  # its header no longer counts its last tokens
         file.write(header(count - num_val, dtype))
     return count - num_val, num_val
 
@@ -217,7 +218,7 @@ def main():
     flags = {name: value for name, value in vars(args).items() if name != "out"}
     flags["size"] = [size_of(part) for part in (texts, val_texts) if part is not None]
 
-    # What an earlier run has done. It must have been asked for the same.
+    # An earlier run may have done a part or all. It must have had the same flags.
     finished, started = out / "tokens.json", out / "flags.json"
     if finished.exists() or started.exists():
         old = json.loads((finished if finished.exists() else started).read_text())
@@ -235,9 +236,9 @@ def main():
 
 
 def make_tokens(args, texts, val_texts, out, told):
-    """Writes train.npy and val.npy and then tokens.json, with which the folder is complete."""
+    """Writes train.npy and val.npy, and last tokens.json, which tells that all is complete."""
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # the name of a special token in a text is text
+    tokenizer.encode_special_tokens = True  # if a text has such a token's name, it stays text
     end_id = tokenizer.token_to_id(told["end_of_text"])
     num_ids = max(tokenizer.get_vocab().values()) + 1
     vocab_size = -(-num_ids // args.multiple_of) * args.multiple_of  # rounded up
@@ -251,7 +252,7 @@ def make_tokens(args, texts, val_texts, out, told):
     for name in ("train", "val"):
         os.replace(out / f"{name}.part", out / f"{name}.npy")
     size = len(header(0, dtype)) + num_train * np.dtype(dtype).itemsize
-    os.truncate(out / "train.npy", size)  # without what val.npy has
+    os.truncate(out / "train.npy", size)  # cut off the tokens that val.npy has
     told |= {"vocab_size": vocab_size, "end_of_text_id": end_id, "texts": num_texts}
     told |= {"train_tokens": num_train, "val_tokens": num_val}
     write_json(out / "tokens.json", told)

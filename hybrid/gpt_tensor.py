@@ -3,23 +3,25 @@
     torchrun --standalone --nproc_per_node=4 -- hybrid/gpt_tensor.py --tensor_size 2  # two groups
     sbatch slurm/hybrid_gpt_tensor.slurm --tensor_size 8
 
-    --tensor_size 2      ranks 0 and 2              ranks 1 and 3
+    group 0              rank 0                     rank 1
+    group 1              rank 2                     rank 3
     attention            heads 0 to H/2 - 1         heads H/2 to H - 1
     MLP                  features 0 to 2 D - 1      features 2 D to 4 D - 1
     all else             whole                      whole
 
-Ranks 0 and 1 are a group. They read the same samples, and each holds a part of the layers. The
-layers qkv and up make some of their outputs from all inputs. The layers projection and down take
-these outputs, and make a part of a sum. An all-reduce adds up the parts. In the backward pass,
-another one adds up the gradients of the inputs. So a block needs four all-reduces of (B, T, D), and
-its GPUs wait for each: a group belongs on one machine. Ranks 0 and 2 hold the same part, and DDP
-averages its gradients. This is how Megatron-LM splits a model (Shoeybi et al. 2019).
+A group reads the same samples, and each of its ranks holds a part of the layers. The layers qkv and
+up make some of their outputs from all inputs. The layers projection and down take these outputs,
+and make a part of a sum. An all-reduce adds up the parts. In the backward pass, another one adds up
+the gradients of the inputs. So a block needs four all-reduces of (B, T, D), and its GPUs wait for
+each: a group belongs on one machine. The ranks of a column hold the same part, and DDP averages its
+gradients. This is how Megatron-LM splits a model (Shoeybi et al. 2019).
 
-The snapshot is that of multinode/gpt.py, so that either script can resume it on any number of
-processes. At the start, each process makes the whole model in RAM, and moves its part to its GPU.
-Rank 0 collects whole weights in RAM to save them. Read mnist_tensor.py and multinode/gpt.py first.
-For your own model, replace the first section, and name in SPLITS the linear layers of its `blocks`
-that are split. Dropout must be on whole tensors, where all processes of a group draw the same.
+The snapshot has the form of multinode/gpt.py's, so that either script can resume it on any number
+of processes. At the start, each process makes the whole model in RAM, and moves its part to its
+GPU. Rank 0 collects whole weights in RAM to save them. Read mnist_tensor.py and multinode/gpt.py
+first. For your own model, replace the first section, and name in SPLITS the linear layers of its
+`blocks` that are split. Dropout must be on whole tensors, where all processes of a group draw the
+same.
 Shapes: B sequences of a batch, T tokens of a sequence, D = d_model, H heads, V vocabulary.
 """
 
@@ -203,8 +205,8 @@ def finish(model, data, args, device):
 
 # The linear layers of each block that are split: a dimension of the weight, and how many matrices
 # it holds. Dimension 0 is that of the outputs, and 1 that of the inputs. The weight of qkv holds
-# those of q, k and v, and each of the three is cut. Where the inputs are split, a layer must have
-# no bias: each process would add it.
+# those of q, k and v, and each of the three is cut. These layers must have no bias: it is not cut,
+# and where the inputs are split, each process would add it.
 SPLITS = {"qkv": (0, 3), "projection": (1, 1), "up": (0, 1), "down": (1, 1)}
 
 
@@ -222,7 +224,7 @@ class EnterSplit(torch.autograd.Function):
 
 
 class LeaveSplit(torch.autograd.Function):
-    """The way out: the sum of all parts. Backwards, the sum's gradient is that of each part."""
+    """The way out: the sum of all parts. Backwards, each part gets the sum's whole gradient."""
 
     @staticmethod
     def forward(ctx, part, group):
@@ -235,8 +237,8 @@ class LeaveSplit(torch.autograd.Function):
 
 @torch.compiler.disable
 def sum_of_parts(part, group, phase):
-    """Returns the sum over the processes of the group. The phase is what has been until here."""
-    total = part.clone(memory_format=torch.contiguous_format)  # others may still need the part
+    """Returns the sum over the processes of the group. The time until here counts as `phase`."""
+    total = part.clone(memory_format=torch.contiguous_format)  # autograd may still need the part
     mark(phase)
     dist.all_reduce(total, group=group)
     sum_marks(total.nbytes)
@@ -259,7 +261,7 @@ def cut(whole, dim, num_matrices, group):
 
 
 def join(part, dim, num_matrices, group):
-    """Returns the whole weight, on the CPU, to the first process of the group."""
+    """Returns the whole weight, on the CPU. Only that of the group's first process has values."""
     is_first = dist.get_rank(group) == 0
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
     dist.gather(part, parts if is_first else None, group=group, group_dst=0)
@@ -272,7 +274,7 @@ def split_layers(model, optimizer, group):
 
     def enter(_, inputs):
         [x] = inputs
-        if torch.is_autocast_enabled(x.device.type):  # sends gradients in the type of the passes
+        if torch.is_autocast_enabled(x.device.type):  # so that its gradient is sent in bf16, too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return EnterSplit.apply(x, group)
 
@@ -296,7 +298,7 @@ def split_layers(model, optimizer, group):
 
 def move_to_device(model, optimizer, device, args):
     """Moves the weights. Returns an optimizer of them, with the moments of the old one."""
-    model.to(device)  # the weights of some devices are new parameters, which the old one has not
+    model.to(device)  # on some devices this makes new parameters, which the old one does not know
     moved = create_optimizer(model, args)
     moved.load_state_dict(optimizer.state_dict())
     return moved
@@ -309,7 +311,7 @@ def join_states(states, model, optimizer, group):
         if weight in split:
             states["model"][name] = join(weight.detach(), *split[weight], group)
     in_order = itertools.chain(*[each["params"] for each in optimizer.param_groups])
-    for number, weight in enumerate(in_order):  # a state_dict has numbers in place of weights
+    for number, weight in enumerate(in_order):  # an optimizer's state_dict knows weights by number
         if weight in split:
             moments = dict(optimizer.state[weight])
             for name, moment in moments.items():
@@ -319,12 +321,14 @@ def join_states(states, model, optimizer, group):
 
 
 def clip_gradients(model, max_norm, group):
-    """Clips the norm of all gradients, of which this process has some parts. Returns the norm."""
-    norms = {weight: torch.linalg.vector_norm(weight.grad) for weight in model.parameters()}
-    split = split_weights(model)
-    squares = torch.stack([norms[weight] for weight in split]) ** 2
-    dist.all_reduce(squares, group=group)
-    norms.update(zip(split, squares.sqrt()))  # of whole weights
+    """Clips the norm of all gradients, and returns it. It counts all parts of a split weight."""
+    trained = [weight for weight in model.parameters() if weight.grad is not None]
+    norms = {weight: torch.linalg.vector_norm(weight.grad) for weight in trained}
+    split = [weight for weight in split_weights(model) if weight in norms]
+    if split:
+        squares = torch.stack([norms[weight] for weight in split]) ** 2
+        dist.all_reduce(squares, group=group)
+        norms.update(zip(split, squares.sqrt()))  # of whole weights
     norm = torch.linalg.vector_norm(torch.stack(list(norms.values())))
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
@@ -338,7 +342,7 @@ def count_parameters(model, tensor_size):
 
 
 def create_groups(args):
-    """Returns two groups of processes: who split layers with this one, and who have its part."""
+    """Returns two groups: who split layers with this process, and who have the same part."""
     ranks = torch.arange(dist.get_world_size()).view(-1, args.tensor_size)
     rows, columns = ranks.tolist(), ranks.T.tolist()  # a row splits the layers
     tensor_group, _ = dist.new_subgroups_by_enumeration(rows)

@@ -3,10 +3,15 @@
     torchrun --standalone --nproc_per_node=4 hybrid/mnist_tensor.py    # 2 parts x 2 groups
     sbatch slurm/hybrid_mnist_tensor.slurm
 
-    W (512 x 512) and V (10 x 512) are split over the ranks of a group:
-        V relu(W x)  =  V[:, :256] relu(W[:256] x)  +  V[:, 256:] relu(W[256:] x)
-        group 0         rank 0, part 0                 rank 1, part 1
-        group 1         rank 2, part 0                 rank 3, part 1. DDP averages over a column.
+Each process has the whole first layer, which makes x from an image. The next two layers are split
+over the two processes of a group. W (512 x 512) is cut by rows, and V (10 x 512) by columns.
+
+    V relu(W x)  =  V[:, :256] relu(W[:256] x)  +  V[:, 256:] relu(W[256:] x)
+    group 0         rank 0: part 0                 rank 1: part 1
+    group 1         rank 2: part 0                 rank 3: part 1
+
+In a step, each group has two all-reduces. One adds up the logits, the other the gradients of x. The
+ranks in a column of the table above hold the same part, and DDP averages their gradients.
 
 Compare it with mnist.py by `diff`. gpt_tensor.py splits a transformer, and adds snapshots and logs.
 """
@@ -35,28 +40,36 @@ def read_data(args, train):
     return TensorDataset(mnist.data / 255, mnist.targets)
 
 
-HALVED = {"3.weight": 0, "3.bias": 0, "5.weight": 1}  # W and its bias by rows, V by columns
+# What is split, and in which dimension: W (model[3]) and its bias by rows, V (model[5]) by columns.
+HALVED = {"3.weight": 0, "3.bias": 0, "5.weight": 1}
 
 
 def split_layers(model, part, group):
-    """Leaves this process its part of W and V. f and g send what joins it to the other part."""
+    """Leaves this process its part of W and V. Adds hooks: f sums gradients, and g sums logits.
 
-    def f(layer, gradients, _):  # where x enters W: backwards, each part has a gradient of x
-        total = gradients[0].clone()
+    Megatron-LM (Shoeybi et al. 2019) has these names. Without f, the first layers of a group drift
+    apart. Without g, each part trains on a loss of its own. Neither mistake causes an error.
+    """
+
+    def f(layer, input_gradients, _):  # PyTorch calls it in the backward pass, after W
+        total = input_gradients[0].clone()
         mark("backward")
         dist.all_reduce(total, group=group)
         mark("comm")
-        return (total,)  # x served both parts: its gradient is the sum
+        return (total,)  # both parts read x, so the gradient of x is the sum of what both return
 
-    def g(layer, _, result):  # behind V: forwards, each part has a part of the sum
+    def g(layer, _, result):  # PyTorch calls it in the forward pass, after V
         mark("forward")
-        dist.all_reduce(result.data, group=group)  # in place. Autograd does not see .data, so
-        mark("comm")  # each part gets the gradient of the sum, as it should: d(a + b) / da = 1
+        # Each process has one of the two terms of the logits. They are added in place. Because of
+        # .data, autograd does not see this. So the gradient of the sum reaches each term unchanged.
+        # This is right: d(a + b) / da = 1.
+        dist.all_reduce(result.data, group=group)
+        mark("comm")
 
     for name, dim in HALVED.items():
         weight = model.get_parameter(name)
         weight.data = weight.data.chunk(2, dim)[part].clone()
-    if part == 1:  # else the sum would have V's bias twice
+    if part == 1:  # only part 0 adds V's bias. Otherwise the sum would have it twice
         model[5].bias = None
     model[3].register_full_backward_hook(f)
     model[5].register_forward_hook(g)
@@ -71,7 +84,7 @@ def main(args):
         sys.exit("start it with torchrun or by its job file: see the top of this script")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the number of this process on its machine
-    number, part, num_groups = rank // 2, rank % 2, world_size // 2  # number: of the group
+    group_number, part, num_groups = rank // 2, rank % 2, world_size // 2
     num_gpus = torch.accelerator.device_count()
     if local_rank >= num_gpus > 0 and dist.is_torchelastic_launched():
         sys.exit(f"{num_gpus} GPU(s) are too few for the processes of this node")
@@ -85,26 +98,26 @@ def main(args):
     if local_rank == 0:
         read_data(args, train=True)  # downloads where machines do not share a disk
     dist.barrier()  # waits for that
-    torch.manual_seed(1)  # the same weights (and made-up images) in each run
+    torch.manual_seed(1)  # all processes make the same whole weights (and made-up images)
     train_data, val_data = read_data(args, train=True), read_data(args, train=False)
     sizes = range(num_groups, len(train_data) + 1, max(1, num_groups))
     if world_size % 2 or args.epochs < 1 or args.batch_size not in sizes:
         words = f"--batch_size a multiple of {num_groups} groups, up to {len(train_data)}"
         sys.exit(f"each group needs two processes; training needs --epochs >= 1, and {words}")
-    # Each process creates all groups. Copies have the same part.
+    # All processes must create all groups. The ranks of copies[p] hold part p.
     groups = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
     copies = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]
-    val_images, val_labels = [x[number::num_groups].to(device) for x in val_data.tensors]
-    sampler = DistributedSampler(train_data, num_groups, number, drop_last=True)
-    share = args.batch_size // num_groups  # images per group: together, singlegpu's batch
+    val_images, val_labels = [x[group_number::num_groups].to(device) for x in val_data.tensors]
+    sampler = DistributedSampler(train_data, num_groups, group_number, drop_last=True)
+    share = args.batch_size // num_groups  # images of a group in each step
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
     # A batch is train_data[[7, 2, ...]]. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
-    model = nn.Sequential(nn.Flatten(), *layers).to(device)  # the same in both parts
-    split_layers(model, part, groups[number])
+    model = nn.Sequential(nn.Flatten(), *layers).to(device)  # still whole
+    split_layers(model, part, groups[group_number])
     model = nn.parallel.DistributedDataParallel(model, process_group=copies[part])
-    for weights in model.parameters():  # a mark at each gradient: their times add up
+    for weights in model.parameters():  # the last of these marks is where comm begins
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -113,7 +126,7 @@ def main(args):
         mark("start")
         sampler.set_epoch(epoch)  # a new order, the same in all processes: each takes its share
         loss_sum = torch.zeros((), device=device)
-        for batch in loader:  # the same in both parts
+        for batch in loader:  # both parts get the same images, because their logits are added up
             images, labels = [x.to(device, non_blocking=True) for x in batch]
             mark("data")
             loss = nn.functional.cross_entropy(model(images), labels)
@@ -127,9 +140,10 @@ def main(args):
         num_marks = len(marks)
         with torch.no_grad():  # with dropout: model.eval() before it, and model.train() after it
             val_acc = (model(val_images).argmax(1) == val_labels).sum() / len(val_data)
-        del marks[num_marks:]  # those of g in this validation
-        results = torch.stack([loss_sum / len(loader) / num_groups, val_acc]) / 2  # in both parts
-        dist.all_reduce(results)  # adds up the parts of all processes: now all have both means
+        del marks[num_marks:]  # g made them in this validation, which is timed as a whole
+        # Both processes of a group have the same loss and accuracy, so each adds half of them.
+        results = torch.stack([loss_sum / len(loader) / num_groups, val_acc]) / 2
+        dist.all_reduce(results)  # sums over all processes: the mean loss, and the accuracy
         mark("eval")
         train_loss, val_acc = results.tolist()
         if rank == 0:

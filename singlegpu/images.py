@@ -107,7 +107,10 @@ def read_images(args, is_train):
 def read_photo(path):
     """Returns a photograph upright: cameras store it sideways, with a note in its EXIF data."""
     try:
-        return ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+        photo = Image.open(path)
+        if photo.mode[0] in "IF":  # convert() would make all values above 255 white
+            raise OSError("it has more than 8 bits a pixel. Convert it to 8 bits first")
+        return ImageOps.exif_transpose(photo).convert("RGB")
     except OSError as error:
         raise OSError(f"cannot read {path}: {error}") from None
 

@@ -59,7 +59,8 @@ def test_faults_do_not_hide_each_other(tmp_path):
 def test_every_kind_has_a_fault():
     kinds = {"against", "resume"} | {kind.__name__ for kind in module("tools/check").KINDS}
     assert len(kinds) > 15
-    assert kinds - {each.kind for each in faults.FAULTS.values()} == set()
+    missing = kinds - {each.kind for each in faults.FAULTS.values()}
+    assert not missing, f"put a fault of {missing} into tests/faults/faults.txt"
 
 
 def test_weights_are_the_same_with_and_without(run, tmp_path):
@@ -231,7 +232,8 @@ def test_each_kind_is_listed():
     kinds = [kind.__name__ for kind in module("tools/check").KINDS]
     assert [line.split()[0] for line in done.stdout.splitlines()] == kinds
     page = (ROOT / "tools/README.md").read_text()
-    assert [kind for kind in kinds if f"\n### {kind}\n" not in page] == []
+    missing = [kind for kind in kinds if f"\n### {kind}\n" not in page]
+    assert not missing, f"tools/README.md has no section '### {missing[0]}'"
 
 
 def test_a_command_that_does_not_exist():

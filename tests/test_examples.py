@@ -1,14 +1,17 @@
 """Functions that users paste, on the runs of three folders: they train; mistakes are told."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import CONSTANT, ROOT, assert_same_weights, call, curve, load, module, replaced, rows
+from conftest import CONSTANT, ROOT, assert_same_weights, call, curve, load, module, replaced
+from conftest import rows, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
@@ -220,28 +223,47 @@ ROW = "            row = log_row(row, model, device, settings)\n"
 LOOP = "    for step in range(start_step + 1, num_steps + 1):\n"
 
 
+def lines_of_the_page(folder, tmp_path):
+    """Returns what stands above the loop, and what follows a row: early stopping, live logging."""
+    page = (ROOT / "examples/README.md").read_text()
+    lines = "".join(re.findall(r"^```python\n(            if .*?)^```", page, re.M | re.S))
+    if folder == "singlegpu":
+        lines = lines.replace(" and rank == 0", "").replace("rank == 0 and ", "")
+    lines = lines.replace('"best.pt"', f'"{tmp_path}/best.pt"')
+    start = "    from torch.utils.tensorboard import SummaryWriter\n"
+    start += "    best_loss, bad_rows = math.inf, 0\n"
+    start += f'    writer = SummaryWriter("{tmp_path}/runs")\n'
+    return start + LOOP, lines
+
+
 @pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), *LAUNCHES])
 def test_early_stopping_and_live_logging(logged, changed, base, tmp_path, folder, processes):
     """The lines of the page: all processes stop after the third row without a better loss.
 
     best.pt has the weights of the best row, and the log is in TensorBoard.
     """
-    page = (ROOT / "examples/README.md").read_text()
-    lines = "".join(re.findall(r"^```python\n(            if .*?)^```", page, re.M | re.S))
-    if folder == "singlegpu":
-        lines = lines.replace(" and rank == 0", "").replace("if rank == 0:", "if True:")
-    lines = lines.replace('"best.pt"', f'"{tmp_path}/best.pt"')
-    start = "    from torch.utils.tensorboard import SummaryWriter\n"
-    start += "    best_loss, bad_rows = math.inf, 0\n"
-    start += f'    writer = SummaryWriter("{tmp_path}/runs")\n'
+    loop, lines = lines_of_the_page(folder, tmp_path)
     worse = f"{ROW}            row['val_loss'] = [3, 2, 4, 3, 2, 1][step // 2 - 1]\n"
-    script = changed(f"{folder}/images.py", {LOOP: start + LOOP, ROW: worse + lines})
+    script = changed(f"{folder}/images.py", {LOOP: loop, ROW: worse + lines})
     log = logged(script, *base, "--max_steps", 12, "--eval_every", 2, processes=processes)
     assert max(row["step"] for row in rows(log)) == 10, "the fifth row is the third bad one"
     assert load(tmp_path / "best.pt")["model"]
     events = EventAccumulator(str(tmp_path / "runs")).Reload()
     steps = [event.step for event in events.Scalars("val_loss")]
     assert steps == [2, 4, 6, 8], "the last row breaks before"
+
+
+@pytest.mark.parametrize(("folder", "processes"), [("singlegpu", 1), ("multigpu", 2)])
+def test_a_stop_with_the_lines_of_the_page(start, changed, base, tmp_path, folder, processes):
+    """The row of a stop has no validation, and the run still ends with "run me again"."""
+    loop, lines = lines_of_the_page(folder, tmp_path)
+    script = changed(f"{folder}/images.py", {LOOP: loop, ROW: ROW + lines})
+    more = ("--epochs", 10_000, "--eval_every", 1000, "--snapshot", tmp_path / "s.pt")
+    job = start(script, *base, *more, processes=processes)
+    wait_for(lambda: (tmp_path / "s.pt").exists() or job.process.poll() is not None)
+    os.kill(job.process.pid, signal.SIGTERM)
+    status, out, err = job.wait()
+    assert status == os.EX_TEMPFAIL, out + err
 
 
 DATA = "return [TensorDataset(part[:, :-1], part[:, -1:]) for part in parts]"

@@ -153,6 +153,18 @@ def test_a_broken_photograph_is_named(attempt, tmp_path):
     assert status == 1 and "cannot read" in err and "train/cat/2.jpg" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("a.tiff", "uint16"), ("a.png", "uint16"), ("b.tiff", "float32")]
+)
+def test_a_photograph_of_more_than_8_bits_is_refused(tmp_path, name, dtype):
+    """Pillow would make all values above 255 white, as of a microscope's images, without a word."""
+    Image.fromarray(np.full((9, 9), 1000, dtype)).save(tmp_path / name)
+    with pytest.raises(OSError, match=f"{name}: it has more than 8 bits a pixel"):
+        images.read_photo(tmp_path / name)
+    Image.fromarray(np.full((9, 9), 200, "uint8")).save(tmp_path / "grey.tiff")
+    assert images.read_photo(tmp_path / "grey.tiff").getpixel((0, 0)) == (200, 200, 200)
+
+
 def test_pieces_of_a_large_file_are_shuffled():
     """600 MiB, in pieces of two images: each image once, and few beside their neighbors."""
     data = images.StackDataset(np.broadcast_to(np.uint8(0), (600, 1, 1024, 1024)), np.arange(600))

@@ -56,7 +56,7 @@ def test_the_table_of_memory(data):
     words = [ROOT / "multigpu/gpt.py", *SIZES.split(), "--dataset", str(data / "words.txt")]
     done = call(module("tools/memory.py"), "--memory", 40, *words)
     assert done.returncode == 0, done.stderr
-    first, _, *lines = done.stdout.splitlines()
+    first, _, *lines, _ = done.stdout.splitlines()
     count = int(first.split()[0].replace(",", ""))
     assert 6.4e9 < count < 6.5e9
     rows = {line[:20].strip(): [float(word) for word in line[20:].split()[:6]] for line in lines}

@@ -106,7 +106,12 @@ def test_prediction_over_nodes():
     _, one, *_ = predicted(log(), links[0])
     _, two, *_ = predicted(log(), *links)
     assert one[:2] == two[:2]
-    assert [row["link"] for row in two[:4]] == ["from 4", "measured", "measured", "from 8"]
+    assert [row["link"] for row in two[:4]] == [
+        "scaled from 4",
+        "as measured",
+        "as measured",
+        "scaled from 8",
+    ]
     first, rest = SIZES * 2 * 7 / 8 / 1e8 + 7e-3
     # The first bucket is sent beside half of the speed: so long the rest of the pass takes twice.
     backward = 0.4 / 8 * SHARE
@@ -152,7 +157,10 @@ def test_any_number_of_processes_and_nodes():
     text, strong, *_, ask = all_predicted(gpus, whole, "--processes", 5, 12)
     assert column(strong, "processes") == "2 3 5 6 12", "whole nodes of 3 are tried, too"
     assert re.findall(r"--batch_size (\d+) ", text) == ["64", "64", "63", "65", "66", "60"]
-    assert [row["link"] for row in strong] == ["from 6"] * 3 + ["measured", "from 6"]
+    assert [row["link"] for row in strong] == ["scaled from 6"] * 3 + [
+        "as measured",
+        "scaled from 6",
+    ]
     assert column(ask, "nodes") == "1 1 1 2 2 4"
     # The warmup of 5 s counts, too; validations of 1 s, one for 10 steps, are shared.
     hours = [(n * float(strong[3]["step (ms)"]) / 1000 + 5 + n / 10 / 6) / 3600 for n in (30, 1e5)]
@@ -175,7 +183,7 @@ def test_what_helps():
     assert "no time in data" not in gains, "there is none"
     for change in "--comm_hook bf16", "twice the batch", "a link twice as fast":
         assert gains[change] == pytest.approx(2, rel=0.02), change
-    assert "what would help on 4 processes (predicted)" in text
+    assert "what would help on 4 processes (predicted; gain in samples/s)" in text
     assert [path.name for path in Path("o").iterdir()] == ["predicted.png"]
     fast = link("f", 2, 0, 1e12, nodes=2)
     assert predicted(log(data=9), fast)[2][0]["change"] == "no time in data"
@@ -190,7 +198,7 @@ def test_doubts():
     text += run_predict(log(script="hybrid/gpt_fsdp.py"), gpu, "--processes", 4).stdout
     text += run_predict(log(device="H100"), gpu, "--processes", 8).stdout
     assert re.findall(r"^Not to be trusted: (.*)\.$", text, re.M) == [
-        "only 3 step(s) after the warmup were timed",
+        "only 3 step(s) were timed, and 10 are needed",
         "steps are shorter than 10 ms from 2 process(es) on",
         "64 is no multiple of 3: that is rounded",
         "the run was on CPU, and a link on H100",
@@ -216,19 +224,21 @@ def test_the_first_screen():
     out = run_predict(log(), *words).stdout
     assert max(map(len, out.splitlines())) <= 100 and out.count("\n") < 30
     title, sentence, heading, rows, helps, *rest = out.strip().split("\n\n")
-    assert title == "# images.py, cnn, mnist, fp32, batch 64, run a" and rest != []
+    assert title == "# images.py, cnn, mnist, fp32, global batch 64, run a" and rest != []
     assert " ".join(sentence.split()) == (
-        "It pays up to 2 processes: 4 are 1.32 times as fast as 2 (rule: 1.50 or more pays), if "
-        "each process computes as fast as the one that was measured (CPU of node0, 4 threads): its "
-        "seconds cannot be carried over to a GPU or another CPU."
+        "It pays up to 2 processes: 4 are 1.32 times as fast as 2 (rule: 1.50 or more pays). This "
+        "holds if each process computes as fast as the measured one (CPU of host node0, 4 "
+        "threads). For a GPU or another CPU, measure one process there."
     ), "though 64 were asked for"
-    assert heading == "## predicted, with a batch of 64 in all"
+    assert heading == "## predicted, with a global batch of 64"
     assert re.findall(r"^\| +(\d+) ", rows, re.M) == "2 4 8 16 32 64".split()
-    assert helps == "## what would help on 64 processes (predicted)" and "sbatch" not in out
-    gpu = run_predict(log(device="H100"), *words).stdout
-    assert "(H100 of node0): its seconds cannot be carried over to another GPU." in " ".join(
-        gpu.split()
+    assert (
+        helps == "## what would help on 64 processes (predicted; gain in samples/s)"
+        and "sbatch" not in out
     )
+    gpu = run_predict(log(device="H100"), *words).stdout
+    words = "(H100 of host node0). For another GPU, measure one process there."
+    assert words in " ".join(gpu.split())
 
 
 REFUSED = {  # flags, and why

@@ -20,6 +20,8 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
     "images.py --dataset path/to/photos": "--image_size 32 --batch_size 6 --epochs 1",
     "images.py": MLP,
     "multigpu/mine.py": "--batch_size 8 --max_steps 2",
+    "multigpu/text.py": "--max_steps 2",
+    "multigpu/translation.py": "--max_steps 2",
     "multigpu/gpt.py": GPT,
     "singlegpu/gpt.py": f"{GPT} --max_steps 2",
     "hybrid/gpt_fsdp.py": f"{GPT} --max_steps 2",
@@ -29,6 +31,7 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/*.md"))
 PAGES = sorted(path.name for path in ROOT.glob("*.md")) + PAGES
 OWN = ("multigpu/mine.py", "hybrid/mine.py", "multigpu/finetune.py")  # that a page makes
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
 
 
@@ -199,3 +202,63 @@ def test_readme_shows_what_ddp_adds():
     main = added[added.index(shown[0]) : added.index("dist.destroy_process_group()")]
     words = re.compile(r"rank|world_size|dist\.|\bDist")
     assert {line for line in main if words.search(line) and "mark" not in line} <= {*shown}
+
+
+START_OF_TRAIN = """import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torch.manual_seed(0)
+device, num_epochs = torch.device("cpu"), 3
+images = torch.randn(640, 20)
+data = TensorDataset(images, images[:, :4].argmax(1))
+
+
+def MyModel():
+    return nn.Linear(20, 4)
+
+
+"""
+STEPS_OF_TRAIN = """    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, labels in loader:
+        nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_train_py_of_ones_own_becomes_ddp(tmp_path, processes):
+    """The lines of multigpu's page: tools/check finds the gradients averaged, and no sample twice.
+
+    Without them, it is the script of one process. Both save a model that loads without DDP.
+    """
+    page = (ROOT / "multigpu/README.md").read_text().split("## In a train.py of your own")[1]
+    [diff] = re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
+    signs = " -" if processes == 1 else " +"
+    lines = [line[1:] for line in diff.splitlines() if line[0] in signs]
+    text = START_OF_TRAIN + "\n".join(lines).replace("    ...\n", STEPS_OF_TRAIN)
+    if not torch.accelerator.is_available():
+        text = text.replace("torch.accelerator.set_device_index(local_rank)", "")
+        text = text.replace("torch.device(local_rank)", 'torch.device("cpu")')
+        text = text.replace('"nccl", device_id=device', '"gloo"')
+    (tmp_path / "train.py").write_text(text)
+    command = (
+        [sys.executable, "train.py"]
+        if processes == 1
+        else [*TORCHRUN, "--nproc_per_node=3", "train.py"]
+    )
+    command = [sys.executable, ROOT / "tools/check", "--steps", "1000", "--", *command]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if processes > 1:
+        for words in ("gradients are averaged", "shares "):
+            assert re.search(f"^ok .*{words}", done.stdout, re.M), done.stdout
+    weights = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert {name: tuple(x.shape) for name, x in weights.items()} == {
+        "weight": (4, 20),
+        "bias": (4,),
+    }

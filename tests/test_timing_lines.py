@@ -152,7 +152,7 @@ def test_an_own_training_is_timed_reported_and_predicted(run, attempt, tmp_path)
     out = run(train, processes=1, cwd=tmp_path)
     assert re.search(r"^samples/s: [\d.]+$", out, re.M) and "rank" not in out
     told = call(predict, log, link, "--processes", 4).stdout
-    assert told.startswith("# train.py, batch 64, run ") and "measured (x)" not in told
+    assert told.startswith("# train.py, global batch 64, run ") and "measured (x)" not in told
     run(train, processes=4, cwd=tmp_path)
     told = call(predict, log, link, "--processes", 4).stdout
     [row] = re.findall(r"^\| +4 \|.*$", told, re.M)

@@ -122,7 +122,7 @@ def measure(args, device, nodes, progress):
 
 
 def transfer(buffer, peer, is_sender, seconds):
-    """Sends the buffer to this rank, or gets it from there, again and again. Returns bytes/s."""
+    """Sends the buffer to the rank `peer`, or gets it from there, many times. Returns bytes/s."""
     there, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)
     note = torch.ones(1, dtype=torch.int64, device=buffer.device)  # from the sender: how many come
     for _ in range(3):  # the first one connects, and each one says how many the next has time for
@@ -183,7 +183,7 @@ def print_pairs(rates, hosts, expect):
 
 
 def watch(store, rank, world_size, timeout, progress, done):
-    """A thread. It ends this process where nothing goes on, and one for all says who is missing."""
+    """Runs in a thread. Ends this process if nothing goes on; one process says who is missing."""
     beats = [f"beat {each}" for each in range(world_size)]
     pool = ThreadPoolExecutor(1)  # it asks the store, which is rank 0's and may not answer
 
@@ -212,7 +212,7 @@ def watch(store, rank, world_size, timeout, progress, done):
 
 
 def number_of(name, of_slurm):
-    """Returns a number of this process or of all, as torchrun names it or, else, srun."""
+    """Returns a number, such as the rank: `name` is torchrun's variable, `of_slurm` srun's."""
     by_srun = "SLURM_STEP_NUM_TASKS" in os.environ and not dist.is_torchelastic_launched()
     found = os.environ.get(f"SLURM_{of_slurm}" if by_srun else name)
     return int(found or sys.exit("start it with torchrun or srun: see the top of this script"))

@@ -1,28 +1,30 @@
-"""Tell how much memory a training will take, before it takes any: will it fit?
+"""Tell how much memory a training will take, before it starts.
 
     python tools/memory.py multigpu/gpt.py --d_model 1024 --n_heads 16 --num_layers 24
     python tools/memory.py --processes 8 --memory 80 multigpu/mine.py   # your own copy of a script
 
-What follows the script are its flags. The script's own functions make the model, the optimizer and
-a batch, and its step is taken with tensors that have shapes and types, but no memory. So a model of
-any size takes seconds. The script is imported, and its code runs: name one that you trust.
+After the script come its flags. The script's own functions make the model, the optimizer and a
+batch. One step is taken with tensors that have shapes and types, but no memory. So a model of
+any size takes only seconds. The script is imported, and its code runs: name one that you trust.
 
-A row is what one process holds at the worst moment of a step, in GB, at the global --batch_size:
+A row is what one process holds at the worst moment of a step, in GB. --batch_size is global:
 
     weights, gradients, optimizer    FSDP divides them over the processes
-    gathered      weights and gradients that FSDP has whole at a time: two blocks, and what is in
-                  no block, such as the embedding
-    activations   what the forward pass keeps for the backward pass, and what both make meanwhile.
-                  With checkpoints (--checkpoint_activations in hybrid/gpt_fsdp.py), a block keeps
-                  its input alone, and runs twice
+    gathered      what FSDP has whole at a time: the weights of two blocks, the gradients of one,
+                  and both of what is in no block, such as the embedding
+    activations   the batch, what the forward pass keeps for the backward pass, and the temporary
+                  tensors of a step. With checkpoints (--checkpoint_activations in
+                  hybrid/gpt_fsdp.py), a block keeps only its input, and its forward pass runs twice
 
-DDP keeps its gradients from step to step. FSDP's come one by one as the activations go, so that its
-total has the larger of the two. With --grad_accum_steps it keeps whole gradients, not counted here.
+DDP keeps its gradients from step to step. Those of FSDP appear while the activations disappear, so
+its total has the larger of the two. With --grad_accum_steps, FSDP keeps whole gradients. They are
+not counted here.
 
-Not counted are the libraries, such as CUDA's 0.5 to 1 GB a process, and gaps between tensors. Give
-a GPU a tenth more. A machine without a GPU counts as its CPU would compute: with --precision bf16,
-a GPU has some activations in fp32. torch.compile needs less. For FSDP, the model has a list of
-blocks, model.blocks. From Python: count(script, flags, processes, checkpoints).
+Two things are not counted: the libraries, such as CUDA's 0.5 to 1 GB a process, and gaps between
+tensors. Allow a tenth more for the gaps. A machine without a GPU counts what its CPU would hold.
+With --precision bf16, a GPU has some activations in fp32. torch.compile needs less. For FSDP, the
+model must have a list of blocks, model.blocks. From Python, call
+count(script, flags, processes, checkpoints).
 """
 
 import argparse
@@ -48,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.now = self.most = 0
-        self.sizes = weakref.WeakKeyDictionary()  # of memory that lives, which tensors may share
+        self.sizes = weakref.WeakKeyDictionary()  # of each storage in use. Tensors may share one
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         known = {id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
@@ -104,7 +106,7 @@ def read_batch(script, args, processes):
 
 
 def take_step(script, args, data, batch, checkpoints):
-    """Takes a step without memory. Returns the model, its optimizer, and bytes of activations."""
+    """Takes a step with tensors without memory. Returns model, optimizer, bytes of activations."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = TYPES.get(args.precision)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -114,7 +116,7 @@ def take_step(script, args, data, batch, checkpoints):
         optimizer = script.create_optimizer(model, args)
         for weight in model.parameters():  # DDP keeps the gradients between steps
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-        optimizer.step()  # which makes its state
+        optimizer.step()  # the first step makes the state of the optimizer
         for block in getattr(model, "blocks", ()) if checkpoints else ():
             options = {"use_reentrant": False, "preserve_rng_state": False}
             block.forward = partial(checkpoint, block.forward, **options)
@@ -128,7 +130,9 @@ def take_step(script, args, data, batch, checkpoints):
 
 
 def count(script, flags, processes=1, checkpoints=False):
-    """Returns {column: bytes} for a process of DDP. FSDP's parts: "blocks", "others", in elements.
+    """Returns {column: bytes} for a process of DDP, and what divided() needs for one of FSDP.
+
+    "blocks" and "others" are numbers of elements: in each block, and in no block.
 
     `script` is a module with the functions of a training script.
     """
@@ -158,17 +162,17 @@ def count(script, flags, processes=1, checkpoints=False):
 
 
 def divided(counted, processes):
-    """Returns the same for a process of FSDP.
+    """Returns {column: bytes} for a process of FSDP, from what count() says of DDP.
 
-    Two blocks are whole at a time, with the gradients of one, and all that is in no block, with its
-    gradients. These are made in the type of the computation.
+    At a time, the weights of two blocks and the gradients of one are whole. So are weights and
+    gradients of all that is in no block. They have the type of the computation.
     """
     found = {name: counted[name] / processes for name in COLUMNS}
     largest = max(counted["blocks"], default=0)
     gathered = 3 * largest + 2 * counted["others"]
     found["gathered"] = gathered * counted["bytes of a gathered weight"]
     found["activations"] = counted["activations"]
-    # The shards of gradients come one by one, as the activations go.
+    # The shards of the gradients appear one by one, while the activations disappear.
     found["total"] = sum(found.values()) - min(found["gradients"], found["activations"])
     return found
 
@@ -177,7 +181,7 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--processes", type=int, default=4, help="GPUs that share a batch")
-    add("--memory", type=float, default=0, help="GB of a GPU: tell what fits; 0: do not")
+    add("--memory", type=float, default=0, help="GB of a GPU, to show which rows fit; 0: do not")
     add("script", help="a training script, such as multigpu/gpt.py; it is imported")
     add("flags", nargs=argparse.REMAINDER, help="flags of the script")
     options = parser.parse_args()
@@ -185,7 +189,7 @@ def main():
         parser.error(f"there is no script {options.script}")
     script = load_script(options.script)
 
-    # DDP, and FSDP where the model has blocks, each without and with checkpoints.
+    # DDP. If the model has blocks, also DDP with checkpoints, and FSDP without and with them.
     rows = {}
     plain = count(script, options.flags, options.processes)
     rows["DDP"] = plain
@@ -197,15 +201,18 @@ def main():
 
     # The table, in GB.
     parameters = plain["others"] + sum(plain["blocks"])
-    print(f"{parameters:,} parameters, {options.processes} processes, GB in each:")
+    limit = f"; fits: 1.1 x total + 1 is at most {options.memory:g}" if options.memory else ""
+    print(f"{parameters:,} parameters, {options.processes} processes, GB in each{limit}:")
     names = [*COLUMNS, "total"]
     print(f"{'':20}" + "".join(f"{name:>13}" for name in names))
     for title, row in rows.items():
         values = [row[name] / 1e9 for name in names]
         line = f"{title:20}" + "".join(f"{value:13.3f}" for value in values)
-        if options.memory:
+        if options.memory:  # a tenth more for gaps between tensors, and 1 GB for CUDA itself
             line += "  fits" if 1.1 * values[-1] + 1 <= options.memory else "  does not fit"
         print(line)
+    if plain["blocks"]:
+        print("FSDP's total has the larger of gradients and activations, not both.")
 
 
 if __name__ == "__main__":

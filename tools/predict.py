@@ -90,8 +90,8 @@ def timed_steps(rows):
 def buckets_of(run, backward):
     """Returns the bytes of each bucket of gradients, and the share of the backward pass before it.
 
-    A share is that part of the backward pass, of so many seconds, which ends when the bucket is
-    ready and begins when the one before was ready.
+    A share begins when the bucket before is ready, and ends when this one is. `backward` is the
+    seconds of the whole pass.
     """
     spans = [span for span in run["last_step"] or () if span[0] == "all-reduce"]
     if spans and backward > 0:
@@ -145,7 +145,8 @@ def network_of(processes, step):
     link = fewer[-1] if fewer else links[0]
     hops = hops_of(processes, nodes, step["device"])
     measured_hops = hops_of(link["processes"], link["nodes"], step["device"])
-    source = "measured" if processes == link["processes"] else f"from {link['processes']}"
+    known = link["processes"]
+    source = "as measured" if processes == known else f"scaled from {known}"
     return {
         "nodes": nodes,
         "compute_rate": link["compute_rate"],
@@ -198,7 +199,8 @@ def predict(step, scaling, counts):
 def counts_of(asked, node):
     """Returns the numbers of processes to try: what is asked for, and powers of two below it.
 
-    If a node has so many processes, it is 1, 2, 4, ... processes of one node, then whole nodes.
+    If the link says how many processes a node has, those are 1, 2, 4, ... on one node, and then
+    1, 2, 4, ... whole nodes.
     """
     most = max(asked) if asked else MOST
     powers = [2**n for n in range(most.bit_length())]
@@ -279,26 +281,26 @@ def sbatch_line(row, run, num_steps):
 
 def answer_of(run, strong):
     """Returns the answer in a sentence, with where it holds."""
-    where = f"{run['device']} of {run['host']}"
+    where = f"{run['device']} of host {run['host']}"
     others = "another GPU"
     if run["device"] == "CPU":
         where += f", {run['threads']} thread" + "s" * (run["threads"] != 1)
         others = "a GPU or another CPU"
     return (
-        f"{pays_up_to(strong)[1]}, if each process computes as fast as the one that was measured "
-        f"({where}): its seconds cannot be carried over to {others}."
+        f"{pays_up_to(strong)[1]}. This holds if each process computes as fast as the measured "
+        f"one ({where}). For {others}, measure one process there."
     )
 
 
 def doubts_of(run, strong, weak, step):
-    """Returns why the prediction from this run is not to be trusted, if it is not."""
+    """Returns the reasons not to trust the prediction from this run. There may be none."""
     short = strong["processes"][strong["step (ms)"] < 10]
     uneven = [str(n) for n in strong["processes"] if step["batch"] % n]
     others = {link["device"] for link in step["links"] if "device" in link} - {run["device"]}
     most, known = weak["processes"].max(), step["links"][-1]["processes"]
     is_beyond = step["node"] == math.inf and most > known and run["device"] != "CPU"
     doubts = [
-        (run["steps"] < 10, f"only {run['steps']:.0f} step(s) after the warmup were timed"),
+        (run["steps"] < 10, f"only {run['steps']:.0f} step(s) were timed, and 10 are needed"),
         (len(short), f"steps are shorter than 10 ms from {short.min()} process(es) on"),
         (others, f"the run was on {run['device']}, and a link on {', '.join(others)}"),
         (is_beyond, f"a node is taken to hold {most} processes, but was measured with {known}"),
@@ -330,7 +332,8 @@ def print_what_helps(step, count):
     """Prints a table of the changes that make it at least 1% faster."""
     rows = what_helps(step, count)
     rows = rows[(rows["gain (x)"] >= 1.01) | (rows["change"] == "as it is")]
-    print(f"\n## what would help on {count} processes (predicted)\n\n{table(HELP, rows)}")
+    print(f"\n## what would help on {count} processes (predicted; gain in samples/s)\n")
+    print(table(HELP, rows))
 
 
 def print_the_rest(run, strong, weak, args):
@@ -364,12 +367,13 @@ def report_on(run, alike, runs, number, args):
     measured = measured_of(run, runs)
     fastest = measured.groupby("processes")["speedup"].max()
     strong["measured (x)"] = strong["processes"].map(fastest)
-    title = f"{run['task']}, batch {run['batch_size']}"
+    title = f"{run['task']}, global batch {run['batch_size']}"
     print(f"# {title}, run {run['run']}\n")
     print(textwrap.fill(answer_of(run, strong), 100))
-    for line in doubts_of(run, strong, weak, step) + notes_of(run, step, args.processes):
+    doubts = doubts_of(run, strong, weak, step)
+    for line in doubts + notes_of(run, step, args.processes):
         print(line)
-    print(f"\n## predicted, with a batch of {step['batch']} in all\n\n{table(STRONG, strong[1:])}")
+    print(f"\n## predicted, with a global batch of {step['batch']}\n\n{table(STRONG, strong[1:])}")
     asked = args.processes or [max(2, pays_up_to(strong)[0])]
     possible = sorted({n for n in asked if 1 < n <= step["batch"]})
     for count in possible if args.all else possible[-1:]:
@@ -380,7 +384,8 @@ def report_on(run, alike, runs, number, args):
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         end = ".png" if number == 1 else f"_{number}.png"
-        draw(strong, measured, title, args.out / f"predicted{end}")
+        words = [f"{title}, {run['device']}", *(textwrap.fill(doubt, 76) for doubt in doubts)]
+        draw(strong, measured, "\n".join(words), args.out / f"predicted{end}")
 
 
 def draw(strong, measured, title, path):
@@ -394,7 +399,7 @@ def draw(strong, measured, title, path):
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="processes (both axes: log scale)", ylabel="speedup (times)")
-    sentence = pays_up_to(strong)[1].split(" (")[0] + "."
+    sentence = pays_up_to(strong)[1].replace(" (", "\n(") + "."
     errors = abs(strong["speedup (x)"] / strong["measured (x)"] - 1)
     if errors.notna().any():
         difference = f"Predicted and measured speedups differ by at most {errors.max():.0%}."
@@ -433,7 +438,7 @@ def quantity(units):
 
 
 def read_link(path):
-    """Returns the link in a file of allreduce.py. SystemExit: it is none."""
+    """Returns the link in a file of allreduce.py. SystemExit: the file holds no link."""
     try:
         link = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -256,7 +256,8 @@ def settings_of(group):
     for name in ("threads", "steps_per_epoch", "num_workers", *LAUNCH):
         if {*group[name]} - {"-", 0}:
             facts.append((name, " / ".join(map(str, group[name].unique()))))
-    return f"Settings: {', '.join(map(' '.join, facts))}. Times are those of an epoch."
+    steps = "Times are those of an epoch: a mean step x steps_per_epoch. Column steps: timed steps"
+    return f"Settings: {', '.join(map(' '.join, facts))}. {steps}. More: the top of report.py."
 
 
 def comparison(group):
@@ -332,7 +333,8 @@ def draw_scaling(group, path):
     for axes in (speed, step):
         axes.set_xticks(places, (group["devices"].astype(str) + "\n" + group["split"]).str.strip())
         axes.set_xlabel("processes" if group["devices"].equals(group["processes"]) else "GPUs")
-    save(figure, f"{pays_up_to(group)[1]}.\n{group['title'].iloc[0]}", path, ncols=3)
+    title = ", ".join([group["title"].iloc[0], *group["device"].unique()])
+    save(figure, f"{pays_up_to(group)[1]}.\n{title}", path, ncols=3)
 
 
 def last_step_of(rows):
@@ -390,7 +392,7 @@ def draw_bars(axes, spans, places, waits):
         word = LABELS.get(name, name)
         colour = COLOURS.get(name, "#CC79A7")
         is_wide = part["ms"] > 0.018 * len(word) * width
-        label = None if is_wide.any() else word  # a word in a bar needs no legend
+        label = None if is_wide.all() else word  # a word in each bar needs no legend
         style = {"color": colour, "label": label, "edgecolor": "white", "linewidth": 0.5}
         axes.barh(part["rank"].map(places), part["ms"], 0.5, part["start"], **style)
         for span in part[is_wide].to_dict("records"):
@@ -461,8 +463,8 @@ def title_of_step(phases, found, has_bubble, kind):
     if has_bubble:  # stages wait for each other, whoever is late
         share = phases["ms"][phases["name"] == "bubble"].sum() / phases["ms"].sum()
         return (
-            f"{share:.0%} of this step is bubble: a stage waits for another one.\n"
-            "A box is the forward or backward pass of one micro-batch."
+            f"{share:.0%} of this step is bubble: a {kind} waits for another one.\n"
+            "Each dark blue box is the backward pass of one micro-batch."
         )
     if found:
         waited = f"{found['to'] - found['from']:.3g} ms"

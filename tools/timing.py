@@ -21,11 +21,13 @@ backward pass. For its comm to begin with the last gradient, let each gradient m
         if weights.requires_grad:
             weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
 
-The phases of a step are data, forward, backward, comm and optimizer. You may have others, such as
-eval, save or other: report.py and predict.py, which read the log, leave them out. batch_size is
-that of all processes together. More settings that tell your runs apart are keyword arguments, too.
+The phases of a step are data, forward, backward, comm and optimizer. You may mark others, such as
+"eval", "save" or "other". report.py and predict.py do not count those in the time of a step.
+batch_size is that of all processes together. Pass other settings that tell your runs apart as
+keyword arguments.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -95,10 +97,10 @@ def print_marks(log=None, model=None, batch_size=0, **settings):
     row = {"rank": rank, "host": os.uname().nodename, "steps": steps} | seconds
     if log:
         row |= columns_of_log(spans, steps, model, {"batch_size": batch_size} | settings)
-    rows = gather(row)
+    rows, phases = gather(row), gather([*seconds])
     if rank > 0:
         return
-    print_table(rows, [*seconds])
+    print_table(rows, [*dict.fromkeys(itertools.chain(*phases))])
     if steps == 0:
         print("too few steps to time: the first three are the warmup")
     elif batch_size:

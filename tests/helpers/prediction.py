@@ -23,10 +23,9 @@ CHANGES = {  # of predict.py: flags, and how many times the batch and the speed 
     "twice the batch": ([], 2, 1),
     "a link twice as fast": ([], 1, 2),
 }
-COLUMNS = ["model", "Mbit/s", "nodes", "micro-batches", "change", "links", "predicted", "measured"]
-COLUMNS += ["error"]
-NO_LIMIT = 100_000  # Mbit/s of a link that this machine cannot fill
-MOST = 0.6  # of what this machine carries: above it, its cores and not the links set the speed
+COLUMNS = ["model", "Mbit/s", "nodes", "micro-batches", "change", "cores busy"]
+COLUMNS += ["predicted", "measured", "error"]
+MOST = 0.6  # of the cores' time, taken by all-reduces alone: above it, a training waits for cores
 
 
 class Network:
@@ -79,13 +78,18 @@ class Network:
             self.known[mbit] = self.link_of(2)
         return self.known[mbit]
 
-    def carries(self):
-        """Returns how many Mbit/s all nodes together send if no link has a limit."""
-        link.shape(self.spaces, NO_LIMIT)
-        nodes = len(self.spaces)
-        found = self.link_of(nodes)
-        of_each = found["sizes"][-1] * 2 * (nodes - 1) / nodes  # bytes that a node sends
-        return nodes * of_each / found["seconds"][-1] * 8 / 1e6
+    def busy_of(self, mbit, nodes):
+        """Returns which share of this machine's cores all-reduces on so many nodes take.
+
+        Nothing else runs. Where they take much, a training must wait for cores, and not for links.
+        """
+        if (mbit, nodes) not in self.known:
+            link.shape(self.spaces, mbit)
+            before = ticks_of_cores()
+            self.link_of(nodes)
+            idle, total = [after - was for after, was in zip(ticks_of_cores(), before)]
+            self.known[mbit, nodes] = 1 - idle / total
+        return self.known[mbit, nodes]
 
     def compare(self, model, mbit, nodes, passes, change):
         """Returns the speedup of many nodes: as predict.py says it beforehand, and as it is."""
@@ -101,6 +105,12 @@ class Network:
         return [speed / one["samples/s"].item() for speed in speeds]
 
 
+def ticks_of_cores():
+    """Returns how long all cores were idle, and how long there were cores, since the start."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
+
+
 def predict(options):
     """Prints a row for each case: how many times as fast as one process it was to be, and was.
 
@@ -108,8 +118,8 @@ def predict(options):
     of MODELS compute, so that the cores of this machine do not matter, and send as many bytes. With
     --grad_accum_steps, the batch grows by that factor, and is sent once.
 
-    The column links has the speed of all links together, as a share of what this machine carries.
-    That is measured first, so a row is marked as too fast before anything is predicted for it.
+    The column "cores busy" tells which share of the cores all-reduces alone take on these links. It
+    is measured first. So a row that this machine is too slow for is marked before it is predicted.
     """
     if missing := link.what_is_missing():
         sys.exit(missing)
@@ -117,20 +127,18 @@ def predict(options):
     rows = []
     with tempfile.TemporaryDirectory() as folder, link.nodes(max(options.nodes)) as spaces:
         network = Network(spaces, options.logs or folder, options)
-        most = network.carries()
-        print(f"This machine carries {most:.0f} Mbit/s.\n")
         print("|", " | ".join(COLUMNS), "|\n|" + " --- |" * len(COLUMNS), flush=True)
         for case in itertools.product(options.models or MODELS, *cases):
             _, mbit, nodes, _, change = case
-            share = nodes * mbit * CHANGES[change][2] / most
-            mark = ", too fast" if share > MOST else ""
+            busy = network.busy_of(mbit * CHANGES[change][2], nodes)
+            mark = ", too fast" if busy > MOST else ""
             predicted, measured = network.compare(*case)
             error = predicted / measured - 1
-            rows.append({"error": abs(error), "is_too_fast": share > MOST})
-            cells = [*case, f"{share:.0%}{mark}", f"{predicted:.2f}", f"{measured:.2f}"]
+            rows.append({"error": abs(error), "is_too_fast": busy > MOST})
+            cells = [*case, f"{busy:.0%}{mark}", f"{predicted:.2f}", f"{measured:.2f}"]
             print("|", " | ".join(map(str, [*cells, f"{error:+.1%}"])), "|", flush=True)
     rows = pd.DataFrame(rows)
     for is_too_fast, part in rows.groupby("is_too_fast"):
-        which = "too fast for this machine" if is_too_fast else "at most 60% of what it carries"
+        which = "too fast for this machine" if is_too_fast else "that this machine can carry"
         good = f"{(part['error'] < 0.1).sum()} of {len(part)} are within 10%"
         print(f"\nLinks {which}: {good}, the median is off by {part['error'].median():.1%}.")

@@ -75,6 +75,11 @@ def parse_args():
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not args.command and not args.list:
         parser.error("no command: type what starts the training after --")
+    if args.json:
+        try:
+            open(args.json, "a").close()  # now, and not after the job
+        except OSError as error:
+            parser.error(f"--json: {error}")
     return args
 
 
@@ -90,7 +95,7 @@ def main():
         folder = Path(os.environ.get("CHECK_FOLDER", own_folder)).resolve()
         try:
             job, rows, signum = judge(args, folder)
-        except OSError as error:  # of the command itself
+        except OSError as error:  # the command does not exist, or a folder cannot be written
             print(f"tools/check: cannot start it: {error}", file=sys.stderr)
             sys.exit(2)
     print_table(args, job, rows)

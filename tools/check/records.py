@@ -16,7 +16,7 @@ def process_name(pid):
 
 
 class Process:
-    """The records of one process. process["step"] is the list of those of this kind."""
+    """The records of one process. process["step"] is the list of its records of the kind "step"."""
 
     def __init__(self, path):
         self.path, self.name = path, path.name
@@ -50,7 +50,7 @@ class Process:
         return max((record["step"] for record in self["step"]), default=0)
 
     def optimizers(self):
-        """Yields what was recorded at the start of each optimizer, and at its steps."""
+        """Yields what was recorded at the start of each optimizer's number, and at its steps."""
         for start in self["start"]:
             number = start["optimizer"]
             yield start, [record for record in self["step"] if record["optimizer"] == number]
@@ -110,7 +110,7 @@ class Process:
         return found
 
     def epoch_length(self, whole):
-        """How many samples this process takes in an epoch, where a pass may have several ones."""
+        """How many samples this process takes in an epoch. A pass may hold several epochs."""
         size, world = whole["size"], self.start["world"]
         of_pass = (whole["batches"] or 0) * whole["batch_size"]
         if of_pass and of_pass * world <= size + world * whole["batch_size"]:
@@ -120,9 +120,10 @@ class Process:
         return size // (size_of_step * world) * size_of_step or size
 
     def test_calls(self):
-        """Yields calls without gradients, and whether each stands alone, as of a generator.
+        """Yields each call without gradients, and whether it stands alone before a training call.
 
-        Calls in a pass that trains are left out, as those of a teacher.
+        A GAN calls its generator like this. Calls in a pass that trains, as of a teacher model, are
+        left out.
         """
         trained, calls = self.trained_passes(), self["forward"]
         for call, after in zip(calls, [*calls[1:], {"has_grad": True}]):
@@ -140,7 +141,7 @@ class Process:
 
 
 class Records:
-    """Those of all processes of a job, in a folder to which they still write."""
+    """The records of all processes of a job, in a folder to which they still write."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -242,5 +243,5 @@ class Job:
 
 
 def has_one_dimension(parts):
-    """Whether the mesh that splits the weights has: then each rank has data of its own."""
+    """Whether the weights are split along one dimension of a mesh: then each rank has own data."""
     return {len(part.split()) for part in parts} == {1}

@@ -1,8 +1,9 @@
 """The rules: each kind of fault is a function of a Job's records that yields (level, words).
 
-A level is "ERROR", "warning", "ok" or "not seen". An ERROR is said only where a right training
-cannot do what was seen, and a warning where it may. Where nothing is wrong, the first row that is
-"ok" answers the question of the kind. Its docstring is what `--list` prints.
+A rule yields the level "ERROR", "warning", "ok" or "not seen". rows_of() adds "failed" for a rule
+that raises. An ERROR is for what a correct training never does. A warning is for what may be meant.
+If nothing is wrong, the first "ok" answers the question of the kind. `--list` prints the docstring
+of each rule.
 tools/README.md says of each kind what to do, and how to add one.
 """
 
@@ -16,15 +17,16 @@ ZERO_RATE_STEPS = 2  # at the end of a schedule one step may have the rate 0
 SHUFFLED_SAMPLES = 8  # fewer than these may be in order by chance
 FETCHES = 3  # of a data set: as many states of a generator tell two sequences apart
 SCHEDULE_CALLS = 1.2  # for each step: a scheduler may step at the end of an epoch, too
-MOST = 2  # where 1 of 2 samples or more are validated, the rest is left out by mistake
+MOST = 2  # if more than 1 of 2 samples is validated, the rest is left out by mistake
 IDLE_CALLS = 3  # of a scheduler whose optimizer takes no step
 TIMES_REMADE = 2  # a new optimizer for the second half of a training may be wanted
 PLACE_STEPS = 3  # as many steps tell at which place in the data a run goes on
 
-# How far two runs may be apart by rounding, as a share of the way that a weight has gone. It is
-# 0.1% in fp32 with another order of sums; a loss that is 5% too large is to be named.
+# How far a weight may differ between two runs by rounding: this share of the way it has moved,
+# plus DIGIT times its size. In fp32, another order of sums makes 0.1% of the way. A loss that is
+# 5% too large must be found.
 WAY = {"float64": 0.02, "float32": 0.02, "float16": 0.1, "bfloat16": 0.3}
-# And of the weight itself: some times the last digit of its type.
+# As a share of the weight's size: a few times the last digit of its type.
 DIGIT = {"float64": 1e-7, "float32": 1e-7, "float16": 2e-3, "bfloat16": 2e-2}
 START_WAY = 0.05  # of the size of a weight: what counts as its way before the first step
 COPIES_WAY = 0.01  # copies on two kinds of machines: they round alike, but for the last digits
@@ -37,18 +39,20 @@ TYPES_16 = ("bfloat16", "float16")
 
 def rows_of(rule, *jobs):
     """Returns the rows (level, kind, words) of a rule: all that is wrong, or else one."""
-    kind = rule.__name__
+    kind, found, failed = rule.__name__, {}, []
     try:
-        found = [*dict.fromkeys(rule(*jobs))]
+        for row in rule(*jobs):
+            found[row] = True  # each once
     except Exception as error:  # of a rule: it says nothing of the training, and is never "ok"
         last = error.__traceback__
         while last.tb_next:
             last = last.tb_next
-        text = f"the rule failed itself, line {last.tb_lineno}: {error!r}"
-        return [("failed", kind, text)]
+        failed = [("failed", kind, f"the rule failed itself, line {last.tb_lineno}: {error!r}")]
     rows = [(level, kind, words) for level, words in found]
     wrong = [row for row in rows if row[0] in ("ERROR", "warning")]
     right = [row for row in rows if row[0] == "ok"]
+    if failed:
+        return wrong + failed
     return wrong or right[:1] or rows[:1] or [("not seen", kind, "nothing shows it")]
 
 
@@ -277,9 +281,9 @@ def steps_before_nan(steps):
 
 
 def still_weights(start, steps):
-    """Returns (size, name, last step that moved it) of weights that should move, and do not.
+    """Returns the weights that should move and do not, and how many weights move at all.
 
-    And how many weights move at all.
+    Of each such weight: the sum of its shape, its name, and the last step that moved it.
     """
     still, moving = [], 0
     for index, name in enumerate(start["names"]):
@@ -382,6 +386,50 @@ def are_zeros(hashes):
     return bool(present) and not any(present)
 
 
+def owners(job):
+    """Is each weight in one optimizer alone?"""
+    num_weights = num_shared = num_optimizers = 0
+    for rank, process in job.ranks.items():
+        twice = moved_twice(process)
+        if twice:
+            name, step = next(iter(twice.values()))
+            words = f"two optimizers step on one gradient of {len(twice)} weights, first of {name} "
+            words += f"in step {step}, rank {rank}, so that the steps add up. "
+            yield "warning", words + "Leave each weight in one optimizer."
+            return  # other ranks have the same
+        holders = defaultdict(set)  # of each weight: the optimizers that have it
+        for record in process["step"]:
+            for weight in record["weights"]:
+                holders[weight].add(record["object"])
+        num_weights += len(holders)
+        num_shared += sum(len(objects) > 1 for objects in holders.values())
+        num_optimizers = max(num_optimizers, len(set().union(*holders.values())))
+    if num_optimizers > 1 and not num_shared:
+        yield "ok", f"{num_optimizers} optimizers have none of {num_weights} weights in common"
+    yield "not seen", "one optimizer steps, or several have weights in common and own gradients"
+
+
+def moved_twice(process):
+    """Returns {weight: (name, step)} of those that a second optimizer moves by an old gradient.
+
+    Optimizers that share weights may be right, as in InfoGAN, where each has backward passes of
+    its own.
+    """
+    found, last = {}, {}
+    for record in process["step"]:
+        names, who = process["start"][record["optimizer"]]["names"], record["object"]
+        for index, weight in enumerate(record["weights"]):
+            if not pull_of(record, index):
+                continue
+            gradient = record["gradients"][index]
+            before, used = last.get(weight, (who, None))  # the last step that has moved it
+            is_old = gradient == used and not record["had_gradients"]
+            if is_old and before != who:
+                found.setdefault(weight, (names[index], record["step"]))
+            last[weight] = who, gradient
+    return found
+
+
 def accumulation(job):
     """Are gradients zeroed and averaged once a step, not in each micro-batch?"""
     zeroed = 0
@@ -404,6 +452,7 @@ def findings_of_accumulation(rank, steps):
         yield "ERROR", f"not zeroed before step {old[0]}, rank {rank}. Call zero_grad()."
     for before, record in zip(steps, steps[1:]):
         is_same = before["gradients"] == record["gradients"] and any(record["gradients"])
+        is_same &= before["object"] == record["object"]  # else see owners()
         if is_same and record["began"] == "unchanged":
             words = f"step {record['step']} uses the gradients of the last one, rank {rank}."
             yield "ERROR", words + " Call backward() before it."
@@ -591,7 +640,7 @@ def modes(job):
 
 
 def layers(job):
-    """Does Dropout draw other masks in each rank, none in eval(); is BatchNorm the same in all?"""
+    """Do ranks draw different dropout masks, and none in eval()? Is BatchNorm the same in all?"""
     first = job.first
     tests = [call for call, _ in first.test_calls()]
     tests = [call for call in tests if call["layers_in_eval"] == call["layers"] > 0]
@@ -730,7 +779,7 @@ def epochs_of(process, passes, is_known):
 
 
 def inputs(job):
-    """Has a batch a row for each sample, and is it not all zeros?"""
+    """Does each batch have a row for each sample, and is it not all zeros?"""
     count = 0
     for rank, process in job.ranks.items():
         # What a loader has given may be lost before the model gets it.
@@ -762,7 +811,7 @@ def odd_batches(process):
 
 
 def samples(job):
-    """Has a data set the same sample in two validations, unless it draws random numbers?"""
+    """Does a data set give the same sample in two validations, unless it draws random numbers?"""
     draws = {record["data"] for record in job.all("fetch") if record["random"]}
     seen, repeated = {}, 0
     for rank, process in job.ranks.items():
@@ -1122,6 +1171,7 @@ RULES = [
     weights,
     updates,
     gradients,
+    owners,
     accumulation,
     finite,
     losses,

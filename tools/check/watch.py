@@ -12,7 +12,8 @@ trouble    a hook has failed
 flags      the script has read its command line with argparse
   values           {flag: value}, of texts and numbers
 start      an optimizer is about to take its first step. A list has an item for each of its weights
-  optimizer, step  its number, in the order of first steps; 0
+  optimizer, step  its number, in the order of first steps; 0. One of the same weights, or one that
+                   takes the place of one that is gone, has the number of the first, and no start
   rank, world      of torch.distributed; 0 and 1 without it
   group_sizes      the sizes of all process groups
   settings         flags and versions, as one text, without what names a rank
@@ -33,11 +34,12 @@ start      an optimizer is about to take its first step. A list has an item for 
   bits, sketches   of the weights; see the functions of these names
 step       an optimizer has taken a step. A list has an item for each of its weights
   optimizer, step  its number; its steps until now, from 1 on
-  began            the gradients were "zeroed" or "old" at the first backward pass since the
-                   last step; "unchanged": there was no backward pass
+  began            "zeroed": at a backward pass since its own last step, the gradients were all 0 or
+                   None; "old": at none of them; "unchanged": there was no backward pass
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
-  had_gradients    whether the last backward pass has left any gradient
+  had_gradients    whether the last backward pass has left any gradient; false if there was none
+                   since the last step of any optimizer
   rates            the learning rate of each group
   scheduled        the rates that the scheduler says; [] without one
   ddp_calls        forward passes of DDP since the last step
@@ -55,6 +57,9 @@ step       an optimizer has taken a step. A list has an item for each of its wei
   attributes       {name: value or bits} of what modules hold and no state_dict saves
   bits, sketches   of the weights
   bits_before      the bits of the weights before the step
+  object           a number of the optimizer itself; those that have the same weights, or take the
+                   place of one that is gone, are one `optimizer`
+  weights          a number of each weight: in two optimizers it is the same for the same weight
 skipped    a GradScaler has left out a step
   optimizer        its number; null if it has taken no step yet
 unowned    after the second step of an optimizer
@@ -70,7 +75,7 @@ forward    a module was called that no other module has called
   has_grad         whether gradients were on
   loader_pass      the pass over a DataLoader that gave the last batch; null: there was none
   layers           how many layers of Dropout and BatchNorm it has
-  layers_in_eval   how many of them are in eval(), and the module is not
+  layers_in_eval   how many of them are in eval(); 0 if the module is in train(), with gradients
   in_eval          whether the module is
   drops            a function that drops numbers though the module is in eval(), and gradients are
                    off; "": none
@@ -277,7 +282,7 @@ def nothing(*args, **kwargs):
 
 
 def wrap(owner, name, before=nothing, after=nothing, kinds=()):
-    """Calls before(arguments) and after(result, arguments) around a function of PyTorch."""
+    """Replaces owner.name by a function that also calls before(...) and after(result, ...)."""
     if not hasattr(owner, name):
         watch.record("missing", name=f"{getattr(owner, '__name__', owner)}.{name}", kinds=kinds)
         return
@@ -341,6 +346,8 @@ class Watch:
         self.pid = 0  # of the process that has opened the file
         self.known = weakref.WeakKeyDictionary()  # {optimizer: Known}
         self.all_known = []
+        self.objects = weakref.WeakKeyDictionary()  # {optimizer: number} of those that step
+        self.objects_seen = 0
         self.optimizers = weakref.WeakSet()  # all that were made
         self.loaded = weakref.WeakSet()  # those that have loaded a state
         self.states_loaded = 0
@@ -636,6 +643,8 @@ class Watch:
         if optimizer not in self.known:
             self.learn_names()
             self.known[optimizer] = self.known_of(optimizer)
+            self.objects[optimizer] = self.objects_seen
+            self.objects_seen += 1
         known = self.known[optimizer]
         known.backwards = self.turn.backwards
         known.values = self.values_of_gradients(optimizer, known)
@@ -774,7 +783,10 @@ class Watch:
     def after_step(self, optimizer, args, kwargs):
         if not self.stepping or optimizer is not self.stepping[0]:
             return
-        known = self.known[optimizer]
+        known = self.known.get(optimizer)
+        if known is None:  # before_step() had an error of its own, and has recorded it
+            self.end_turn(None)
+            return
         known.step += 1
         self.steps_done = max(self.steps_done, known.step)
         careful(self.record_step)(optimizer, known)
@@ -795,6 +807,8 @@ class Watch:
         known.bits = [bits_of(weight) for weight in weights]
         values = {"optimizer": known.number, "step": known.step, "began": known.began}
         values |= known.values | {"types": known.types, "bits": known.bits}
+        values["object"] = self.objects[optimizer]
+        values["weights"] = [id(weight) for weight in weights]
         values["sketches"] = [sketch_of(weight) for weight in weights]
         values["attributes"] = self.learn_names()
         self.record("step", **values)
