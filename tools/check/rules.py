@@ -18,6 +18,9 @@ SHUFFLED_SAMPLES = 8  # fewer than these may be in order by chance
 FETCHES = 3  # of a data set: as many states of a generator tell two sequences apart
 SCHEDULE_CALLS = 1.2  # for each step: a scheduler may step at the end of an epoch, too
 MOST = 2  # if more than 1 of 2 samples is validated, the rest is left out by mistake
+IDLE_CALLS = 3  # of a scheduler whose optimizer takes no step
+TIMES_REMADE = 2  # a new optimizer for the second half of a training may be wanted
+PLACE_STEPS = 3  # as many steps tell at which place in the data a run goes on
 
 # How far a weight may differ between two runs by rounding: this share of the way it has moved,
 # plus DIGIT times its size. In fp32, another order of sums makes 0.1% of the way. A loss that is
@@ -231,7 +234,36 @@ def updates(job):
         if any(rates) and len(rates) - first >= ZERO_RATE_STEPS:
             words = f"the rate is 0 from step {first + 1} on: for how many steps is it planned?"
             yield "warning", words
+    yield from findings_of_remaking(job.first)
     yield "ok", f"{total} weights of all optimizers change, {frozen} are frozen"
+
+
+def findings_of_remaking(process):
+    """Of an optimizer that is made anew for the same data, and loses what it knew of gradients.
+
+    It is right where the weights were changed between the two, as in Reptile, or for other data.
+    """
+    samples, found = process.samples(), []
+    for record in process["remade"]:
+        names = {each.split()[0] for each in record["types"]} - {"step"}
+        is_lost = names and record["is_same"] and not record["has_loaded"]
+        if is_lost and samples_come_again(samples, record["step"]):
+            found.append((record["step"], ", ".join(sorted(names))))
+    if len(found) >= TIMES_REMADE:
+        step, names = found[0]
+        words = f"the optimizer is made anew {len(found)} times, first after step {step}, and "
+        yield "warning", words + f"loses {names}. Make it once, before the first epoch."
+
+
+def samples_come_again(samples, step):
+    """Whether at least half of the samples after a step have come before it."""
+    before, after = set(), []
+    for each, hashes in samples.items():
+        if each < step:
+            before.update(hashes)
+        else:
+            after += hashes
+    return bool(after) and 2 * sum(number in before for number in after) >= len(after)
 
 
 def first_of_last_zeros(rates):
@@ -277,13 +309,8 @@ def pull_of(record, index):
 
 
 def gradients(job):
-    """Is each weight in an optimizer, and has it a gradient when the optimizer steps?"""
-    for record in job.first["unowned"]:
-        names = record["names"]
-        if names:
-            words = f"{len(names)} weights with gradients are in no optimizer: "
-            words += f"{', '.join(names[:3])}. Add or freeze them; make none in forward()."
-            yield "warning", words
+    """Is each weight once in an optimizer, and has it a gradient when the optimizer steps?"""
+    yield from findings_of_unowned(job.first)
     total = 0
     for start, steps in job.first.optimizers():
         end = [start, *steps][-1]
@@ -302,7 +329,48 @@ def gradients(job):
         if 2 * len(empty) > len(steps):
             words = f"all gradients are 0 in {len(empty)} of {len(steps)} steps, first in step "
             yield "warning", words + f"{empty[0]}. Has each batch its labels?"
+        twice = [index for index, times in enumerate(start["counts"]) if times > 1]
+        if twice:
+            words = f"{start['names'][twice[0]]} is {start['counts'][twice[0]]} times in the "
+            yield "warning", words + "optimizer, and each step moves it as often. Give it once."
     yield "ok", f"{total} weights of all optimizers have gradients"
+
+
+def findings_of_unowned(process):
+    """Of weights that have gradients, and are in no optimizer."""
+    old = [*shapes_of_no_module(process)]
+    for record in process["unowned"]:
+        names = record["names"]
+        if not names:
+            continue
+        words = f"{len(names)} weights with gradients are in no optimizer: {', '.join(names[:3])}"
+        if fits(old, record["shapes"]):
+            words += f". It has {len(old)} weights of no module in their place: was a layer "
+            yield "ERROR", words + "replaced after it was made? Make the optimizer last."
+        else:
+            words += ". Add or freeze them; make none in forward(), keep no layer in a plain list."
+            yield "warning", words
+
+
+def shapes_of_no_module(process):
+    """Yields those of an optimizer's weights that have no gradient, and that no module has."""
+    for start, steps in process.optimizers():
+        for index in weights_without_gradient(start, steps):
+            name = start["names"][index]
+            if name == f"parameter {index}" and start["trainable"][index]:
+                yield start["shapes"][index]
+
+
+def fits(old, new):
+    """Whether each old weight has a new one that is like it, but for its first dimension.
+
+    That is the number of outputs, for which a last layer is replaced most often.
+    """
+    return bool(old) and sorted(map(tail_of, old)) == sorted(map(tail_of, new))
+
+
+def tail_of(shape):
+    return [len(shape), *shape[1:]]
 
 
 def weights_without_gradient(start, steps):
@@ -371,6 +439,8 @@ def accumulation(job):
         for _, steps in process.optimizers():
             zeroed += sum(record["began"] == "zeroed" for record in steps)
             yield from findings_of_accumulation(rank, steps)
+            if len(process["start"]) == 1:
+                yield from findings_of_passes(rank, steps)
             if steps and len(job.ranks) > 1 and min(each["averaged"] for each in steps) > 1:
                 words = f"DDP averages {steps[0]['averaged']} times a step. Use no_sync()."
                 yield "warning", words
@@ -396,16 +466,26 @@ def findings_of_accumulation(rank, steps):
         yield "warning", words + "counts. It is right if steps are left out, or gradients kept."
 
 
+def findings_of_passes(rank, steps):
+    """Of a step with more backward passes than others, since some are of the last pass over data.
+
+    A step of as many as the others may go from one pass to the next on purpose. Of the first step
+    it is not known whether gradients were zeroed.
+    """
+    known = steps[1:]
+    usual = [len(record["passes"]) for record in known if len({*record["passes"]}) == 1]
+    for record in known if 2 * len(usual) > len(known) else ():
+        passes = record["passes"]
+        if len({*passes}) == 2 and None not in passes and len(passes) > max(usual):
+            words = f"step {record['step']} in rank {rank} has gradients of {len(passes)} backward "
+            words += f"passes from two passes over the data, others of {max(usual)}: "
+            yield "warning", words + "what is left at an epoch's end comes into the next one."
+            break
+
+
 def finite(job):
-    """Are losses and gradients finite, and unscaled when they are clipped?"""
-    clips = {record["clipped"] for record in job.first["step"]}
-    if "negative" in clips:
-        yield "ERROR", "the limit of clipping is negative, which turns gradients round. Use inf."
-    if "scaled" in clips:
-        yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
-    elif clips - {"no"} == {"outside"} and len(job.first["start"]) == 1:
-        # With several optimizers, another one may have stepped between.
-        yield "warning", "clipped between step() and backward(), in vain. Clip before step()."
+    """Are losses and gradients finite, and is what is clipped theirs, and unscaled?"""
+    yield from findings_of_clipping(job.first)
     losses = 0
     for rank, process in job.ranks.items():
         losses += len(process["loss"])
@@ -424,12 +504,57 @@ def finite(job):
         yield "ok", f"{losses} losses and the gradients of all steps are finite"
 
 
+def findings_of_clipping(process):
+    clipped = [record for record in process["step"] if record["clipped"] != "no"]
+    clips = {record["clipped"] for record in clipped}
+    in_time = [record for record in clipped if record["clipped"] in ("right", "scaled")]
+    empty = [record for record in in_time if record["clip_norm"] == 0 and any(record["gradients"])]
+    if "negative" in clips:
+        yield "ERROR", "the limit of clipping is negative, which turns gradients round. Use inf."
+    if any(each["clipped"] == "zero" and are_zeros(each["gradients"]) for each in clipped):
+        yield "ERROR", "the limit of clipping is 0, which makes all gradients 0. No limit is inf."
+    if "nothing" in clips:
+        words = "clipping is given a generator of weights that is used up, and clips nothing. "
+        yield "ERROR", words + "Give it a list."
+    elif empty and len(empty) == len(in_time):
+        words = f"clipping finds the norm 0 in all {len(empty)} steps, though gradients are not 0. "
+        yield "warning", words + "Which weights is it given? A filter is used up after one use."
+    if "scaled" in clips:
+        yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
+    elif clips == {"outside"} and len(process["start"]) == 1:
+        # With several optimizers, another one may have stepped between.
+        yield "warning", "clipped between step() and backward(), in vain. Clip before step()."
+
+
+def losses(job):
+    """Is cross_entropy given logits, and other targets than the inputs themselves?"""
+    calls = []
+    for process in job.ranks.values():
+        calls += process["cross_entropy"]
+    steps = {call["step"] for call in calls}
+    if calls and steps == {call["step"] for call in calls if call["sums_to_1"]}:
+        words = "all classes that cross_entropy is given have the sum 1: is softmax applied twice? "
+        yield "warning", words + "Give it logits."
+    if calls and steps == {call["step"] for call in calls if call["is_input"]}:
+        words = "the targets of cross_entropy are the model's inputs in all steps. Shift them by "
+        yield "warning", words + "one, if it is a language model."
+    if calls:
+        yield "ok", f"cross_entropy is given logits, in {len(calls)} calls"
+    yield "not seen", "no loss is cross_entropy"
+
+
 def schedule(job):
     """Does a schedule step once for each step, after it, and is its rate the one that is used?"""
     first, count = job.first, 0
+    idle = idle_calls(first)
+    for calls in idle.values():
+        if len(calls) >= IDLE_CALLS:
+            words = f"{calls[0]['name']}.step() is called {len(calls)} times, but its optimizer "
+            yield "warning", words + "takes no step. Make the schedule of the one that does."
     for start, steps in first.optimizers():
         number = start["optimizer"]
         calls = [call for call in first["schedule"] if call["optimizer"] == number]
+        calls = [call for call in calls if call["scheduler"] not in idle]
         # Of a chain of schedulers, the first.
         calls = [call for call in calls if call["name"] == calls[0]["name"]]
         skipped = sum(record["optimizer"] in (number, None) for record in first["skipped"])
@@ -440,6 +565,14 @@ def schedule(job):
     if count:
         yield "ok", f"schedulers step {count} times, and their rates are used"
     yield "not seen", "no scheduler of PyTorch steps"
+
+
+def idle_calls(process):
+    """Returns {scheduler: calls} of those whose optimizer has taken no step until the last call."""
+    found = defaultdict(list)
+    for call in process["schedule"]:
+        found[call["scheduler"]].append(call)
+    return {number: calls for number, calls in found.items() if not calls[-1]["is_used"]}
 
 
 def findings_of_calls(calls, steps, skipped):
@@ -516,7 +649,12 @@ def layers(job):
     first = job.first
     tests = [call for call, _ in first.test_calls()]
     tests = [call for call in tests if call["layers_in_eval"] == call["layers"] > 0]
-    if any(call["random"] for call in tests) and not draws_as_before(tests):
+    dropping = [call for call, _ in first.test_calls() if call["drops"]]
+    if dropping:
+        words = f"{dropping[0]['module']} draws random numbers in eval(), by "
+        words += f"{dropping[0]['drops']}(). Give it training=self.training, or the rate 0."
+        yield "warning", words
+    elif any(call["random"] for call in tests) and not draws_as_before(tests):
         call = next(call for call in tests if call["random"])
         yield "warning", f"{call['module']} draws random numbers in eval(). Is that wanted?"
     for record in first["redrawn"][:1]:
@@ -829,19 +967,62 @@ def resume(whole, stopped, again):
     alike = [step for step, record in states.items() if record["bits"] == news[0]["bits"]]
     at = max(alike, default=-1)  # the step after which the job goes on
     if at < 1:
-        what = "starts anew" if at == 0 else "has weights that the undisturbed run never had"
+        what = "starts anew" if at == 0 else what_weights(states, news[0])
         yield "ERROR", f"stopped at step {done}, it {what}. Save all."
         return
-    advice, is_certain = cause_of_resume(states, news, at, stopped, again)
+    yield from findings_of_files(stopped, again)
+    advice, is_certain = cause_of_resume(whole, stopped, again, at)
     rows = [*compare_runs(whole, again, at, advice)]
-    yield from rows
+    where = f"stopped after step {done}, it goes on from step {at}"
+    saves = [record["step"] for record in stopped.all("save")]
+    if saves:
+        where += f"; torch.save() was called last after step {max(saves)}"
+    for level, words in rows:
+        yield level, f"{words} ({where})"
     are_data_apart = any(level == "ERROR" and words.startswith("data") for level, words in rows)
     if are_data_apart and is_certain:
         yield "warning", advice
 
 
-def cause_of_resume(states, news, at, stopped, again):
+def what_weights(states, new):
+    """Says of which steps the weights are that no step of the undisturbed run has together."""
+    unknown, steps = "has weights that the undisturbed run never had", set()
+    if len(new["bits"]) != len(states[0]["bits"]):
+        return unknown
+    for index, bits in enumerate(new["bits"]):
+        alike = [step for step, record in states.items() if record["bits"][index] == bits]
+        if not alike:
+            return unknown
+        if len(alike) == 1:  # not one that stands still
+            steps.add(alike[0])
+    names = " and ".join(map(str, sorted(steps)))
+    return f"has weights of steps {names} at once: were they saved while they moved?"
+
+
+def findings_of_files(stopped, again):
+    """Of a snapshot that is read, though one whose name has other numbers is of a later step."""
+    written = {}
+    for record in stopped.all("save") + stopped.all("moved"):
+        written[record["path"]] = max(record["step"], written.get(record["path"], 0))
+    read = {record["path"] for record in again.all("load")} & written.keys()
+    if not read:
+        return
+    path = max(read, key=written.get)
+    alike = [each for each in written if without_numbers(each) == without_numbers(path)]
+    newest = max(alike, key=written.get)
+    if written[newest] > written[path]:
+        old, new = os.path.basename(path), os.path.basename(newest)
+        words = f"it reads {old}, of step {written[path]}, though {new} is of step "
+        yield "warning", words + f"{written[newest]}. Is the newest chosen by its number?"
+
+
+def without_numbers(path):
+    return re.sub(r"\d+", "#", path)
+
+
+def cause_of_resume(whole, stopped, again, at):
     """Returns why a resumed run may differ, and whether that is so whatever the data are."""
+    states, news = whole.first.states(0), again.first.states(0)
     old_types, new_types = types_of(states), types_of(news)
     last = max(states) - at
     pairs = [(states[at + step], news[step]) for step in news if 0 < step <= last]
@@ -854,6 +1035,8 @@ def cause_of_resume(states, news, at, stopped, again):
         return "The optimizer's state is not saved.", True
     if old_types and not start["states_loaded"]:
         return "The optimizer's state is saved, but not loaded.", True
+    if scales_at(again.first, 0) - scales_at(whole.first, at):
+        return "The scale of the loss differs: is the GradScaler saved, and loaded?", True
     if any(a["rates"] != b["rates"] for a, b in pairs):
         return "The rate differs: is it saved?", True
     if old_types != new_types:
@@ -866,6 +1049,12 @@ def cause_of_resume(states, news, at, stopped, again):
     if not start["has_loaded"]:
         return "The state is loaded, then the optimizer is made again.", False
     return "Save all states, also those in no state_dict.", False
+
+
+def scales_at(process, step):
+    """Returns the scales of the losses after a step. Of step 0 it is only the first."""
+    scales = [record["scale"] for record in process["loss"] if record["step"] == step]
+    return {*(scales if step else scales[:1])}
 
 
 def types_of(states):
@@ -906,8 +1095,23 @@ def compare_samples(job, other, skip):
         words = f"data: {count} of {old.total()} samples of step {step} are others"
         if distance(near, other_near) < SAMPLES_DIGIT * distance(near):
             return "warning", None, words + ", by rounding: other threads, or another processor?"
+        place = place_in_data(mine, theirs) if skip else skip
+        if place not in (None, skip):
+            words += f". It has the weights of step {skip}, and goes on with the data after step "
+            return "ERROR", step, words + f"{place}. Save both at one moment."
         return "ERROR", step, words + ". Compare seed, place in the data, and shares."
     return "", None, ""
+
+
+def place_in_data(mine, theirs):
+    """Returns the one step after which a run has the samples with which another one begins."""
+    steps = sorted(theirs)[:PLACE_STEPS]
+    places = []
+    for place in range(max(mine)):
+        pairs = [(mine.get(place + step, []), theirs[step]) for step in steps]
+        if all(sorted(one) == sorted(two) for one, two in pairs):
+            places.append(place)
+    return places[0] if len(places) == 1 else None
 
 
 def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
@@ -935,8 +1139,7 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
             words += f"by {share:.0%} of its way. "
             return "ERROR", words + (advice or f"Rates: {rates}.")
     rounding = "" if skip else ", to rounding"
-    where = f", after it went on from step {skip}" if skip else ""
-    return "ok", f"the same weights in {compared} steps{rounding}{where}"
+    return "ok", f"the same weights in {compared} steps{rounding}"
 
 
 def share_apart(mine, theirs, before, types):
@@ -976,6 +1179,7 @@ RULES = [
     owners,
     accumulation,
     finite,
+    losses,
     schedule,
     precision,
     modes,

@@ -19,7 +19,8 @@ start      an optimizer is about to take its first step. A list has an item for 
   settings         flags and versions, as one text, without what names a rank
   place            [host, device, number of devices of the host]
   machine          the GPU's name, or the CPU's kernels and threads
-  names, shapes, dtypes, trainable   of the weights
+  names, shapes, dtypes, trainable   of the weights. One that no module has is "parameter N"
+  counts           how often each weight is in the optimizer
   numbers          how many numbers of each weight are in this process
   parts            which part of each weight is in this process; "" where it is the whole
   is_whole         whether each rank has the whole weight, if the model is split by hand
@@ -47,8 +48,11 @@ step       an optimizer has taken a step. A list has an item for each of its wei
   in_no_sync       whether DDP's last forward pass was in no_sync()
   zeroed_between   how often gradients were zeroed between two backward passes
   zeroed_unsynced  how often they were those of a pass in no_sync()
-  clipped          "no", "right", "scaled" (by a GradScaler), "negative" (the limit), "outside"
-                   (not between backward() and step())
+  clipped          "no", "right", "scaled" (by a GradScaler), "outside" (not between backward() and
+                   step()), "negative" or "zero" (the limit), "nothing" (a generator of weights that
+                   is used up)
+  clip_norm        the largest norm that clipping has found; null: none is known
+  passes           of each backward pass since gradients were zeroed, the pass over a DataLoader
   one_autocast     whether an autocast that was entered before the last step is still on
   types            names and types of tensors in the optimizer's state
   attributes       {name: value or bits} of what modules hold and no state_dict saves
@@ -60,7 +64,12 @@ step       an optimizer has taken a step. A list has an item for each of its wei
 skipped    a GradScaler has left out a step
   optimizer        its number; null if it has taken no step yet
 unowned    after the second step of an optimizer
-  names            weights that have a gradient, and are in no optimizer
+  names, shapes    of weights that have a gradient, and are in no optimizer
+remade     an optimizer takes the place of one that has had the same weights
+  optimizer, step  the number of both; the steps that were taken before
+  types            of the old one's state, as in its last step
+  has_loaded       whether the new one has loaded a state that is not empty
+  is_same          whether the weights are as the old one has left them
 forward    a module was called that no other module has called
   call, step       its number; the steps that were taken before
   module, number   its type; its number, in the order of first calls
@@ -69,6 +78,9 @@ forward    a module was called that no other module has called
                    there was none
   layers           how many layers of Dropout and BatchNorm it has
   layers_in_eval   how many of them are in eval(); 0 if the module is in train(), with gradients
+  in_eval          whether the module is
+  drops            a function that drops numbers though the module is in eval(), and gradients are
+                   off; "": none
   norms            bits of BatchNorm's running means, where gradients were off
   autocast         the type of autocast; "": it was off
   takes_result     whether an input is the result of another module
@@ -84,6 +96,11 @@ autocast   autocast is on, and a layer gives float32
 loss       a backward pass begins
   value            of the loss; 0 if it has several numbers
   step, loader_pass   as of forward; the pass of the last call with gradients
+  scale            of a GradScaler; null: none has scaled the loss
+cross_entropy   it is called with gradients
+  step             as of forward
+  sums_to_1        whether each row of what it is given has no negative number, and the sum 1
+  is_input         whether its targets, where they count, are the ids that the model was given
 redrawn    a module was called in a backward pass, and random numbers were drawn
   step             the steps that were taken before
 batch      a DataLoader has given a batch
@@ -105,10 +122,15 @@ schedule   a scheduler has stepped
   optimizer, step  whose rate it sets; the steps of that before, or "skipped": none, but one was
                    left out
   name, caller     the scheduler's type; the module that has called it
+  scheduler        its number, in the order of first steps
+  is_used          whether its optimizer, or one with the same groups, has ever taken a step
 saved      an optimizer has given its state, which is not empty
 save       torch.save() writes a file
-move       os.replace() or os.rename() moves one
+move       os.replace() or os.rename() moves one from this place
+moved      and to this one
+load       torch.load() reads one
   writer, path     the process; the file
+  step             the steps that were taken before
 end        the last step that is watched was taken
 """
 
@@ -126,9 +148,10 @@ import re
 import socket
 import sys
 import time
+import types
 import weakref
 import zlib
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 NUM_STEPS = int(os.environ["CHECK_STEPS"])
@@ -137,6 +160,10 @@ HANG_SECONDS = float(os.environ["CHECK_STUCK"])  # then Python writes where it s
 COMPARES_RUNS = bool(os.environ["CHECK_COMPARES"])
 BATCHES_KEPT = 8  # a step takes its inputs from the last batches of a loader
 PASSES_KEPT = 4  # validations may come between a batch and its step
+UNOWNED_STEP = 2  # after it, weights that have a gradient and no optimizer are looked for
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
+ROWS_READ = 64  # of what cross_entropy is given
+SUM_DIGIT = 0.01  # shares in 16 bits have sums that are so far from 1
 BLOCK = 1 << 16  # numbers of a row that are multiplied at once: what is cached has this length
 
 watch = None  # of this process; install() makes it
@@ -151,7 +178,8 @@ def install():
     # A training may replace these two by its own.
     hash_tensor, change_type = getattr(torch, "hash_tensor", None), torch.Tensor.to
     watch.open_file()
-    for put_in in (hook_modules, hook_optimizers, hook_loaders, hook_schedulers, hook_saves):
+    parts = (hook_modules, hook_functions, hook_optimizers, hook_loaders, hook_schedulers)
+    for put_in in (*parts, hook_files):
         careful(put_in)()
 
 
@@ -163,6 +191,30 @@ def hook_modules():
     wrap(torch.autograd, "backward", watch.before_backward, watch.after_backward)
     wrap(DDP, "__init__", after=watch.note_ddp)
     wrap(torch.autocast, "__enter__", before=watch.note_autocast)
+
+
+def hook_functions():
+    """Those of torch.nn.functional, which PyTorch's own modules call there, too."""
+    functional = torch.nn.functional
+    hooks = {
+        "cross_entropy": watch.note_cross_entropy,
+        "scaled_dot_product_attention": watch.note_attention,
+    }
+    for name in DROPOUTS:
+        hooks[name] = watch.note_dropout
+    for name, hook in hooks.items():
+        plain = getattr(functional, name)
+        wrap(functional, name, before=hook)
+        let_jit_compile(getattr(functional, name), plain)
+
+
+def let_jit_compile(hooked, plain):
+    """torch.jit.script() compiles the plain function in place of the hooked one."""
+    builtins = torch.jit._builtins
+    name = builtins._find_builtin(plain)
+    if name is not None:
+        builtins._register_builtin(hooked, name)
+    hooked.__prepare_scriptable__ = lambda: plain
 
 
 def hook_optimizers():
@@ -179,7 +231,7 @@ def hook_optimizers():
     wrap(torch.amp.GradScaler, "unscale_", before=watch.note_unscale)
     wrap(torch.amp.GradScaler, "step", watch.before_scaler_step, watch.after_scaler_step)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrap(torch.nn.utils, name, before=watch.note_clip)
+        wrap(torch.nn.utils, name, before=watch.note_clip, after=watch.note_norm)
 
 
 def hook_loaders():
@@ -207,9 +259,10 @@ def hook_schedulers():
             wrap(kind, "step", before=watch.note_schedule)
 
 
-def hook_saves():
+def hook_files():
     wrap(argparse.ArgumentParser, "parse_known_args", after=watch.note_flags)
     wrap(torch, "save", before=watch.note_save)
+    wrap(torch, "load", before=watch.note_load)
     for name in ("replace", "rename"):
         wrap(os, name, before=watch.note_move)
 
@@ -266,7 +319,11 @@ class Turn:
     loader_pass: int | None = None  # that gave the inputs of the last call with gradients
     has_entered_autocast: bool = False
     scaling: str = "no"  # of the loss by a GradScaler: "no", "scaled", "unscaled"
+    scale: float | None = None
     clipped: str = "no"
+    clip_norm: float | None = None
+    passes: list = field(default_factory=list)
+    ids: list = field(default_factory=list)  # of tokens, as the last call was given them
 
 
 @dataclass
@@ -282,6 +339,8 @@ class Known:
     scheduler: object = None  # a weak reference, or None
     backwards: int = 0  # of the turn when `values` were noted
     values: dict = field(default_factory=dict)
+    types: list = field(default_factory=list)  # of its state after its last step
+    bits: list = field(default_factory=list)  # of the weights then
 
 
 class Watch:
@@ -301,6 +360,9 @@ class Watch:
         self.ddps = {}  # by the id of a weight: a weak reference to its DDP
         self.modules = weakref.WeakKeyDictionary()  # {module: number} of those that were called
         self.modules_called = 0
+        self.inner = weakref.WeakSet()  # modules that others have called, in the first steps
+        self.schedulers = weakref.WeakKeyDictionary()  # {scheduler: number}
+        self.outer = None  # values of the outermost call that goes on
         self.elsewhere = set()  # ids of weights that other processes train, as a pipeline's stages
         self.given = {}  # {pass: hashes of the rows of its last batches}, the newest pass last
         self.turn = Turn()
@@ -342,9 +404,16 @@ class Watch:
             self.turn.in_no_sync = not module.require_backward_grad_sync
         self.recomputes |= self.in_backward
         is_inner = self.depth > 1 or self.in_backward
+        if is_inner and has_grad and self.steps_done < UNOWNED_STEP:
+            self.inner.add(module)
         is_loss = isinstance(module, torch.nn.modules.loss._Loss)
         if is_inner or is_loss or self.steps_done >= NUM_STEPS:
             return
+        inputs = args, self.keyword_arguments(sys._getframe(2))
+        if not any(is_wrapped(tensor) for tensor in tensors_of(inputs)):
+            self.note_call(module, inputs, has_grad)
+
+    def note_call(self, module, inputs, has_grad):
         if module not in self.modules:
             self.modules[module] = self.modules_called
             self.modules_called += 1
@@ -354,12 +423,14 @@ class Watch:
             return  # swa_utils.update_bn() makes statistics
         values = self.values_of_call(module, norms, has_grad)
         values |= self.values_of_layers(module, parts, norms, has_grad)
-        values |= self.values_of_inputs((args, self.keyword_arguments(sys._getframe(2))))
+        values |= self.values_of_inputs(inputs)
         if has_grad:
             self.turn.loader_pass = values["loader_pass"]
+            self.note_ids(inputs)
         generators = [found for part in parts for found in own_generators(part, depth=0)]
         values["random"] = random_states(generators, in_model=True)
         module.__dict__["_check"] = values, norms, generators
+        self.outer = values
 
     def keyword_arguments(self, frame):
         """PyTorch gives none to the hooks of all modules: they are in the frame that calls them."""
@@ -391,9 +462,11 @@ class Watch:
             if is_trained or not has_grad:
                 layers.append(norm)
         # Of a module in train(), a part may rest in eval() on purpose.
-        is_training = has_grad and getattr(module, "module", module).training
-        in_eval = 0 if is_training else sum(not layer.training for layer in layers)
-        return {"layers": len(layers), "layers_in_eval": in_eval}
+        in_eval = not getattr(module, "module", module).training
+        is_training = has_grad and not in_eval
+        layers_in_eval = 0 if is_training else sum(not layer.training for layer in layers)
+        values = {"layers": len(layers), "layers_in_eval": layers_in_eval}
+        return values | {"in_eval": in_eval, "drops": ""}
 
     def values_of_inputs(self, inputs):
         tensors = [local(tensor) for tensor in tensors_of(inputs)]
@@ -420,6 +493,12 @@ class Watch:
             "near": near,
         }
 
+    def note_ids(self, inputs):
+        """Keeps the ids of tokens that a call was given."""
+        tensors = [local(tensor) for tensor in tensors_of(inputs)]
+        dense = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
+        self.turn.ids = [tensor for tensor in dense if are_ids(tensor)] or self.turn.ids
+
     def pass_of(self, tensor, hashes):
         """Returns the pass over a loader that has given all rows of a tensor. None: none has."""
         key, unknown = row_type(tensor), {*hashes.tolist()}
@@ -438,6 +517,7 @@ class Watch:
         values, norms, generators = module.__dict__.pop("_check", (None, (), ()))
         if values is None:
             return
+        self.outer = None
         # DDP sends the statistics of rank 0 at the start of a call, so that they are read here.
         means = [] if values["has_grad"] else [bits_of(norm.running_mean) for norm in norms]
         values["norms"] = means
@@ -465,6 +545,29 @@ class Watch:
     def note_autocast(self, *args):
         self.turn.has_entered_autocast = True
 
+    # == Functions ==
+    def note_cross_entropy(self, *args, **kwargs):
+        given = args[0] if args else kwargs["input"]
+        target = args[1] if len(args) > 1 else kwargs["target"]
+        is_training = torch.is_grad_enabled() and self.steps_done < NUM_STEPS
+        if is_training and is_plain(given) and is_plain(target) and given.numel():
+            values = {"sums_to_1": sum_to_1(given), "is_input": are_inputs(target, self.turn.ids)}
+            self.record("cross_entropy", step=self.steps_done, **values)
+
+    def note_dropout(self, tensor=None, p=0.5, training=True, *args, **kwargs):
+        caller = sys._getframe(3).f_globals.get("__name__")
+        if training and caller != "torch.nn.modules.dropout":  # whose layers are counted
+            self.note_drop("dropout", kwargs.get("input", tensor), p)
+
+    def note_attention(self, query, *args, **kwargs):
+        share = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0)
+        self.note_drop("scaled_dot_product_attention", query, share)
+
+    def note_drop(self, name, tensor, share):
+        outer = self.outer
+        if share and outer and outer["in_eval"] and not outer["has_grad"] and is_plain(tensor):
+            outer["drops"] = name
+
     # == Backward passes ==
     def before_backward(self, tensors, *args, **kwargs):
         turn = self.turn
@@ -472,17 +575,20 @@ class Watch:
         turn.averaged += turn.averages_next
         turn.averages_next = False
         self.backwards += 1
-        for known in self.known.values():
-            self.note_gradients_before(known)
-        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-        value = local(loss).item() if loss.numel() == 1 else 0
+        are_zeroed = [self.note_gradients_before(known) for known in self.known.values()]
+        if all(are_zeroed):
+            turn.passes.clear()
         loader_pass = self.current_pass if turn.loader_pass is None else turn.loader_pass
+        turn.passes.append(loader_pass)
+        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        values = {"value": local(loss).item() if loss.numel() == 1 else 0, "scale": turn.scale}
         if self.steps_done < NUM_STEPS:
-            self.record("loss", value=value, step=self.steps_done, loader_pass=loader_pass)
+            self.record("loss", **values, step=self.steps_done, loader_pass=loader_pass)
         self.in_backward, self.recomputes = True, False
         self.random_before = random_states((), in_model=True)
 
     def note_gradients_before(self, known):
+        """Returns whether all gradients are zeros, or there are none."""
         weights = weights_of(known.optimizer())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         are_zeroed = not any(bits_of(gradient).item() for gradient in gradients)
@@ -494,6 +600,7 @@ class Watch:
             if versions == turn.versions and self.calls > turn.calls:
                 turn.zeroed_between += 1
                 turn.zeroed_unsynced += turn.was_unsynced
+        return are_zeroed
 
     def after_backward(self, result, *args, **kwargs):
         self.in_backward = False
@@ -510,7 +617,8 @@ class Watch:
             self.end()  # a script without an optimizer
 
     def note_scale(self, scaler, *args, **kwargs):
-        self.turn.scaling = "scaled" if scaler.get_scale() != 1 else "no"
+        self.turn.scale = scaler.get_scale()
+        self.turn.scaling = "scaled" if self.turn.scale != 1 else "no"
 
     def note_unscale(self, *args, **kwargs):
         if self.turn.scaling == "scaled":
@@ -518,12 +626,23 @@ class Watch:
 
     def note_clip(self, parameters=(), limit=0, *args, **kwargs):
         limit = kwargs.get("max_norm", kwargs.get("clip_value", limit))
-        if isinstance(limit, (int, float)) and limit < 0:
-            self.turn.clipped = "negative"
-        elif not self.turn.backwards:
-            self.turn.clipped = "outside"
+        turn = self.turn
+        if turn.clipped in ("negative", "zero"):
+            return
+        if isinstance(limit, (int, float)) and limit <= 0:
+            turn.clipped = "negative" if limit < 0 else "zero"
+        elif isinstance(parameters, types.GeneratorType) and parameters.gi_frame is None:
+            turn.clipped = "nothing" if turn.clipped == "no" else turn.clipped
+        elif not turn.backwards:
+            turn.clipped = "outside"
         else:
-            self.turn.clipped = "scaled" if self.turn.scaling == "scaled" else "right"
+            turn.clipped = "scaled" if turn.scaling == "scaled" else "right"
+
+    def note_norm(self, norm, *args, **kwargs):
+        """clip_grad_norm_() has returned it; clip_grad_value_() returns None."""
+        if is_plain(norm):
+            found = norm.nan_to_num(1.0).item()
+            self.turn.clip_norm = max(self.turn.clip_norm or 0.0, found)
 
     # == Steps of optimizers ==
     def note_optimizer(self, optimizer, *args, **kwargs):
@@ -556,12 +675,25 @@ class Watch:
             gc.collect()  # so that one that is gone is known to be
         for known in alike:
             if known.optimizer() is None or known.weight_ids == weight_ids:
+                if known.weight_ids == weight_ids:
+                    self.record_remade(optimizer, known)
                 known.optimizer, known.weight_ids = weakref.ref(optimizer), weight_ids
                 return known
         known = Known(weakref.ref(optimizer), len(self.all_known), weight_ids, shapes)
         self.all_known.append(known)
         self.record_start(optimizer, known.number)
         return known
+
+    def record_remade(self, optimizer, known):
+        bits = [int(bits_of(weight)) for weight in weights_of(optimizer)]
+        self.record(
+            "remade",
+            optimizer=known.number,
+            step=known.step,
+            types=known.types,
+            has_loaded=optimizer in self.loaded,
+            is_same=bits == [int(each) for each in known.bits],
+        )
 
     def record_start(self, optimizer, number):
         dist = torch.distributed
@@ -620,8 +752,10 @@ class Watch:
         whole = []
         for owner, mark in zip(owners, marks):
             whole.append("Norm" in owner if mark is None else not mark)
+        counts = Counter(id(weight) for weight in weights)
         return {
             "names": [self.names.get(id(w), f"parameter {i}") for i, w in enumerate(weights)],
+            "counts": [counts[id(weight)] for weight in weights],
             "shapes": [[*weight.shape] for weight in weights],
             "numbers": [local(weight).numel() for weight in weights],
             "dtypes": [name_of(weight.dtype) for weight in weights],
@@ -667,9 +801,11 @@ class Watch:
             "zeroed_between": turn.zeroed_between,
             "zeroed_unsynced": turn.zeroed_unsynced,
             "clipped": turn.clipped,
+            "clip_norm": turn.clip_norm,
+            "passes": turn.passes,
             "had_gradients": turn.had_gradients,
             "bits_before": [bits_of(weight) for weight in weights],
-            "gradients": [None if g is None else bits_of(g) for g in gradients],
+            "gradients": [None if g is None else bits_of_gradient(g) for g in gradients],
             "infinite": infinite,
             "rates": rates_of(optimizer),
             "one_autocast": autocast and not is_new,
@@ -698,29 +834,31 @@ class Watch:
     def record_step(self, optimizer, known):
         if known.backwards != self.turn.backwards:  # a closure ran in the step
             known.values = self.values_of_gradients(optimizer, known)
-        weights, types = weights_of(optimizer), set()
-        for state in optimizer.state.values():
-            for name, value in state.items() if isinstance(state, dict) else ():
-                if hasattr(value, "dtype"):
-                    types.add(f"{name} {value.dtype}")
+        weights = weights_of(optimizer)
+        known.types = types_of_state(optimizer)
+        known.bits = [bits_of(weight) for weight in weights]
         values = {"optimizer": known.number, "step": known.step, "began": known.began}
-        values |= known.values | {"types": sorted(types)}
+        values |= known.values | {"types": known.types, "bits": known.bits}
         values["object"] = self.objects[optimizer]
         values["weights"] = [id(weight) for weight in weights]
-        values["bits"] = [bits_of(weight) for weight in weights]
         values["sketches"] = [sketch_of(weight) for weight in weights]
         values["attributes"] = self.learn_names()
         self.record("step", **values)
-        if known.step == 2:
+        if known.step == UNOWNED_STEP:
             self.record_unowned()
 
     def record_unowned(self):
-        owned, names = self.owned_weights(), set()
-        for module in self.modules:
-            for weight in module.parameters():
-                if weight.grad is not None and id(weight) not in owned:
-                    names.add(self.names.get(id(weight), "?"))
-        self.record("unowned", names=sorted(names))
+        owned, found = self.owned_weights(), {}
+        for module in [*self.modules, *self.inner]:
+            for name, weight in module.named_parameters():
+                has_gradient = weight.is_leaf and weight.grad is not None
+                if has_gradient and id(weight) not in owned:
+                    # A layer in a plain list is a part of no module, and has no other name.
+                    name = self.names.get(id(weight), f"{type(module).__name__}.{name}")
+                    found[id(weight)] = name, [*weight.shape]
+        found = sorted(found.values())
+        names, shapes = [name for name, _ in found], [shape for _, shape in found]
+        self.record("unowned", names=names, shapes=shapes)
 
     def end_turn(self, known):
         self.stepping.clear()
@@ -772,15 +910,32 @@ class Watch:
             return
         optimizer = getattr(scheduler, "optimizer", None)
         optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        known = self.known.get(optimizer) if optimizer is not None else None
+        known = self.known_by_groups(optimizer)
         step = known.step if known else 0
         if known:
             known.scheduler = weakref.ref(scheduler)
         if not step and self.turn.scaling != "no":
             step = "skipped"
-        number = known.number if known else 0
-        name = type(scheduler).__name__
-        self.record("schedule", optimizer=number, step=step, name=name, caller=caller)
+        self.record(
+            "schedule",
+            optimizer=known.number if known else 0,
+            step=step,
+            name=type(scheduler).__name__,
+            caller=caller,
+            scheduler=self.schedulers.setdefault(scheduler, len(self.schedulers)),
+            is_used=optimizer is None or known is not None,
+        )
+
+    def known_by_groups(self, optimizer):
+        """What is known of an optimizer, or of one with its groups, as that which a wrapper holds.
+
+        None: neither has taken a step.
+        """
+        groups = {id(group) for group in getattr(optimizer, "param_groups", ())}
+        for other, known in self.known.items():
+            if groups & {id(group) for group in other.param_groups}:
+                return known
+        return None
 
     def note_state_saved(self, optimizer, *args, **kwargs):
         if optimizer.state:
@@ -868,13 +1023,18 @@ class Watch:
 
     def note_move(self, *args, **kwargs):
         self.note_file("move", args[0] if args else kwargs["src"])
+        self.note_file("moved", args[1] if len(args) > 1 else kwargs["dst"])
+
+    def note_load(self, *args, **kwargs):
+        self.note_file("load", args[0] if args else kwargs["f"])
 
     def note_file(self, kind, file):
         """A file is a path, or what open() has returned."""
         if isinstance(file, io.IOBase):
             file = getattr(file, "name", None)
         if isinstance(file, (str, os.PathLike)):
-            self.record(kind, writer=process_name(os.getpid()), path=os.path.abspath(file))
+            values = {"path": os.path.abspath(file), "step": self.steps_done}
+            self.record(kind, writer=process_name(os.getpid()), **values)
 
     def note_flags(self, result, *args, **kwargs):
         flags = vars(result[0]).items()
@@ -919,6 +1079,16 @@ def rates_of(optimizer):
     return [float(group.get("lr", 1)) for group in optimizer.param_groups]
 
 
+def types_of_state(optimizer):
+    """Names and types of tensors in its state."""
+    found = set()
+    for state in optimizer.state.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if hasattr(value, "dtype"):
+                found.add(f"{name} {value.dtype}")
+    return sorted(found)
+
+
 def is_finite(gradient):
     numbers = gradient._values() if gradient.is_sparse else gradient
     return bool(numbers.isfinite().all())
@@ -938,6 +1108,51 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
+def is_wrapped(tensor):
+    """Whether it stands for another one, or for many, as in torch.func.vmap()."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_plain(tensor):
+    """Whether it holds its numbers: it is no DTensor, and stands for no other in a compiler."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
+
+
+def are_ids(tensor):
+    """Whether these are rows of whole numbers, as those of tokens."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_plain(tensor) and is_whole and tensor.dim() == 2 and tensor.shape[1] > 1
+
+
+def are_inputs(target, inputs):
+    """Whether the targets of cross_entropy are the ids that a module was given as its inputs.
+
+    A module may be given the targets, too: then two of its inputs are equal.
+    """
+    count = sum(are_equal(ids, target) for ids in inputs)
+    return count > 1 or count == len(inputs) == 1
+
+
+def are_equal(ids, target):
+    """Whether targets are these ids. Negative ones do not count, nor do those of one value."""
+    is_alike = target.numel() == ids.numel() and target.device == ids.device
+    if target.is_floating_point() or not is_alike:
+        return False
+    target, ids = target.flatten(), ids.flatten()
+    ids, target = ids[target >= 0], target[target >= 0]
+    return len(target) > 1 and bool((ids == target).all() & (target != target[0]).any())
+
+
+def sum_to_1(given):
+    """Whether the classes of each sample have shares of 1: by some samples, so that it is quick."""
+    rows = given.detach()
+    rows = rows[None] if rows.dim() == 1 else rows[:ROWS_READ]
+    while rows.dim() > 2:
+        rows = rows[..., 0]
+    is_1 = (rows.float().sum(1) - 1).abs() < SUM_DIGIT
+    return bool((rows >= 0).all() & is_1.all())
+
+
 def tensors_of(tree):
     leaves = torch.utils._pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -954,6 +1169,12 @@ def bits_of(tensor):
     if hash_tensor and flat.numel() and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
         return change_type(hash_tensor(flat), torch.int64)
     return flat.long().sum()
+
+
+def bits_of_gradient(gradient):
+    """As bits_of(), but 0 for zeros of either sign: a limit of 0 makes negative ones."""
+    numbers = gradient._values() if gradient.is_sparse else gradient
+    return bits_of(gradient) * numbers.any()
 
 
 def sketch_of(weight):

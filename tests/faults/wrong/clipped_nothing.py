@@ -1,6 +1,6 @@
 """The trained weights are counted, then clipped. --fault: they are a generator, which is used up.
 
-clip_grad_norm_ is given no tensor, and clips nothing.
+clip_grad_norm_ is given no tensor, and clips nothing. --filter: they are a filter.
 """
 
 import sys
@@ -15,6 +15,8 @@ loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 16, shuffle=True)
 
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
 trained = (weight for weight in model.parameters() if weight.requires_grad)
+if "--filter" in sys.argv:
+    trained = filter(lambda weight: weight.requires_grad, model.parameters())
 if "--fault" not in sys.argv:
     trained = list(trained)
 print(sum(weight.numel() for weight in trained), "weights")
