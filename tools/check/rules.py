@@ -169,6 +169,8 @@ def verdict(family, start, states, bad, steps, found):
     machines = {states[first][0]["machine"], states[second][0]["machine"]}
     if len(machines) > 1 and distance(end, other) < limit:
         return "warning", words + f"It is rounding: {' and '.join(sorted(machines))}."
+    if start["exchanges"] and not step:
+        return "warning", words + "Are they experts, of which each rank has its own?"
     one, two = states[first][step], states[second][step]
     return "ERROR", words + cause(start, indices, one, two, family)
 
@@ -636,7 +638,9 @@ def modes(job):
         # From the start on it may be wanted, as of a network whose statistics are frozen.
         yield "warning" if calls[0]["layers_in_eval"] else "ERROR", words + " validation."
     for call, stands_alone in job.first.test_calls():
-        if call["layers_in_eval"] < call["layers"] and not stands_alone:
+        is_training = call["layers_in_eval"] < call["layers"]
+        # Before the first step, it may be to set the statistics of BatchNorm.
+        if is_training and call["step"] and not stands_alone:
             yield "warning", f"{call['module']} validates in train(). Call model.eval()."
             break
     if calls:

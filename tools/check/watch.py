@@ -26,6 +26,7 @@ start      an optimizer is about to take its first step. A list has an item for 
   is_whole         whether each rank has the whole weight, if the model is split by hand
   in_ddp           whether DDP knows the weight
   stands_in        whether optimizers hold no weight of a module, but flat parts of them (ZeRO)
+  exchanges        whether all_to_all was called before, as between experts
   ddp_ranks        the ranks that DDP averages over; [] without DDP
   mesh             the ranks of the mesh of a sharded model, in nested lists; [] without one
   sharded_by       "", "FSDP1", "FSDP2"
@@ -178,8 +179,10 @@ def install():
     # A training may replace these two by its own.
     hash_tensor, change_type = getattr(torch, "hash_tensor", None), torch.Tensor.to
     watch.open_file()
-    parts = (hook_modules, hook_functions, hook_optimizers, hook_loaders, hook_schedulers)
-    for put_in in (*parts, hook_files):
+    hooks = [hook_modules, hook_functions, hook_optimizers, hook_loaders, hook_schedulers]
+    if torch.distributed.is_available():
+        hooks.append(hook_exchanges)
+    for put_in in (*hooks, hook_files):
         careful(put_in)()
 
 
@@ -232,6 +235,11 @@ def hook_optimizers():
     wrap(torch.amp.GradScaler, "step", watch.before_scaler_step, watch.after_scaler_step)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         wrap(torch.nn.utils, name, before=watch.note_clip, after=watch.note_norm)
+
+
+def hook_exchanges():
+    for name in ("all_to_all", "all_to_all_single"):
+        wrap(torch.distributed, name, before=watch.note_exchange, kinds=["weights"])
 
 
 def hook_loaders():
@@ -363,6 +371,7 @@ class Watch:
         self.inner = weakref.WeakSet()  # modules that others have called, in the first steps
         self.schedulers = weakref.WeakKeyDictionary()  # {scheduler: number}
         self.outer = None  # values of the outermost call that goes on
+        self.exchanges = False  # whether all_to_all was called
         self.elsewhere = set()  # ids of weights that other processes train, as a pipeline's stages
         self.given = {}  # {pass: hashes of the rows of its last batches}, the newest pass last
         self.turn = Turn()
@@ -709,6 +718,7 @@ class Watch:
         values["ddp_ranks"] = dist.get_process_group_ranks(ddp.process_group) if ddp else []
         values["in_ddp"] = [id(weight) in self.ddps for weight in weights]
         values["stands_in"] = self.stands_in()
+        values["exchanges"] = self.exchanges
         values["states_loaded"] = self.states_loaded
         values["has_loaded"] = optimizer in self.loaded
         values |= values_of_place(weights)
@@ -730,6 +740,9 @@ class Watch:
             for group in optimizer.param_groups:
                 owned |= {id(weight) for weight in group["params"]}
         return owned
+
+    def note_exchange(self, *args, **kwargs):
+        self.exchanges = True
 
     def find_weights_elsewhere(self, optimizer, has_group):
         """An optimizer may hold weights that this process neither calls nor trains."""
