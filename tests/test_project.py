@@ -21,7 +21,7 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
     "images.py": MLP,
     "multigpu/mine.py": "--batch_size 8 --max_steps 2",
     "multigpu/text.py": "--max_steps 2",
-    "multigpu/translation.py": "--max_steps 2",
+    "multigpu/translation.py": "--max_steps 2 --seq_len 8",
     "multigpu/gpt.py": GPT,
     "singlegpu/gpt.py": f"{GPT} --max_steps 2",
     "hybrid/gpt_fsdp.py": f"{GPT} --max_steps 2",
