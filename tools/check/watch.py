@@ -132,6 +132,8 @@ HANG_SECONDS = float(os.environ["CHECK_STUCK"])  # then Python writes where it s
 COMPARES_RUNS = bool(os.environ["CHECK_COMPARES"])
 BATCHES_KEPT = 8  # a step takes its inputs from the last batches of a loader
 PASSES_KEPT = 4  # validations may come between a batch and its step
+# Flags that name a process, such as --local_rank 1 of torchrun, and --worker-id=3f of Ray.
+NAMES_OF_RANKS = r"\S*(rank|worker[-_]id|worker[-_]launch)\S*( \d+)?"
 BLOCK = 1 << 16  # numbers of a row that are multiplied at once: what is cached has this length
 
 watch = None  # of this process; install() makes it
@@ -887,7 +889,7 @@ def values_of_place(weights):
     return {
         "place": [socket.gethostname(), str(device), torch.accelerator.device_count()],
         "machine": machine,
-        "settings": re.sub(r"\S*rank\S*( \d+)?", "", words),
+        "settings": re.sub(NAMES_OF_RANKS, "", words),
         "shares_memory": are_shared,
     }
 
