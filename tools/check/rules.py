@@ -765,6 +765,8 @@ def order(job):
     if first and not is_known and len({*first}) <= len(first) / 2:
         words = f"{len({*first})} different samples among {len(first)}: split by worker."
         yield "ERROR", words
+    elif first and is_known and first == sorted(first) and draws_samples(job, passes[0]):
+        yield "not seen", "the data set may draw its samples at random, whatever their order"
     elif first and is_known and first == sorted(first):
         numbers = ", ".join(map(str, first[:4]))
         yield "warning", f"not shuffled: {numbers}, ... If not wanted, shuffle."
@@ -773,6 +775,13 @@ def order(job):
     elif second:
         yield "ok", f"another order in the second epoch, compared for {len(second)} samples"
     yield "not seen", "no second epoch begins: watch more --steps"
+
+
+def draws_samples(job, whole):
+    """Whether a data set may draw its samples. Where it draws crops, labels come again."""
+    fetches = [fetch for fetch in job.all("fetch") if fetch["data"] == whole["data"]]
+    are_other = [2 * len({*part}) > len(part) for part in whole["parts"]]
+    return any(fetch["random"] for fetch in fetches) and bool(are_other) and all(are_other)
 
 
 def epochs_of(process, passes, is_known):

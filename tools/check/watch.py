@@ -165,6 +165,8 @@ UNOWNED_STEP = 2  # after it, weights that have a gradient and no optimizer are 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 ROWS_READ = 64  # of what cross_entropy is given
 SUM_DIGIT = 0.01  # shares in 16 bits have sums that are so far from 1
+# Flags that name a process, such as --local_rank 1 of torchrun, and --worker-id=3f of Ray.
+NAMES_OF_RANKS = r"\S*(rank|worker[-_]id|worker[-_]launch)\S*( \d+)?"
 BLOCK = 1 << 16  # numbers of a row that are multiplied at once: what is cached has this length
 
 watch = None  # of this process; install() makes it
@@ -1074,7 +1076,7 @@ def values_of_place(weights):
     return {
         "place": [socket.gethostname(), str(device), torch.accelerator.device_count()],
         "machine": machine,
-        "settings": re.sub(r"\S*rank\S*( \d+)?", "", words),
+        "settings": re.sub(NAMES_OF_RANKS, "", words),
         "shares_memory": are_shared,
     }
 
