@@ -122,11 +122,13 @@ class Process:
     def test_calls(self):
         """Yields calls without gradients, and whether each stands alone, as of a generator.
 
-        Calls in a pass that trains are left out, as those of a teacher.
+        Calls in a pass that trains are left out, as those of a teacher. So are calls on zeros,
+        by which a model finds the shapes of its layers.
         """
         trained, calls = self.trained_passes(), self["forward"]
         for call, after in zip(calls, [*calls[1:], {"has_grad": True}]):
-            if not call["has_grad"] and call["loader_pass"] not in trained:
+            is_test = not call["has_grad"] and call["loader_pass"] not in trained
+            if is_test and not call["is_zero"]:
                 yield call, call["loader_pass"] is None and after["has_grad"]
 
     def place(self):
