@@ -123,11 +123,12 @@ class Process:
         """Yields each call without gradients, and whether it stands alone before a training call.
 
         A GAN calls its generator like this. Calls in a pass that trains, as of a teacher model, are
-        left out.
+        left out. So are calls on zeros, by which a model finds the shapes of its layers.
         """
         trained, calls = self.trained_passes(), self["forward"]
         for call, after in zip(calls, [*calls[1:], {"has_grad": True}]):
-            if not call["has_grad"] and call["loader_pass"] not in trained:
+            is_test = not call["has_grad"] and call["loader_pass"] not in trained
+            if is_test and not call["is_zero"]:
                 yield call, call["loader_pass"] is None and after["has_grad"]
 
     def place(self):

@@ -51,4 +51,4 @@ def train():
 
 
 if __name__ == "__main__":
-    sys.exit(start_workers() if "RANK" not in os.environ else train())
+    sys.exit(start_workers() if "STORE" not in os.environ else train())
