@@ -682,7 +682,8 @@ class Watch:
     def record_start(self, optimizer, number):
         dist = torch.distributed
         has_group = dist.is_available() and dist.is_initialized()
-        self.find_weights_elsewhere(optimizer, has_group)
+        has_others = has_group and dist.get_world_size() > 1
+        self.find_weights_elsewhere(optimizer, has_others)
         weights = weights_of(optimizer)
         ddps = [self.ddps[id(weight)]() for weight in weights if id(weight) in self.ddps]
         ddp = next((ddp for ddp in ddps if ddp is not None), None)
@@ -699,11 +700,11 @@ class Watch:
         values |= self.values_of_shards(weights)
         self.record("start", **values)
 
-    def find_weights_elsewhere(self, optimizer, has_group):
+    def find_weights_elsewhere(self, optimizer, has_others):
         """An optimizer may hold weights that this process neither calls nor trains."""
         called = {id(weight) for module in self.modules for weight in module.parameters()}
         without = {id(weight) for weight in weights_of(optimizer) if weight.grad is None}
-        if has_group and not self.ddps:
+        if has_others and not self.ddps:
             self.elsewhere |= without - called
 
     def group_sizes(self):
