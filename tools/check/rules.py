@@ -829,19 +829,22 @@ def odd_batches(process):
 
 
 def samples(job):
-    """Does a data set give the same sample in two validations, unless it draws random numbers?"""
+    """Does a data set give the same sample in two validations?"""
     draws = {record["data"] for record in job.all("fetch") if record["random"]}
     seen, repeated = {}, 0
     for rank, process in job.ranks.items():
         for whole in process.passes(process.tested_passes()):
-            if not whole["is_known"] or whole["data"] in draws:
+            if not whole["is_known"]:
                 continue
             for index, *hashes in zip(whole["index"], *whole["parts"]):
                 key = (rank, whole["data"], whole["size"], index)
                 repeated += key in seen
                 if seen.setdefault(key, hashes) != hashes:
-                    words = f"sample {index} of {whole['data']} has other bytes later. Copy it."
-                    yield "ERROR", words + " Something writes to it."
+                    words = f"sample {index} of {whole['data']} has other bytes later. "
+                    if whole["data"] in draws:
+                        yield "warning", words + "Random numbers change it: is it augmented?"
+                    else:
+                        yield "ERROR", words + "Copy it. Something writes to it."
                     return
     if seen:
         words = f"{len(seen)} samples were validated, {repeated} of them again with the same bytes"
