@@ -41,11 +41,12 @@ def test_job_completes(site, run, data, name):  # noqa: F811
         run("singlegpu/mnist.py", *WORDS["mnist"], cwd=site.folder)
     if "bigmnist" in name:
         (site.folder / "data").symlink_to(data)
-    words = WORDS.get(name) or WORDS.get(script, GPT)
+    kind = "mnist" if script == "mnist_tensor" else script
+    words = WORDS.get(name) or WORDS.get(kind, GPT)
     job = site.submit(name, *words, options=options(folder))
     state, out = site.wait(job), site.output(job)
     assert state == "COMPLETED", out
-    assert checks == (folder in ("multinode", "hybrid") and script != "mnist")
+    assert checks == (folder in ("multinode", "hybrid") and kind != "mnist")
     assert checks == len(re.findall("^ok +processes +2 in one group", out, re.M)), out
     assert "\nERROR" not in out and "\nwarning" not in out, out
     if text.count('--snapshot "$'):
