@@ -1,10 +1,10 @@
 """The rules: each kind of fault is a function of a Job's records that yields (level, words).
 
 A rule yields the level "ERROR", "warning", "ok" or "not seen". rows_of() adds "failed" for a rule
-that raises. An ERROR is for what a correct training never does. A warning is for what may be meant.
-If nothing is wrong, the first "ok" answers the question of the kind. `--list` prints the docstring
-of each rule.
-tools/README.md says of each kind what to do, and how to add one.
+that raises an exception. An ERROR is for what a correct training never does. A warning is for what
+may be meant. If nothing is wrong, the first "ok" answers the question in the rule's docstring.
+`--list` prints these questions. tools/README.md says what to do about each kind. It also says how
+to add a kind.
 """
 
 import os
@@ -12,38 +12,38 @@ import re
 from collections import Counter, defaultdict
 
 # How many steps, calls or samples make a finding.
-STILL_STEPS = 5  # a weight that has gradients, and moves not once in as many steps, stands still
-ZERO_RATE_STEPS = 2  # at the end of a schedule one step may have the rate 0
-SHUFFLED_SAMPLES = 8  # fewer than these may be in order by chance
-FETCHES = 3  # of a data set: as many states of a generator tell two sequences apart
-SCHEDULE_CALLS = 1.2  # for each step: a scheduler may step at the end of an epoch, too
+STILL_STEPS = 5  # a weight has stopped if its gradients do not move it for so many steps
+ZERO_RATE_STEPS = 2  # the last step of a schedule may have the rate 0
+SHUFFLED_SAMPLES = 8  # fewer samples may be in order by chance
+FETCHES = 3  # so many states of a data set's generator tell two sequences apart
+SCHEDULE_CALLS = 1.2  # calls for each step: a scheduler may also step at the end of an epoch
 MOST = 2  # if more than 1 of 2 samples is validated, the rest is left out by mistake
-IDLE_CALLS = 3  # of a scheduler whose optimizer takes no step
-TIMES_REMADE = 2  # a new optimizer for the second half of a training may be wanted
-PLACE_STEPS = 3  # as many steps tell at which place in the data a run goes on
+IDLE_CALLS = 3  # so many calls of a scheduler whose optimizer takes no step are a finding
+TIMES_REMADE = 2  # a single new optimizer may be wanted, as for the second half of a training
+PLACE_STEPS = 3  # the samples of so many steps tell at which place in the data a run goes on
 
-# How far a weight may differ between two runs by rounding: this share of the way it has moved,
-# plus DIGIT times its size. In fp32, another order of sums makes 0.1% of the way. A loss that is
-# 5% too large must be found.
+# Rounding may make a weight differ between two runs. The limit is WAY times the way it has moved,
+# plus DIGIT times its size. In fp32, another order of sums changes 0.1% of the way. A loss that is
+# 5% too large must still be found.
 WAY = {"float64": 0.02, "float32": 0.02, "float16": 0.1, "bfloat16": 0.3}
-# As a share of the weight's size: a few times the last digit of its type.
+# A share of the weight's size. For 16 bits, it is a few times the last digit of the type.
 DIGIT = {"float64": 1e-7, "float32": 1e-7, "float16": 2e-3, "bfloat16": 2e-2}
-START_WAY = 0.05  # of the size of a weight: what counts as its way before the first step
-COPIES_WAY = 0.01  # copies on two kinds of machines: they round alike, but for the last digits
+START_WAY = 0.05  # before the first step, this share of a weight's size counts as its way
+COPIES_WAY = 0.01  # for copies on two kinds of machines, which differ only in the last digits
 COPIES_DIGIT = 1e-6
-SAMPLES_DIGIT = 1e-5  # samples that a data set adds up in another order
-RATE_DIGIT = 1e-6  # a rate that is read from a scheduler
+SAMPLES_DIGIT = 1e-5  # for samples whose numbers are added up in another order
+RATE_DIGIT = 1e-6  # for a rate that is read from a scheduler
 
 TYPES_16 = ("bfloat16", "float16")
 
 
 def rows_of(rule, *jobs):
-    """Returns the rows (level, kind, words) of a rule: all that is wrong, or else one."""
+    """Returns rows (level, kind, words) of a rule: all that is wrong, or else a single row."""
     kind, found, failed = rule.__name__, {}, []
     try:
         for row in rule(*jobs):
             found[row] = True  # each once
-    except Exception as error:  # of a rule: it says nothing of the training, and is never "ok"
+    except Exception as error:  # the rule itself has failed: that is no finding, and never "ok"
         last = error.__traceback__
         while last.tb_next:
             last = last.tb_next
@@ -138,7 +138,7 @@ def has_copies(family, states):
 
 
 def differences(family, states, step, name="bits"):
-    """Returns two ranks whose copies have other bits, and the indices of these weights."""
+    """Returns two ranks whose copies differ, and the indices of these weights. None: all agree."""
     found, copies = defaultdict(list), {}
     for rank in family.ranks:
         bits = states[rank][step][name]
@@ -158,7 +158,7 @@ def verdict(family, start, states, bad, steps, found):
     when = f"after step {step}" if step else "at the start"
     words = f"{len(indices)} of {len(start['names'])} tensors differ {when} in ranks "
     words += f"{first} and {second}, first {start['names'][index]}. "
-    # Averaging may follow the step, so that copies are equal only before the next one.
+    # If ranks average their weights after a step, copies are equal only before the next step.
     later = [each for each in steps if each > step]
     if any(not differences(family, states, each, "bits_before") for each in later):
         return "warning", words + "Later they are equal: local SGD?"
@@ -227,7 +227,7 @@ def updates(job):
             count = start["trainable"].count(False)
             yield "ERROR", f"none of {len(names)} weights changes, {count} are frozen. {why}"
         elif any(not name.endswith("bias") for _, name, _ in still):
-            # Before a norm a bias has no effect.
+            # A bias may stand still: right before a norm, it has no effect.
             _, name, last = max(still)
             words = f"{name} stands still from step {last + 1} on, {len(still)} of {len(names)} do."
             level = "ERROR" if 2 * len(still) >= len(names) else "warning"
@@ -241,9 +241,9 @@ def updates(job):
 
 
 def findings_of_remaking(process):
-    """Of an optimizer that is made anew for the same data, and loses what it knew of gradients.
+    """Yields a finding if an optimizer is made anew for the same data, and loses its state.
 
-    It is right where the weights were changed between the two, as in Reptile, or for other data.
+    That is right if the weights were changed in between, as in Reptile, or if the data are others.
     """
     samples, found = process.samples(), []
     for record in process["remade"]:
@@ -277,7 +277,7 @@ def first_of_last_zeros(rates):
 
 
 def steps_before_nan(steps):
-    """Weights that are nan stand still, since nan is all that they can become."""
+    """Returns the steps before the first inf or nan. After it, weights stay nan."""
     for place, record in enumerate(steps):
         if record["infinite"]:
             return steps[:place]
@@ -287,7 +287,7 @@ def steps_before_nan(steps):
 def still_weights(start, steps):
     """Returns the weights that should move and do not, and how many weights move at all.
 
-    Of each such weight: the sum of its shape, its name, and the last step that moved it.
+    For each weight that does not, there is the sum of its shape, its name, and its last move.
     """
     still, moving = [], 0
     for index, name in enumerate(start["names"]):
@@ -295,7 +295,7 @@ def still_weights(start, steps):
         moves = [step for step in range(1, len(bits)) if bits[step] != bits[step - 1]]
         last = max(moves, default=0)
         moving += bool(moves)
-        # It need not move in a step without a gradient, or with one of 0.
+        # A weight need not move in a step in which its gradient is missing or 0.
         pulls = [pull_of(record, index) for record in steps]
         after = [pull for pull in pulls[last:] if pull is not None]
         never_moves = any(pulls) and not moves
@@ -305,7 +305,7 @@ def still_weights(start, steps):
 
 
 def pull_of(record, index):
-    """Whether a gradient and a rate pull at a weight in a step. None: it has no gradient."""
+    """Whether a weight's gradient and rate in a step are both other than 0. None: no gradient."""
     gradient = record["gradients"][index]
     return None if gradient is None else bool(gradient and max(record["rates"]))
 
@@ -315,7 +315,9 @@ def gradients(job):
     yield from findings_of_unowned(job.first)
     total = 0
     for start, steps in job.first.optimizers():
-        end = [start, *steps][-1]
+        if not steps:
+            continue
+        end = steps[-1]
         count, unused = len(start["names"]), []
         without = weights_without_gradient(start, steps)
         for index in without:
@@ -339,7 +341,7 @@ def gradients(job):
 
 
 def findings_of_unowned(process):
-    """Of weights that have gradients, and are in no optimizer."""
+    """Yields a finding if weights have gradients, and are in no optimizer."""
     old = [*shapes_of_no_module(process)]
     for record in process["unowned"]:
         names = record["names"]
@@ -364,9 +366,9 @@ def shapes_of_no_module(process):
 
 
 def fits(old, new):
-    """Whether each old weight has a new one that is like it, but for its first dimension.
+    """Whether old and new weights form pairs that are alike, but for the first dimension.
 
-    That is the number of outputs, for which a last layer is replaced most often.
+    That is the number of outputs. It is the usual reason to replace a last layer.
     """
     return bool(old) and sorted(map(tail_of, old)) == sorted(map(tail_of, new))
 
@@ -376,10 +378,10 @@ def tail_of(shape):
 
 
 def weights_without_gradient(start, steps):
-    """Returns the indices of weights in this process that never have one."""
+    """Returns the indices of weights in this process that never have a gradient."""
     found = []
     for index, numbers in enumerate(start["numbers"]):
-        is_here = numbers > 0  # of a sharded model, it may be in another rank
+        is_here = numbers > 0  # a weight of a sharded model may be in another rank
         if is_here and all(record["gradients"][index] is None for record in steps):
             found.append(index)
     return found
@@ -400,7 +402,7 @@ def owners(job):
             words = f"two optimizers step on one gradient of {len(twice)} weights, first of {name} "
             words += f"in step {step}, rank {rank}, so that the steps add up. "
             yield "warning", words + "Leave each weight in one optimizer."
-            return  # other ranks have the same
+            return  # the other ranks have the same finding
         holders = defaultdict(set)  # of each weight: the optimizers that have it
         for record in process["step"]:
             for weight in record["weights"]:
@@ -414,10 +416,9 @@ def owners(job):
 
 
 def moved_twice(process):
-    """Returns {weight: (name, step)} of those that a second optimizer moves by an old gradient.
+    """Returns {weight: (name, step)} of weights that two optimizers move by the same gradient.
 
-    Optimizers that share weights may be right, as in InfoGAN, where each has backward passes of
-    its own.
+    Optimizers may share weights if each has backward passes of its own, as in InfoGAN.
     """
     found, last = {}, {}
     for record in process["step"]:
@@ -426,7 +427,7 @@ def moved_twice(process):
             if not pull_of(record, index):
                 continue
             gradient = record["gradients"][index]
-            before, used = last.get(weight, (who, None))  # the last step that has moved it
+            before, used = last.get(weight, (who, None))  # who moved it last, and by what
             is_old = gradient == used and not record["had_gradients"]
             if is_old and before != who:
                 found.setdefault(weight, (names[index], record["step"]))
@@ -456,7 +457,7 @@ def findings_of_accumulation(rank, steps):
         yield "ERROR", f"not zeroed before step {old[0]}, rank {rank}. Call zero_grad()."
     for before, record in zip(steps, steps[1:]):
         is_same = before["gradients"] == record["gradients"] and any(record["gradients"])
-        is_same &= before["object"] == record["object"]  # else see owners()
+        is_same &= before["object"] == record["object"]  # else owners() judges it
         if is_same and record["began"] == "unchanged":
             words = f"step {record['step']} uses the gradients of the last one, rank {rank}."
             yield "ERROR", words + " Call backward() before it."
@@ -469,9 +470,9 @@ def findings_of_accumulation(rank, steps):
 
 
 def findings_of_passes(rank, steps):
-    """Of a step with more backward passes than others, since some are of the last pass over data.
+    """Yields a finding if a step has more backward passes than others, over two passes of data.
 
-    A step of as many as the others may go from one pass to the next on purpose. Of the first step
+    A step with as many as the others may take them from two passes on purpose. For the first step,
     it is not known whether gradients were zeroed.
     """
     known = steps[1:]
@@ -524,7 +525,7 @@ def findings_of_clipping(process):
     if "scaled" in clips:
         yield "ERROR", "clipped while scaled. Call scaler.unscale_(optimizer) before clipping."
     elif clips == {"outside"} and len(process["start"]) == 1:
-        # With several optimizers, another one may have stepped between.
+        # With several optimizers, another one may have stepped between backward() and clipping.
         yield "warning", "clipped between step() and backward(), in vain. Clip before step()."
 
 
@@ -557,7 +558,7 @@ def schedule(job):
         number = start["optimizer"]
         calls = [call for call in first["schedule"] if call["optimizer"] == number]
         calls = [call for call in calls if call["scheduler"] not in idle]
-        # Of a chain of schedulers, the first.
+        # If schedulers of several types form a chain, only those of the first type count.
         calls = [call for call in calls if call["name"] == calls[0]["name"]]
         skipped = sum(record["optimizer"] in (number, None) for record in first["skipped"])
         count += len(calls)
@@ -602,7 +603,7 @@ def findings_of_rates(steps):
     is_falling = gaps == sorted(gaps, reverse=True)
     if len({rate for _, rate, _ in used}) == 1:
         yield "ERROR", words
-    # A warm-up takes a growing share of the rate. That of YOLO's biases falls towards it.
+    # In a warm-up, the rate may rise to the scheduled one, or fall to it, as for YOLO's biases.
     elif not (is_warm_up or is_falling):
         yield "warning", words
 
@@ -635,11 +636,11 @@ def modes(job):
     if in_eval:
         count, step = in_eval[0]["layers_in_eval"], in_eval[0]["step"] + 1
         words = f"{count} layers train in eval() from step {step}. Call train(), also after"
-        # From the start on it may be wanted, as of a network whose statistics are frozen.
+        # If it is so from the start, it may be meant, as in a network with frozen statistics.
         yield "warning" if calls[0]["layers_in_eval"] else "ERROR", words + " validation."
     for call, stands_alone in job.first.test_calls():
         is_training = call["layers_in_eval"] < call["layers"]
-        # Before the first step, it may be to set the statistics of BatchNorm.
+        # Before the first step, such a call may set the statistics of BatchNorm.
         if is_training and call["step"] and not stands_alone:
             yield "warning", f"{call['module']} validates in train(). Call model.eval()."
             break
@@ -697,7 +698,7 @@ def findings_of_ranks(job, one, two):
 
 
 def only_its_own(random):
-    """The generators that a model holds itself."""
+    """Returns only the states of the generators that a model holds itself."""
     return {name: states for name, states in random.items() if name.startswith("its ")}
 
 
@@ -730,19 +731,19 @@ def findings_of_shares(job, first, second, equal, steps):
     if 2 * equal > steps or (drawn and mine["index"] == theirs["index"]):
         yield "ERROR", f"{who} get the same samples in {equal} steps. Split them."
     elif is_permutation and len(both) >= len(job.ranks):
-        # As many samples may be there twice, so that all ranks have equally many.
+        # Fewer may be padding, by which all ranks get the same number of samples.
         yield "ERROR", f"{who} share {len(both)} of {len(drawn)} samples. Split one order."
 
 
 def first_pass(process):
-    """The first pass that trains, where the indices of its samples are known."""
+    """Returns the first pass that trains. None: the indices of its samples are not known."""
     for whole in process.passes(process.trained_passes())[:1]:
         return whole if whole["is_known"] else None
     return None
 
 
 def is_same_data(one, two):
-    """Whether an index means one sample in two passes. None: no index is in both."""
+    """Whether an index means the same sample in two passes. None: no index is in both."""
     if one["size"] != two["size"]:
         return False
     answers = []
@@ -750,7 +751,7 @@ def is_same_data(one, two):
         first, second = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
         both = [index for index in first if index in second]
         if both:
-            # A column with one value, as labels may be, tells nothing.
+            # A column in which all values are equal, as labels may be, tells nothing.
             is_telling = len({first[index] for index in both}) > 1 or len(both) == 1
             answers.append(is_telling and all(first[i] == second[i] for i in both))
     return any(answers) if answers else None
@@ -778,14 +779,14 @@ def order(job):
 
 
 def draws_samples(job, whole):
-    """Whether a data set may draw its samples. Where it draws crops, labels come again."""
+    """Whether a data set may draw its samples at random. If it draws only crops, labels repeat."""
     fetches = [fetch for fetch in job.all("fetch") if fetch["data"] == whole["data"]]
     are_other = [2 * len({*part}) > len(part) for part in whole["parts"]]
     return any(fetch["random"] for fetch in fetches) and bool(are_other) and all(are_other)
 
 
 def epochs_of(process, passes, is_known):
-    """Returns the indices of the samples of each epoch, or where they are not known, hashes."""
+    """Returns the indices of the samples of each epoch. If they are not known: hashes."""
     epochs = []
     for whole in passes:
         if is_known and whole["is_known"]:
@@ -800,7 +801,7 @@ def inputs(job):
     """Does each batch have a row for each sample, and is it not all zeros?"""
     count = 0
     for rank, process in job.ranks.items():
-        # What a loader has given may be lost before the model gets it.
+        # A batch may be lost between the loader and the model, so the model's inputs are judged.
         modules = {call["number"] for call in process.sample_calls()}
         calls = [call for call in process.training_calls() if call["number"] in modules]
         calls = [call for call in calls if not call["takes_result"]]
@@ -819,7 +820,7 @@ def inputs(job):
 
 
 def odd_batches(process):
-    """Returns (size, other numbers of rows) of the batches that are trained on."""
+    """Returns (number of samples, other lengths of tensors) of batches that are trained on."""
     trained, found = process.trained_passes(), []
     for batch in process["batch"]:
         size = len(batch["index"])
@@ -846,10 +847,9 @@ def samples(job):
                     else:
                         yield "ERROR", words + "Copy it. Something writes to it."
                     return
-    if seen:
-        words = f"{len(seen)} samples were validated, {repeated} of them again with the same bytes"
-        yield "ok", words
-    yield "not seen", "no validation by a DataLoader"
+    if repeated:
+        yield "ok", f"{repeated} samples were validated again with the same bytes"
+    yield "not seen", "no sample is validated twice by a DataLoader"
 
 
 def augmentation(job):
@@ -878,7 +878,7 @@ def place_of(key):
 
 
 def drawn_by_place(job):
-    """Returns {(generator, data set, rank, worker): the states it had, by epoch}."""
+    """Returns {(generator, data set, rank, worker): its states, in a list for each process}."""
     ranks = {process.name: rank for rank, process in job.ranks.items()}
     ours = set()
     for process in job.ranks.values():
@@ -917,11 +917,11 @@ def validation(job):
 
 
 def findings_of_counts(tests, counts, num_ranks):
-    """Of how often each sample is validated, in all ranks."""
+    """Yields a finding if all ranks together validate samples twice, or leave some out."""
     size, twice = tests[0]["size"], len(counts) - [*counts.values()].count(1)
     are_shares = False not in [is_same_data(tests[0], whole) for whole in tests[1:]]
     if tests[0]["maker"] == "accelerate":
-        twice = 0  # it drops them again
+        twice = 0  # Accelerate drops the samples that it has added
     is_most = size < MOST * len(counts) < MOST * size
     if twice and are_shares and min(counts.values()) < len(tests):
         yield "warning", f"{twice} of {size} samples count twice. Is it padded?"
@@ -1001,7 +1001,7 @@ def resume(whole, stopped, again):
 
 
 def what_weights(states, new):
-    """Says of which steps the weights are that no step of the undisturbed run has together."""
+    """Says which steps the weights come from, if no step of the undisturbed run has all of them."""
     unknown, steps = "has weights that the undisturbed run never had", set()
     if len(new["bits"]) != len(states[0]["bits"]):
         return unknown
@@ -1009,14 +1009,17 @@ def what_weights(states, new):
         alike = [step for step, record in states.items() if record["bits"][index] == bits]
         if not alike:
             return unknown
-        if len(alike) == 1:  # not one that stands still
+        if len(alike) == 1:  # a weight that stands still has several, and tells nothing
             steps.add(alike[0])
     names = " and ".join(map(str, sorted(steps)))
     return f"has weights of steps {names} at once: were they saved while they moved?"
 
 
 def findings_of_files(stopped, again):
-    """Of a snapshot that is read, though one whose name has other numbers is of a later step."""
+    """Yields a finding if a later snapshot exists than the one that is read.
+
+    Snapshots belong together if their names differ only in numbers.
+    """
     written = {}
     for record in stopped.all("save") + stopped.all("moved"):
         written[record["path"]] = max(record["step"], written.get(record["path"], 0))
@@ -1037,7 +1040,7 @@ def without_numbers(path):
 
 
 def cause_of_resume(whole, stopped, again, at):
-    """Returns why a resumed run may differ, and whether that is so whatever the data are."""
+    """Returns why a resumed run may differ, and whether this holds even if its data differ."""
     states, news = whole.first.states(0), again.first.states(0)
     old_types, new_types = types_of(states), types_of(news)
     last = max(states) - at
@@ -1068,7 +1071,7 @@ def cause_of_resume(whole, stopped, again, at):
 
 
 def scales_at(process, step):
-    """Returns the scales of the losses after a step. Of step 0 it is only the first."""
+    """Returns the scales of the losses after a step. After step 0, only the first one counts."""
     scales = [record["scale"] for record in process["loss"] if record["step"] == step]
     return {*(scales if step else scales[:1])}
 
@@ -1085,7 +1088,7 @@ def compare_runs(job, other, skip=0, advice=""):
         return
     theirs = other.first.states(0)
     level = ""
-    if len(pairs) == len(theirs[0]["bits"]):  # no stages of a pipeline
+    if len(pairs) == len(theirs[0]["bits"]):  # else it is a stage of a pipeline
         level, step_of_data, words = compare_samples(job, other, skip)
         if level:
             yield level, words
@@ -1096,7 +1099,10 @@ def compare_runs(job, other, skip=0, advice=""):
 
 
 def compare_samples(job, other, skip):
-    """Returns (level, step, words) of the first step whose samples differ by more than rounding."""
+    """Returns (level, step, words) for the first step whose samples differ.
+
+    The step is None if they differ by rounding. The level is "" if none differs.
+    """
     mine, theirs = job.union("samples"), other.union("samples")
     for step in sorted(step for step in mine if theirs.get(step - skip)):
         old, new = Counter(mine[step]), Counter(theirs[step - skip])
@@ -1131,7 +1137,7 @@ def place_in_data(mine, theirs):
 
 
 def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
-    """Returns a row for the first weight that differs, before the step whose samples do."""
+    """Returns a row for the first weight that differs. It stops where the samples differ."""
     mine, theirs = job.first.states(0), other.first.states(0)
     start, compared = job.first.start, 0
     calls = job.first["forward"] + other.first["forward"]
@@ -1154,6 +1160,8 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
             words = f"{why} {start['names'][index]} differs after step {step}, "
             words += f"by {share:.0%} of its way. "
             return "ERROR", words + (advice or f"Rates: {rates}.")
+    if not compared:
+        return "not seen", "no step of both runs could be compared"
     rounding = "" if skip else ", to rounding"
     return "ok", f"the same weights in {compared} steps{rounding}"
 
@@ -1161,7 +1169,8 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
 def share_apart(mine, theirs, before, types):
     """How far a weight is apart in two runs, as a share of its way. None: by rounding at most.
 
-    `before` is the record of the other run's start; the types are its own, and those of autocast.
+    `before` is the record of the other run's start. The first type is the weight's own, or "exact"
+    if no rounding is allowed. The other types are those of autocast.
     """
     (one, index), (two, place) = mine, theirs
     if one["bits"][index] == two["bits"][place]:
@@ -1177,7 +1186,7 @@ def share_apart(mine, theirs, before, types):
 
 
 def common_weights(one, two):
-    """Returns pairs of indices of the weights in two runs. A stage of a pipeline has some."""
+    """Returns pairs of indices of weights that both runs have. A pipeline's stage has only some."""
     if one["shapes"] == two["shapes"]:
         return [(index, index) for index in range(len(one["names"]))]
     mine = [str(pair) for pair in zip(one["names"], one["shapes"])]
@@ -1185,7 +1194,7 @@ def common_weights(one, two):
     return [(mine.index(name), theirs.index(name)) for name in mine if name in theirs]
 
 
-# Of one job, in the order in which they are judged.
+# The rules that judge one job, in this order.
 RULES = [
     ending,
     processes,

@@ -12,8 +12,9 @@ trouble    a hook has failed
 flags      the script has read its command line with argparse
   values           {flag: value}, of texts and numbers
 start      an optimizer is about to take its first step. A list has an item for each of its weights
-  optimizer, step  its number, in the order of first steps; 0. One of the same weights, or one that
-                   takes the place of one that is gone, has the number of the first, and no start
+  optimizer, step  its number, in the order of first steps; 0. A later optimizer may have the same
+                   weights, or take the place of one that is gone. It then has the number of the
+                   earlier one, and no start
   rank, world      of torch.distributed; 0 and 1 without it
   group_sizes      the sizes of all process groups
   settings         flags and versions, as one text, without what names a rank
@@ -25,7 +26,7 @@ start      an optimizer is about to take its first step. A list has an item for 
   parts            which part of each weight is in this process; "" where it is the whole
   is_whole         whether each rank has the whole weight, if the model is split by hand
   in_ddp           whether DDP knows the weight
-  stands_in        whether optimizers hold no weight of a module, but flat parts of them (ZeRO)
+  stands_in        whether optimizers hold flat parts (ZeRO) in place of the weights of modules
   exchanges        whether all_to_all was called before, as between experts
   ddp_ranks        the ranks that DDP averages over; [] without DDP
   mesh             the ranks of the mesh of a sharded model, in nested lists; [] without one
@@ -36,8 +37,9 @@ start      an optimizer is about to take its first step. A list has an item for 
   bits, sketches   of the weights; see the functions of these names
 step       an optimizer has taken a step. A list has an item for each of its weights
   optimizer, step  its number; its steps until now, from 1 on
-  began            "zeroed": at a backward pass since its own last step, the gradients were all 0 or
-                   None; "old": at none of them; "unchanged": there was no backward pass
+  began            "zeroed": before a backward pass since its own last step, all gradients were 0 or
+                   None, or this is its first step; "old": they were so before none of these passes;
+                   "unchanged": there was no backward pass
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
   had_gradients    whether the last backward pass has left any gradient; false if there was none
@@ -48,19 +50,21 @@ step       an optimizer has taken a step. A list has an item for each of its wei
   averaged         backward passes since then in which DDP has averaged
   in_no_sync       whether DDP's last forward pass was in no_sync()
   zeroed_between   how often gradients were zeroed between two backward passes
-  zeroed_unsynced  how often they were those of a pass in no_sync()
+  zeroed_unsynced  how often gradients of a pass in no_sync() were zeroed so
   clipped          "no", "right", "scaled" (by a GradScaler), "outside" (not between backward() and
                    step()), "negative" or "zero" (the limit), "nothing" (a generator of weights that
                    is used up)
   clip_norm        the largest norm that clipping has found; null: none is known
-  passes           of each backward pass since gradients were zeroed, the pass over a DataLoader
+  passes           of each backward pass since gradients were zeroed, or since the last step of any
+                   optimizer, the pass over a DataLoader
   one_autocast     whether an autocast that was entered before the last step is still on
   types            names and types of tensors in the optimizer's state
-  attributes       {name: value or bits} of what modules hold and no state_dict saves
+  attributes       {name: value or bits} of what modules hold and no state_dict saves; {} if no runs
+                   are compared
   bits, sketches   of the weights
   bits_before      the bits of the weights before the step
-  object           a number of the optimizer itself; those that have the same weights, or take the
-                   place of one that is gone, are one `optimizer`
+  object           a number of the optimizer itself. Several can be one `optimizer`: those of the
+                   same weights, and those that take the place of one that is gone
   weights          a number of each weight: in two optimizers it is the same for the same weight
 skipped    a GradScaler has left out a step
   optimizer        its number; null if it has taken no step yet
@@ -77,7 +81,8 @@ forward    a module was called that no other module has called
   has_grad         whether gradients were on
   loader_pass      the pass over a DataLoader that gave its inputs, or else the last batch; null:
                    there was none
-  layers           how many layers of Dropout and BatchNorm it has
+  layers           how many layers it has of Dropout with a rate other than 0, and of BatchNorm.
+                   With gradients on, only of a BatchNorm that has weights to train
   layers_in_eval   how many of them are in eval(); 0 if the module is in train(), with gradients
   in_eval          whether the module is
   drops            a function that drops numbers though the module is in eval(), and gradients are
@@ -87,8 +92,8 @@ forward    a module was called that no other module has called
   takes_result     whether an input is the result of another module
   from_loader      whether a loader has given an input, as it is
   is_zero          whether all inputs are zeros
-  samples, near    of each row of the inputs a hash, and a random projection. Where from_loader,
-                   only of what a loader has given
+  samples, near    of each row of the inputs a hash, and a random projection. If from_loader, only
+                   of what a loader has given; 0: no input has rows
   random           {generator: [state before, state after]} of those from which it has drawn
 trained    a gradient has come back to the result of a call
   call             its number
@@ -96,22 +101,23 @@ autocast   autocast is on, and a layer gives float32
   module, gives    the type of the layer; the type of its result
 loss       a backward pass begins
   value            of the loss; 0 if it has several numbers
-  step, loader_pass   as of forward; the pass of the last call with gradients
+  step, loader_pass   as of forward; the pass of the last call with gradients, or of the last batch
   scale            of a GradScaler; null: none has scaled the loss
 cross_entropy   it is called with gradients
   step             as of forward
-  sums_to_1        whether each row of what it is given has no negative number, and the sum 1
-  is_input         whether its targets, where they count, are the ids that the model was given
+  sums_to_1        whether the first rows that it is given have no negative number, and the sum 1
+  is_input         whether its targets that are not negative are the ids that the model was given
 redrawn    a module was called in a backward pass, and random numbers were drawn
   step             the steps that were taken before
 batch      a DataLoader has given a batch
   loader_pass      the number of the pass
-  data, size       the type of the data set, and its length (null: it has none)
-  split            of random_split(): [type, length] of the whole; false without it
+  data, size       the type of the data set, or if it is a Subset, of the whole; the length of the
+                   loader's data set (null: it has none)
+  split            of a Subset, as by random_split(): [type, length] of the whole; false without it
   index            of each sample in the data set; null: not known
   batches          of the whole pass; null: not known
   replaces         whether the sampler may take a sample twice
-  maker            the package that the sampler is from
+  maker            the package of the batch sampler, or where there is none, of the sampler
   rows             the length of each tensor
   parts            of each of the first three tensors, a hash of each row
 fetch      a data set has made a batch, maybe in a worker
@@ -120,16 +126,17 @@ fetch      a data set has made a batch, maybe in a worker
   at               seconds since 1970
   random           as of forward
 schedule   a scheduler has stepped
-  optimizer, step  whose rate it sets; the steps of that before, or "skipped": none, but one was
-                   left out
+  optimizer, step  whose rate it sets, or 0 if that has taken no step; the steps of that before, or
+                   "skipped": none, but one was left out
   name, caller     the scheduler's type; the module that has called it
   scheduler        its number, in the order of first steps
-  is_used          whether its optimizer, or one with the same groups, has ever taken a step
+  is_used          whether its optimizer, or one with the same groups, has ever taken a step; true
+                   if it has no optimizer
 saved      an optimizer has given its state, which is not empty
 save       torch.save() writes a file
-move       os.replace() or os.rename() moves one from this place
-moved      and to this one
-load       torch.load() reads one
+move       os.replace() or os.rename() moves a file from this path
+moved      the same call moves it to this path
+load       torch.load() reads a file. This one and the three before have the same fields
   writer, path     the process; the file
   step             the steps that were taken before
 end        the last step that is watched was taken
@@ -157,17 +164,17 @@ from dataclasses import dataclass, field
 
 NUM_STEPS = int(os.environ["CHECK_STEPS"])
 PAUSE_AT = int(os.environ["CHECK_PAUSE"])  # the step at which the job is told to stop; 0: none
-HANG_SECONDS = float(os.environ["CHECK_STUCK"])  # then Python writes where it stands
+HANG_SECONDS = float(os.environ["CHECK_STUCK"])  # after so long, Python writes where it stands
 COMPARES_RUNS = bool(os.environ["CHECK_COMPARES"])
 BATCHES_KEPT = 8  # a step takes its inputs from the last batches of a loader
 PASSES_KEPT = 4  # validations may come between a batch and its step
 UNOWNED_STEP = 2  # after it, weights that have a gradient and no optimizer are looked for
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 ROWS_READ = 64  # of what cross_entropy is given
-SUM_DIGIT = 0.01  # shares in 16 bits have sums that are so far from 1
+SUM_DIGIT = 0.01  # in 16 bits, shares may add up to a sum that is so far from 1
 # Flags that name a process, such as --local_rank 1 of torchrun, and --worker-id=3f of Ray.
 NAMES_OF_RANKS = r"\S*(rank|worker[-_]id|worker[-_]launch)\S*( \d+)?"
-BLOCK = 1 << 16  # numbers of a row that are multiplied at once: what is cached has this length
+BLOCK = 1 << 16  # so many numbers of a row are multiplied at once, by cached vectors as long
 
 watch = None  # of this process; install() makes it
 
@@ -199,7 +206,7 @@ def hook_modules():
 
 
 def hook_functions():
-    """Those of torch.nn.functional, which PyTorch's own modules call there, too."""
+    """Hooks functions of torch.nn.functional. PyTorch's own modules call these, too."""
     functional = torch.nn.functional
     hooks = {
         "cross_entropy": watch.note_cross_entropy,
@@ -245,7 +252,7 @@ def hook_exchanges():
 
 
 def hook_loaders():
-    """These names are internal to PyTorch. What is missing is told."""
+    """Most of these names are internal to PyTorch. wrap() records the ones that are missing."""
     from torch.utils.data import _utils, dataloader
 
     iterator = getattr(dataloader, "_BaseDataLoaderIter", None)
@@ -263,7 +270,7 @@ def hook_schedulers():
     from torch.optim.lr_scheduler import LRScheduler
 
     kinds = [LRScheduler]
-    for kind in kinds:  # it grows by those that are derived from it
+    for kind in kinds:  # the list grows by the classes that are derived from each
         kinds += kind.__subclasses__()
         if "step" in vars(kind):
             wrap(kind, "step", before=watch.note_schedule)
@@ -323,7 +330,7 @@ class Turn:
     zeroed_between: int = 0
     zeroed_unsynced: int = 0
     had_gradients: bool = False
-    was_unsynced: bool = False  # the last backward pass, since it was in no_sync()
+    was_unsynced: bool = False  # whether the last backward pass was in no_sync()
     versions: int = 0  # of the weights at the end of the last backward pass; a change raises it
     calls: int = 0  # of modules, at that time
     loader_pass: int | None = None  # that gave the inputs of the last call with gradients
@@ -333,7 +340,7 @@ class Turn:
     clipped: str = "no"
     clip_norm: float | None = None
     passes: list = field(default_factory=list)
-    ids: list = field(default_factory=list)  # of tokens, as the last call was given them
+    ids: list = field(default_factory=list)  # of the tokens that the last call was given
 
 
 @dataclass
@@ -444,7 +451,7 @@ class Watch:
         self.outer = values
 
     def keyword_arguments(self, frame):
-        """PyTorch gives none to the hooks of all modules: they are in the frame that calls them."""
+        """PyTorch gives these hooks no keyword arguments. The frame that calls them has some."""
         if "kwargs" not in frame.f_locals and not self.is_kwargs_missing:
             self.is_kwargs_missing = True
             self.record("missing", name="kwargs of Module._call_impl", kinds=["shares", "inputs"])
@@ -472,7 +479,7 @@ class Watch:
             is_trained = any(weight.requires_grad for weight in norm.parameters())
             if is_trained or not has_grad:
                 layers.append(norm)
-        # Of a module in train(), a part may rest in eval() on purpose.
+        # If the module is in train(), a part of it may stay in eval() on purpose.
         in_eval = not getattr(module, "module", module).training
         is_training = has_grad and not in_eval
         layers_in_eval = 0 if is_training else sum(not layer.training for layer in layers)
@@ -494,8 +501,8 @@ class Watch:
         long = [tensor for tensor in tensors if tensor.numel() > 1]
         known = [number for number in passes if number is not None]
         return {
-            # A batch may have been fetched before the pass of a validation. A mask of ones is in
-            # each batch, so that the first pass counts.
+            # Between a batch and its step, there may be the pass of a validation. A mask of ones
+            # is in the batches of both. So the earliest pass counts.
             "loader_pass": min(known, default=self.current_pass),
             "takes_result": bool(results),
             "from_loader": bool(given),
@@ -529,7 +536,7 @@ class Watch:
         if values is None:
             return
         self.outer = None
-        # DDP sends the statistics of rank 0 at the start of a call, so that they are read here.
+        # DDP sends the statistics of rank 0 when a call starts. So they are read at its end.
         means = [] if values["has_grad"] else [bits_of(norm.running_mean) for norm in norms]
         values["norms"] = means
         values["random"] = drawn(values["random"], random_states(generators, in_model=True))
@@ -567,7 +574,7 @@ class Watch:
 
     def note_dropout(self, tensor=None, p=0.5, training=True, *args, **kwargs):
         caller = sys._getframe(3).f_globals.get("__name__")
-        if training and caller != "torch.nn.modules.dropout":  # whose layers are counted
+        if training and caller != "torch.nn.modules.dropout":  # else it is counted as a layer
             self.note_drop("dropout", kwargs.get("input", tensor), p)
 
     def note_attention(self, query, *args, **kwargs):
@@ -650,7 +657,7 @@ class Watch:
             turn.clipped = "scaled" if turn.scaling == "scaled" else "right"
 
     def note_norm(self, norm, *args, **kwargs):
-        """clip_grad_norm_() has returned it; clip_grad_value_() returns None."""
+        """Notes the norm that clip_grad_norm_() has returned. clip_grad_value_() returns None."""
         if is_plain(norm):
             found = norm.nan_to_num(1.0).item()
             self.turn.clip_norm = max(self.turn.clip_norm or 0.0, found)
@@ -661,9 +668,9 @@ class Watch:
 
     def before_step(self, optimizer, args, kwargs):
         if not self.turn.backwards and not any(rates_of(optimizer)):
-            return  # by such a step, torch.distributed.checkpoint makes an optimizer's state
+            return  # torch.distributed.checkpoint takes such a step to make a state
         if optimizer in self.stepping:
-            self.stepping.clear()  # its last step ended by an error, or a subclass calls its step
+            self.stepping.clear()  # its last step has raised, or a subclass calls super().step()
         self.stepping.append(optimizer)
         if len(self.stepping) > 1:  # one optimizer calls another, as ZeroRedundancyOptimizer does
             return
@@ -677,13 +684,13 @@ class Watch:
         known.values = self.values_of_gradients(optimizer, known)
 
     def known_of(self, optimizer):
-        """What is known of a new optimizer: it may take the place of one that is gone."""
+        """Returns what is known of a new optimizer, or of an earlier one whose number it gets."""
         weights = weights_of(optimizer)
         weight_ids = [id(weight) for weight in weights]
         shapes = [weight.shape for weight in weights]
         alike = [known for known in self.all_known if known.shapes == shapes]
         if alike:
-            gc.collect()  # so that one that is gone is known to be
+            gc.collect()  # so that the weak reference to one that is gone gives None
         for known in alike:
             if known.optimizer() is None or known.weight_ids == weight_ids:
                 if known.weight_ids == weight_ids:
@@ -763,7 +770,7 @@ class Watch:
 
     def values_of_weights(self, weights):
         owners = [self.owners.get(id(weight), "") for weight in weights]
-        # Megatron marks each weight: whether it is split.
+        # Megatron's mark on each weight says whether it is split.
         marks = [getattr(weight, "tensor_model_parallel", None) for weight in weights]
         whole = []
         for owner, mark in zip(owners, marks):
@@ -802,12 +809,12 @@ class Watch:
         turn, weights = self.turn, weights_of(optimizer)
         gradients = [None if w.grad is None else local(w.grad) for w in weights]
         finite = [gradient is None or is_finite(gradient) for gradient in gradients]
-        # A fused optimizer is called with what a GradScaler has found, and leaves the step out.
+        # A GradScaler tells a fused optimizer of inf or nan, and that leaves the step out itself.
         leaves_out = hasattr(optimizer, "found_inf")
         infinite = [i for i, is_fine in enumerate(finite) if not (is_fine or leaves_out)]
         device = weights[0].device.type
         autocast = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
-        # Without a backward pass, another optimizer has stepped in the same turn.
+        # If this turn has no backward pass, another optimizer has stepped after the last pass.
         is_new = turn.has_entered_autocast or not turn.backwards
         scheduler = known.scheduler() if known.scheduler else None
         return {
@@ -869,7 +876,7 @@ class Watch:
             for name, weight in module.named_parameters():
                 has_gradient = weight.is_leaf and weight.grad is not None
                 if has_gradient and id(weight) not in owned:
-                    # A layer in a plain list is a part of no module, and has no other name.
+                    # A layer in a plain list is in no other module: it is named by its own type.
                     name = self.names.get(id(weight), f"{type(module).__name__}.{name}")
                     found[id(weight)] = name, [*weight.shape]
         found = sorted(found.values())
@@ -893,7 +900,7 @@ class Watch:
         self.record("skipped", optimizer=known.number if known else None)
         scaling = self.turn.scaling
         self.end_turn(known)
-        self.turn.scaling = scaling  # a scheduler that steps now does not come first
+        self.turn.scaling = scaling  # so that a scheduler that steps now is not called too early
 
     def end(self):
         self.record("end")
@@ -943,7 +950,7 @@ class Watch:
         )
 
     def known_by_groups(self, optimizer):
-        """What is known of an optimizer, or of one with its groups, as that which a wrapper holds.
+        """Returns what is known of an optimizer, or of one with its groups, as inside a wrapper.
 
         None: neither has taken a step.
         """
@@ -985,7 +992,7 @@ class Watch:
         if about is None or self.steps_done >= NUM_STEPS:
             return
         self.current_pass = about["loader_pass"]
-        index = iterator._check_indices.pop(0)  # workers, too, keep the order
+        index = iterator._check_indices.pop(0)  # also with workers, batches come in this order
         index = list(index) if hasattr(index, "__iter__") else [index]
         index = [int(i) if hasattr(i, "__index__") else None for i in index]
         whole = data
@@ -1083,7 +1090,7 @@ def values_of_place(weights):
 
 
 def weights_of(optimizer):
-    """Those that this process trains, if there are some."""
+    """Returns the weights that this process trains. If it trains none: all that it holds."""
     weights = []
     for group in optimizer.param_groups:
         weights += [weight for weight in group["params"] if not weight.is_meta]
@@ -1120,22 +1127,22 @@ def part_of(weight):
 
 
 def local(tensor):
-    """Of a DTensor, the part that is here."""
+    """Returns the part of a DTensor that is in this process. Another tensor is its own part."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def is_wrapped(tensor):
-    """Whether it stands for another one, or for many, as in torch.func.vmap()."""
+    """Whether a tensor stands for another one, or for many, as in torch.func.vmap()."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_plain(tensor):
-    """Whether it holds its numbers: it is no DTensor, and stands for no other in a compiler."""
+    """Whether a tensor holds its own numbers. A DTensor or a stand-in of a compiler does not."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
 
 
 def are_ids(tensor):
-    """Whether these are rows of whole numbers, as those of tokens."""
+    """Whether a tensor has rows of whole numbers, as the ids of tokens are."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
     return is_plain(tensor) and is_whole and tensor.dim() == 2 and tensor.shape[1] > 1
 
@@ -1143,14 +1150,15 @@ def are_ids(tensor):
 def are_inputs(target, inputs):
     """Whether the targets of cross_entropy are the ids that a module was given as its inputs.
 
-    A module may be given the targets, too: then two of its inputs are equal.
+    A module may also be given the targets on purpose. So a single equal input counts only if the
+    module has no other, and two equal inputs always count.
     """
     count = sum(are_equal(ids, target) for ids in inputs)
     return count > 1 or count == len(inputs) == 1
 
 
 def are_equal(ids, target):
-    """Whether targets are these ids. Negative ones do not count, nor do those of one value."""
+    """Whether targets are these ids. It skips negative ones. If all are alike, it says no."""
     is_alike = target.numel() == ids.numel() and target.device == ids.device
     if target.is_floating_point() or not is_alike:
         return False
@@ -1160,7 +1168,7 @@ def are_equal(ids, target):
 
 
 def sum_to_1(given):
-    """Whether the classes of each sample have shares of 1: by some samples, so that it is quick."""
+    """Whether the classes of a sample are shares of 1. It reads only some rows, to be quick."""
     rows = given.detach()
     rows = rows[None] if rows.dim() == 1 else rows[:ROWS_READ]
     while rows.dim() > 2:
@@ -1176,11 +1184,11 @@ def tensors_of(tree):
 
 # == Numbers for tensors ==
 def bits_of(tensor):
-    """A number for all bits of a tensor, on its device. It is 0 where all of them are."""
+    """Returns a number for all bits of a tensor, on its device. It is 0 if all bits are 0."""
     tensor = local(tensor)
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     flat = tensor.contiguous().flatten().view(torch.uint8)
-    flat = flat.clone() if flat.storage_offset() % 8 else flat  # else it cannot be viewed so
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # the next view() needs this
     flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
     if hash_tensor and flat.numel() and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
         return change_type(hash_tensor(flat), torch.int64)
@@ -1188,21 +1196,21 @@ def bits_of(tensor):
 
 
 def bits_of_gradient(gradient):
-    """As bits_of(), but 0 for zeros of either sign: a limit of 0 makes negative ones."""
+    """As bits_of(), but 0 for zeros of either sign. Clipping to 0 makes negative zeros."""
     numbers = gradient._values() if gradient.is_sparse else gradient
     return bits_of(gradient) * numbers.any()
 
 
 def sketch_of(weight):
-    """Two random projections of a weight: of two weights, they are about as far apart."""
+    """Two random projections of a weight. They roughly keep the distance of two weights."""
     if COMPARES_RUNS and hasattr(weight, "full_tensor"):
-        weight = weight.full_tensor()  # all ranks of its mesh come here
+        weight = weight.full_tensor()  # all ranks of its mesh must call this, and do
     rows = local(weight).flatten()[None]
     return project(rows)[0]
 
 
 def rows_of(tensors):
-    """Those tensors that have a row for each sample, as matrices."""
+    """Returns the tensors that are as long as the first one, as matrices of a row for a sample."""
     tensors = [tensor for tensor in tensors if tensor.dim()]
     tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
     return [tensor.reshape(len(tensor), -1).contiguous() for tensor in tensors]
@@ -1230,9 +1238,9 @@ def project(rows):
 
 
 def add_blocks(rows, vectors, dtype):
-    """Projects rows block by block, so that what is multiplied has no more than a block's length.
+    """Projects rows block by block, so that no product is longer than a block.
 
-    Each block is multiplied with each axis, and its sum with a number of the block.
+    A block is multiplied by an axis and summed. The sum is multiplied by the block's own number.
     """
     axes, numbers = vectors
     total = torch.zeros(len(rows), len(axes), dtype=dtype, device=rows.device)
