@@ -1045,6 +1045,8 @@ def cause_of_resume(whole, stopped, again, at):
     old_types, new_types = types_of(states), types_of(news)
     last = max(states) - at
     pairs = [(states[at + step], news[step]) for step in news if 0 < step <= last]
+    if not pairs:
+        return "Is all saved?", False
     one, two = pairs[0]
     lost = [
         name for name, value in one["attributes"].items() if two["attributes"].get(name) != value
