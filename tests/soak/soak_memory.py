@@ -20,5 +20,9 @@ HOW = {  # script, its flags, and what memory.py is asked for
 def test_memory_is_as_told(data, tmp_path, how, large):
     """The difference of a small training and of a large one, within a tenth."""
     script, flags, asked = HOW[how]
-    found = ratio(script, LARGE[large], data / "words.txt", tmp_path, flags, **asked)
+    sizes = LARGE[large]
+    if how == "checkpoints":  # which leave little of the activations
+        sizes = sizes.replace("--batch_size 64", "--batch_size 256")
+    found = ratio(script, sizes, data / "words.txt", tmp_path, flags, **asked)
+    print(f"{how}, {large}: {found:.3f} of what is held")
     assert found == pytest.approx(1, abs=0.1)
