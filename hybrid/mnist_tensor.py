@@ -10,10 +10,8 @@ over the two processes of a group. W (512 x 512) is cut by rows, and V (10 x 512
     group 0         rank 0: part 0                 rank 1: part 1
     group 1         rank 2: part 0                 rank 3: part 1
 
-In a step, each group has two all-reduces. One adds up the logits, the other the gradients of x. The
-ranks in a column of the table above hold the same part, and DDP averages their gradients.
-
-Compare it with mnist.py by `diff`. gpt_tensor.py splits a transformer, and adds snapshots and logs.
+The ranks of a column hold the same part, and DDP averages their gradients. Compare it with mnist.py
+by `diff`. gpt_tensor.py splits a transformer, and adds snapshots and logs.
 """
 
 import argparse
@@ -40,29 +38,24 @@ def read_data(args, train):
     return TensorDataset(mnist.data / 255, mnist.targets)
 
 
-# What is split, and in which dimension: W (model[3]) and its bias by rows, V (model[5]) by columns.
-HALVED = {"3.weight": 0, "3.bias": 0, "5.weight": 1}
+HALVED = {"3.weight": 0, "3.bias": 0, "5.weight": 1}  # model[3] is W: by rows; model[5] is V
 
 
 def split_layers(model, part, group):
-    """Leaves this process its part of W and V. Adds hooks: f sums gradients, and g sums logits.
-
-    Megatron-LM (Shoeybi et al. 2019) has these names. Without f, the first layers of a group drift
-    apart. Without g, each part trains on a loss of its own. Neither mistake causes an error.
-    """
+    """Leaves this process its part of W and V, and adds f and g of Megatron-LM (2019)."""
 
     def f(layer, input_gradients, _):  # PyTorch calls it in the backward pass, after W
         total = input_gradients[0].clone()
         mark("backward")
         dist.all_reduce(total, group=group)
         mark("comm")
-        return (total,)  # both parts read x, so the gradient of x is the sum of what both return
+        return (total,)  # both parts read x. Without f, their first layers drift apart in silence
 
     def g(layer, _, result):  # PyTorch calls it in the forward pass, after V
         mark("forward")
-        # Each process has one of the two terms of the logits. They are added in place. Because of
-        # .data, autograd does not see this. So the gradient of the sum reaches each term unchanged.
-        # This is right: d(a + b) / da = 1.
+        # Each process has one of the two terms of the logits. Autograd does not see that .data is
+        # changed. So each term gets the gradient of the sum as it is: d(a + b) / da = 1. Without
+        # g, each part trains on a loss of its own, without an error.
         dist.all_reduce(result.data, group=group)
         mark("comm")
 

@@ -23,7 +23,7 @@ LINES = """
     multigpu: mnist 148, images 800, gpt 775, text 805, translation 900
     multinode: mnist 155, images 800, gpt 775, text 805, translation 900
     hybrid: mnist 180, images 920, gpt_fsdp 880, gpt_pipeline 980
-    hybrid: mnist_tensor 210, gpt_tensor 985
+    hybrid: mnist_tensor 195, gpt_tensor 985
     quantize: mnist 95, gpt 320
 """
 MEAN_TOKENS = 11.5  # tokens a code line, the mean of a file

@@ -39,6 +39,17 @@ def test_a_fault_must_be_named_by_its_kind():
     assert programs.complaints(program, verdict, fault=True)
 
 
+def test_a_fault_that_is_named_is_no_later_one():
+    """Its row must get the kind: else nothing would notice if it were no longer named."""
+    program = PROGRAMS["frozen_backbone_moves"]
+    assert program.later
+    for level in ("ERROR", "warning"):
+        named = programs.Verdict(1, [(level, "modes", "words")], "")
+        assert programs.complaints(program, named, fault=True), level
+    unseen = programs.Verdict(0, [("ok", "modes", "fine")], "")
+    assert not programs.complaints(program, unseen, fault=True)
+
+
 def test_each_program_says_what_is_expected():
     """Each file has a row; a fault has exactly one of kind, not_seen and later."""
     files = {path for name in ("right", "wrong") for path in (programs.FOLDER / name).glob("*.py")}

@@ -109,6 +109,10 @@ def complaints(program, verdict, fault=False):
         found.append(f"the fault is not named: no {program.kind} with {program.words!r}")
     if fault and program.not_seen and errors:
         found.append("a fault that was not seen is seen: programs.toml may name its kind")
+    if fault and program.later:
+        allowed = {*program.may_warn, *program.true_errors}
+        named = [row for row in verdict.wrong("ERROR", "warning") if row[1] not in allowed]
+        found += [f"it is named, so that programs.toml needs its kind: {row}" for row in named]
     if fault:
         return found + ([] if verdict.findings else ["nothing was judged"])
     warnings = [row for row in verdict.wrong("warning") if row[1] not in program.may_warn]

@@ -237,7 +237,9 @@ def updates(job):
             words = f"the rate is 0 from step {first + 1} on: for how many steps is it planned?"
             yield "warning", words
     yield from findings_of_remaking(job.first)
-    yield "ok", f"{total} weights of all optimizers change, {frozen} are frozen"
+    if total:
+        yield "ok", f"{total} weights of all optimizers change, {frozen} are frozen"
+    yield "not seen", "no optimizer has moved a weight"
 
 
 def findings_of_remaking(process):
@@ -333,11 +335,18 @@ def gradients(job):
         if 2 * len(empty) > len(steps):
             words = f"all gradients are 0 in {len(empty)} of {len(steps)} steps, first in step "
             yield "warning", words + f"{empty[0]}. Has each batch its labels?"
-        twice = [index for index, times in enumerate(start["counts"]) if times > 1]
-        if twice:
-            words = f"{start['names'][twice[0]]} is {start['counts'][twice[0]]} times in the "
-            yield "warning", words + "optimizer, and each step moves it as often. Give it once."
-    yield "ok", f"{total} weights of all optimizers have gradients"
+        yield from findings_of_counted_weights(start)
+    if total:
+        yield "ok", f"{total} weights of all optimizers have gradients"
+    yield "not seen", "no optimizer has taken a step"
+
+
+def findings_of_counted_weights(start):
+    """Yields a finding if an optimizer has a weight more than once."""
+    twice = [index for index, times in enumerate(start["counts"]) if times > 1]
+    if twice:
+        words = f"{start['names'][twice[0]]} is {start['counts'][twice[0]]} times in the "
+        yield "warning", words + "optimizer, and each step moves it as often. Give it once."
 
 
 def findings_of_unowned(process):
@@ -843,7 +852,8 @@ def samples(job):
                 if seen.setdefault(key, hashes) != hashes:
                     words = f"sample {index} of {whole['data']} has other bytes later. "
                     if whole["data"] in draws:
-                        yield "warning", words + "Random numbers change it: is it augmented?"
+                        why = "Is it augmented? Augment only what is trained on."
+                        yield "warning", words + why
                     else:
                         yield "ERROR", words + "Copy it. Something writes to it."
                     return
