@@ -70,6 +70,21 @@ def test_the_table_of_memory(data):
     assert fits == {name: name.startswith("FSDP") for name in rows}
 
 
+def test_memory_in_16_bits(data):
+    """With autocast, DDP keeps a copy of each matrix in 16 bits. FSDP's blocks are gathered so."""
+    words = "--d_model 768 --num_layers 8 --n_heads 4 --batch_size 4 --precision bf16".split()
+    tool, script = module("tools/memory.py"), module("multigpu/gpt.py")
+    of_ddp = tool.count(script, [*words, "--dataset", str(data / "words.txt")], 2)
+    of_fsdp = tool.divided(of_ddp, 2)
+    matrices = 2 * 8 * 12 * 768**2  # bytes
+    assert of_ddp["activations"] - of_fsdp["activations"] == pytest.approx(matrices, rel=0.2)
+    assert (
+        of_fsdp["weights"]
+        == of_ddp["weights"] / 2
+        == 2 * sum([*of_ddp["blocks"], of_ddp["others"]])
+    )
+
+
 def test_memory_of_ones_own_script(data):
     """A script without blocks has no FSDP. A batch that is too small has a line."""
     words = f"{ROOT}/multigpu/images.py --dataset mnist --data_dir {data} --model cnn"

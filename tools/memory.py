@@ -105,13 +105,17 @@ def read_batch(script, args, processes):
     return data, next(iter(script.create_loader(data, [indices], args)))
 
 
-def take_step(script, args, data, batch, checkpoints):
-    """Takes a step with tensors without memory. Returns model, optimizer, bytes of activations."""
+def take_step(script, args, data, batch, checkpoints, is_sharded=False):
+    """Takes a step with tensors without memory. Returns model, optimizer, bytes of activations.
+
+    In 16 bits, autocast keeps a copy of each weight until the backward pass is over. FSDP does not:
+    it gathers weights in 16 bits, which counts elsewhere. It also updates only its shards.
+    """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = TYPES.get(args.precision)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, torch.device(device):
-        model = script.create_model(args, data).train()
+        model = create_model(script, args, data, dtype if is_sharded else None)
         batch = tree_map(lambda x: torch.empty_like(fake.from_tensor(x), device=device), batch)
         optimizer = script.create_optimizer(model, args)
         for weight in model.parameters():  # DDP keeps the gradients between steps
@@ -120,13 +124,31 @@ def take_step(script, args, data, batch, checkpoints):
         for block in getattr(model, "blocks", ()) if checkpoints else ():
             options = {"use_reentrant": False, "preserve_rng_state": False}
             block.forward = partial(checkpoint, block.forward, **options)
+        has_autocast = dtype is not None and not is_sharded
         with LiveBytes() as live:
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            with torch.autocast(device.type, dtype, enabled=has_autocast):
                 loss, _ = script.batch_loss(model, batch, args)
             loss.backward()
             del loss
-            optimizer.step()
+            if not is_sharded:
+                optimizer.step()
     return model, optimizer, live.most
+
+
+def create_model(script, args, data, dtype):
+    """Returns the script's model, in this type if there is one, as FSDP computes with it."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or default)
+    model = script.create_model(args, data).train()
+    torch.set_default_dtype(default)
+    if dtype is not None:
+        model.register_forward_pre_hook(partial(cast_inputs, dtype))
+    return model
+
+
+def cast_inputs(dtype, model, inputs):
+    """Casts the inputs of a model that are no whole numbers, as FSDP does."""
+    return tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
 
 
 def count(script, flags, processes=1, checkpoints=False):
@@ -139,6 +161,7 @@ def count(script, flags, processes=1, checkpoints=False):
     args = parse_flags(script, flags)
     args.num_workers = 0
     data, batch = read_batch(script, args, processes)
+    *_, of_shards = take_step(script, args, data, batch, checkpoints, is_sharded=True)
     model, optimizer, activations = take_step(script, args, data, batch, checkpoints)
     states = [value for state in optimizer.state.values() for value in tensors_in(state)]
     learned = [weight for weight in model.parameters() if weight.requires_grad]
@@ -158,6 +181,7 @@ def count(script, flags, processes=1, checkpoints=False):
         "blocks": in_blocks,
         "others": sum(weight.numel() for weight in model.parameters()) - sum(in_blocks),
         "bytes of a gathered weight": dtype.itemsize,
+        "activations of shards": of_shards + bytes_of(tensors_in(batch)),
     }
 
 
@@ -171,7 +195,7 @@ def divided(counted, processes):
     largest = max(counted["blocks"], default=0)
     gathered = 3 * largest + 2 * counted["others"]
     found["gathered"] = gathered * counted["bytes of a gathered weight"]
-    found["activations"] = counted["activations"]
+    found["activations"] = counted["activations of shards"]
     # The shards of the gradients appear one by one, while the activations disappear.
     found["total"] = sum(found.values()) - min(found["gradients"], found["activations"])
     return found

@@ -37,9 +37,12 @@ def predicted(words, is_fsdp=False, checkpoints=False):
     return row["total"] / 1e6
 
 
-def ratio(script, large, text, folder, more=(), **how):
-    """Returns the difference of two sizes as predicted, over that measured."""
-    base = f"--dataset {text} --max_steps 3 --n_heads 4".split()
+def ratio(script, large, text, folder, more=(), both=(), **how):
+    """Returns the difference of two sizes as predicted, over that measured.
+
+    The training gets the flags `more`; it and the prediction get `both`.
+    """
+    base = [*f"--dataset {text} --max_steps 3 --n_heads 4".split(), *both]
     sizes = [[*base, *words.split()] for words in (SMALL, large)]
     small, large = (measured(script, [*words, *more], folder) for words in sizes)
     assert large - small > 150, "more than what is uncertain"

@@ -7,6 +7,7 @@ SHARDS = {"is_fsdp": True}
 HOW = {  # script, its flags, and what memory.py is asked for
     "DDP": ("multigpu/gpt.py", (), {}),
     "FSDP": ("hybrid/gpt_fsdp.py", (), SHARDS),
+    "FSDP in bf16": ("hybrid/gpt_fsdp.py", (), SHARDS | {"both": ("--precision", "bf16")}),
     "checkpoints": (
         "hybrid/gpt_fsdp.py",
         ("--checkpoint_activations",),
