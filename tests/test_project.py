@@ -204,6 +204,22 @@ def test_readme_shows_what_ddp_adds():
     assert {line for line in main if words.search(line) and "mark" not in line} <= {*shown}
 
 
+def test_a_folder_of_classes_is_split(tmp_path):
+    """By the lines of examples/README.md: each tenth file is to validate on, whatever its name."""
+    for name in ("one class", "two"):
+        (tmp_path / "cells" / name).mkdir(parents=True)
+        for number in range(15):
+            (tmp_path / "cells" / name / f"{number} a.tif").write_text(f"{name} {number}")
+    page = (ROOT / "examples/README.md").read_text().split("### Split a folder of classes")[1]
+    lines = re.search(r"^```bash\n(.*?)^```", page, re.M | re.S)[1]
+    subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, check=True)
+    found = {part: [*(tmp_path / "photos" / part).glob("*/*.tif")] for part in ("train", "val")}
+    assert len(found["val"]) == 3 and len(found["train"]) == 27
+    texts = {path.read_text() for paths in found.values() for path in paths}
+    assert len(texts) == 30, "each file is linked, once"
+    assert {path.parent.name for path in found["train"]} == {"one class", "two"}
+
+
 START_OF_TRAIN = """import os
 
 import torch
