@@ -161,6 +161,10 @@ def test_tokens(run, tmp_path):
     [_, make] = re.findall(r"^    python (\S+ .*)", TEXTS["tokens"], re.M)
     [train] = re.findall(r"^python (\S+ .*)", run(*make.split(), cwd=tmp_path), re.M)
     run(*train.split(), "--batch_size", 4, "--max_steps", 2, processes=2, cwd=tmp_path)
+    folder = tmp_path / "my_tokens"  # --out of tokens.py, if it is not given
+    ids = np.concatenate([np.load(folder / f"{name}.npy") for name in ("train", "val")])
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids.tolist())
+    assert text == README * 5, "the tokens to validate on are the last ones"
 
 
 def test_rows_of_a_log_in_tensorboard(run, tmp_path):
