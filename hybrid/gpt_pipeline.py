@@ -437,7 +437,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=start_step, total=num_steps, disable=rank > 0, mininterval=pause)
     own_sums = Counter()  # of batch_loss() in this process since the last poll
-    all_sums = Counter()  # and in all processes since the last row
+    all_sums = Counter()  # and in all processes since the last row, or since a resume
     schedule = create_schedule(stage, pipeline, own_sums, scaler, device, args)
     last_poll_step, last_poll_time = start_step, time.perf_counter()  # a poll: see below
     next_poll_step, row, is_stopped = 0, None, False
@@ -847,7 +847,7 @@ def count_marks(is_warmup=False, count=0):
         sent.clear()
     _, last_moment = marks[-1]  # after a collective, so it is the same moment in all processes
 
-    def seconds(moment):  # relative to the last one, so they are negative
+    def seconds(moment):  # before the last one, as a negative number
         return -moment.elapsed_time(last_moment) / 1000 if ON_GPU else moment - last_moment
 
     phases = []

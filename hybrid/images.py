@@ -8,11 +8,11 @@
     rank 0   GPU 0              GPU 1
     rank 1   GPU 2              GPU 3            DDP averages the gradients in each column
 
-For a model that does not fit on one GPU. While one stage works, the GPUs of the others wait. Each
-process makes the whole model in CPU memory, and then moves each stage to its GPU.
-Read multinode/images.py first. The file has four sections. For your own data and model, replace the
-first one. The model must be an nn.Sequential, which is split between its layers. It may end in a
-VGG or ResNet of torchvision, whose own layers are split, too. Snapshots are those of
+For a model that does not fit on one GPU. While one stage works, the GPUs of the others wait, also
+with micro-batches. Each process makes the whole model in CPU memory, and then moves each stage to
+its GPU. Read multinode/images.py first. The file has four sections. For your own data and model,
+replace the first one. The model must be an nn.Sequential, which is split between its layers. It may
+end in a VGG or ResNet of torchvision, whose own layers are split, too. Snapshots are those of
 multinode/images.py, and each of the two scripts can resume the other's.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
@@ -247,7 +247,7 @@ def split_model(model, devices):
     """Returns stages of an nn.Sequential on their devices. The largest is as small as possible."""
     layers = layers_of(model)
     sizes = [num_weights(layer) for layer in layers]
-    # A stage begins at a layer that has weights, as DDP takes no module without any.
+    # Each later stage begins at a layer with weights, as DDP takes no module without any.
     starts = [number for number, size in enumerate(sizes) if size > 0]
     if len(devices) > len(starts):
         exit_all(f"--num_stages must be at most {len(starts)}, the layers that train")
@@ -326,7 +326,7 @@ def parse_run_args(parser, **defaults):
 def main(args):  # runs in each process: torchrun or srun starts it
     Finalize(None, kill_workers, exitpriority=0)  # like atexit, but before Python waits for workers
     settings = dict(vars(args))  # the flags, before read_data() may add something to args
-    rank, local_rank, devices, groups, autocast = init_process(args)
+    rank, local_rank, devices, copies, autocast = init_process(args)
     device = devices[0]  # that of batches and losses
 
     # Data, model, optimizer: what they draw at random is the same in all processes.
@@ -352,11 +352,11 @@ def main(args):  # runs in each process: torchrun or srun starts it
     comm_hook = timed_hook(comm_hook)
     ddp_model = Chain()
     for stage in compiled:
-        group = groups[device_of(stage)]
+        group = copies[device_of(stage)]
         ddp_stage = nn.parallel.DistributedDataParallel(
             stage, process_group=group, gradient_as_bucket_view=True
         )
-        ddp_stage.broadcast_buffers = False  # BatchNorm's statistics are sent in evaluate() alone
+        ddp_stage.broadcast_buffers = False  # BatchNorm's statistics: sent above, and in evaluate()
         ddp_stage.register_comm_hook(group, comm_hook)
         ddp_model.append(ddp_stage)
 
@@ -365,7 +365,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=start_step, total=num_steps, disable=rank > 0, mininterval=pause)
     own_sums = Counter()  # of batch_loss() in this process since the last poll
-    all_sums = Counter()  # and in all processes since the last row
+    all_sums = Counter()  # and in all processes since the last row, or since a resume
     last_poll_step, last_poll_time = start_step, time.perf_counter()  # a poll: see below
     next_poll_step, row, is_stopped = 0, None, False
     prepare_marks(devices)
@@ -381,7 +381,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
             mark("data")
             is_last = micro_step == args.grad_accum_steps
             for ddp_stage in ddp_model:
-                ddp_stage.require_backward_grad_sync = is_last  # as no_sync() does
+                ddp_stage.require_backward_grad_sync = is_last  # only the last averages gradients
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
             add_to(own_sums, batch_sums)
@@ -421,7 +421,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
         # 3. A row: compare the weights, save, validate, print. A stop makes one, too.
         if row_is_due or is_stopped:
             row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
-            row |= {"grad_norm": norm.item(), "drift": compare_with_rank_0(model, groups, step)}
+            row |= {"grad_norm": norm.item(), "drift": compare_with_rank_0(model, copies, step)}
             mark("eval")
             if args.snapshot and rank == 0:
                 save_snapshot(args.snapshot, state, step, settings, train_data)
@@ -429,7 +429,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
             row |= means("train", all_sums)
             all_sums.clear()
             if not is_stopped:  # a stopped run may have no time for it
-                row |= means("val", evaluate(compiled, groups, val_data, device, autocast, args))
+                row |= means("val", evaluate(compiled, copies, val_data, device, autocast, args))
                 mark("eval")
             row = log_row(row, model, device, settings)
         if is_stopped:
@@ -453,9 +453,9 @@ def main(args):  # runs in each process: torchrun or srun starts it
 
 
 def init_process(args):
-    """Joins the others. Returns rank, local_rank (on this node), devices, groups, autocast.
+    """Joins the others. Returns rank, local_rank (on this node), devices, copies, autocast.
 
-    There is a device for each stage. groups[device]: the processes that hold the copies of its
+    There is a device for each stage. copies[device]: the processes that hold the copies of its
     stage, which are all processes.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")  # those of torchrun
@@ -480,14 +480,14 @@ def init_process(args):
     if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     dist.init_process_group("gloo", rank=rank, world_size=world_size)  # they meet
-    groups = {devices[0]: dist.group.WORLD}  # of CPUs
+    copies = {devices[0]: dist.group.WORLD}  # of CPUs
     if ON_GPU:  # a group of nccl is bound to one device
         backend = dist.get_default_backend_for_device(devices[0])  # nccl for NVIDIA GPUs
-        groups = {gpu: dist.new_group(backend=backend, device_id=gpu) for gpu in devices}
+        copies = {gpu: dist.new_group(backend=backend, device_id=gpu) for gpu in devices}
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(devices[0].type, DTYPES.get(args.precision), args.precision in DTYPES)
-    return rank, local_rank, devices, groups, autocast
+    return rank, local_rank, devices, copies, autocast
 
 
 def read_data_in_turn(args, rank, local_rank):
@@ -638,7 +638,7 @@ def steps_until_poll(num_steps, seconds):
 
 
 @torch.no_grad()
-def compare_with_rank_0(model, groups, step):
+def compare_with_rank_0(model, copies, step):
     """Returns the drift: a weight's largest difference from rank 0's, over its largest value.
 
     All processes call it. It ends them if they differ by more than rounding.
@@ -647,7 +647,7 @@ def compare_with_rank_0(model, groups, step):
     for weight in model.parameters():
         weight = weight.flatten().float()
         of_rank_0 = weight.clone()
-        dist.broadcast(of_rank_0, src=0, group=groups[weight.device])
+        dist.broadcast(of_rank_0, src=0, group=copies[weight.device])
         drift = (weight - of_rank_0).abs().max() / of_rank_0.abs().max().clamp(min=1e-30)
         drifts.append(drift.nan_to_num(math.inf).cpu())  # a NaN counts as the largest
     drifts = torch.stack(drifts)
@@ -659,11 +659,11 @@ def compare_with_rank_0(model, groups, step):
 
 
 @torch.no_grad()
-def evaluate(model, groups, data, device, autocast, args):
+def evaluate(model, copies, data, device, autocast, args):
     """Returns the sums of batch_loss() over the data. All processes call it, each for its share."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for buffer in model.buffers():  # BatchNorm's statistics: those of rank 0
-        dist.broadcast(buffer, src=0, group=groups[buffer.device])
+        dist.broadcast(buffer, src=0, group=copies[buffer.device])
     share = list(range(rank, len(data), world_size))
     size = args.batch_size // world_size // args.grad_accum_steps  # as in training
     batches = [share[start : start + size] for start in range(0, len(share), size)]
@@ -757,7 +757,7 @@ def mark(phase):
 
 def timed_hook(comm_hook):
     """Returns comm_hook with notes of the moments. DDP calls it for each bucket of gradients."""
-    sides = {}  # a stream for each bucket. New ones in each step would soon be those of others
+    sides = {}  # a stream for each bucket. PyTorch has few: new ones in each step would be shared
 
     def hook(state, bucket):
         if bucket.is_last():
@@ -792,7 +792,7 @@ def count_marks(is_warmup=False, count=0):
         sent.clear()
     _, last_moment = marks[-1]  # after a collective, so it is the same moment in all processes
 
-    def seconds(moment):  # relative to the last one, so they are negative
+    def seconds(moment):  # before the last one, as a negative number
         return -moment.elapsed_time(last_moment) / 1000 if ON_GPU else moment - last_moment
 
     phases = []

@@ -3,15 +3,15 @@
     torchrun --standalone --nproc_per_node=4 hybrid/mnist_tensor.py    # 2 parts x 2 groups
     sbatch slurm/hybrid_mnist_tensor.slurm
 
-Each process has the whole first layer, which makes x from an image. The next two layers are split
-over the two processes of a group. W (512 x 512) is cut by rows, and V (10 x 512) by columns.
+Each process has the whole first layer, which makes x. The two processes of a group split the next
+two. W (512 x 512) is cut by rows, its outputs, and V (10 x 512) by columns, its inputs:
 
     V relu(W x)  =  V[:, :256] relu(W[:256] x)  +  V[:, 256:] relu(W[256:] x)
     group 0         rank 0: part 0                 rank 1: part 1
     group 1         rank 2: part 0                 rank 3: part 1
 
-The ranks of a column hold the same part, and DDP averages their gradients. Compare it with mnist.py
-by `diff`. gpt_tensor.py splits a transformer, and adds snapshots and logs.
+Ranks 0 and 2 hold the same part, and so do 1 and 3. DDP averages their gradients. Compare it with
+multinode/mnist.py by `diff`. gpt_tensor.py splits a transformer, and adds snapshots and logs.
 """
 
 import argparse
@@ -38,24 +38,24 @@ def read_data(args, train):
     return TensorDataset(mnist.data / 255, mnist.targets)
 
 
-HALVED = {"3.weight": 0, "3.bias": 0, "5.weight": 1}  # model[3] is W: by rows; model[5] is V
+HALVED = {"3.weight": 0, "3.bias": 0, "5.weight": 1}  # where to cut. model[3] is W, model[5] V
 
 
 def split_layers(model, part, group):
-    """Leaves this process its part of W and V, and adds f and g of Megatron-LM (2019)."""
+    """Leaves this process its part of W and V, and adds the hooks f and g of Megatron-LM (2019)."""
 
     def f(layer, input_gradients, _):  # PyTorch calls it in the backward pass, after W
         total = input_gradients[0].clone()
         mark("backward")
         dist.all_reduce(total, group=group)
         mark("comm")
-        return (total,)  # both parts read x. Without f, their first layers drift apart in silence
+        return (total,)  # without f, each part lacks the other's gradient of x, in silence
 
     def g(layer, _, result):  # PyTorch calls it in the forward pass, after V
         mark("forward")
-        # Each process has one of the two terms of the logits. Autograd does not see that .data is
-        # changed. So each term gets the gradient of the sum as it is: d(a + b) / da = 1. Without
-        # g, each part trains on a loss of its own, without an error.
+        # The logits are a sum of two terms, one in each process. This adds the other term to
+        # .data, which autograd does not see. So the gradient of the sum becomes that of a term,
+        # as it must: d(a + b) / da = 1. Without g, each part trains on a loss of its own.
         dist.all_reduce(result.data, group=group)
         mark("comm")
 

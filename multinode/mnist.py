@@ -61,7 +61,7 @@ def main(args):
         words = f"a multiple of {world_size} processes, up to {size}"
         sys.exit(f"needs --epochs >= 1, and --batch_size {words}")
     val_images, val_labels = [x[rank::world_size].to(device) for x in val_data.tensors]
-    sampler = DistributedSampler(train_data, drop_last=True)  # it drops some: not for val_data
+    sampler = DistributedSampler(train_data, drop_last=True)  # it leaves some out: not for val_data
     share = args.batch_size // world_size  # images per process; batch_size is for all of them
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
     # A batch is train_data[[7, 2, ...]]. Your own Dataset: DataLoader(data, batch_sampler=batches)
@@ -69,7 +69,7 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    for weights in model.parameters():  # a mark at each gradient: their times add up
+    for weights in model.parameters():  # a mark at each gradient. After the last comes comm
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -126,7 +126,7 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     dist.all_gather_object(by_rank, seconds)
     if dist.get_rank() > 0:
         return
-    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # the last waits least
+    late = min(range(len(by_rank)), key=lambda rank: by_rank[rank]["comm"])  # which waits least
     shown = sorted({*range(min(8, len(by_rank))), late})  # a line has no room for more
     print(f"{'mean':>18}        {''.join(f' rank {rank:>2}' for rank in shown)}")
     means = {name: sum(each.get(name, 0) for each in by_rank) / len(by_rank) for name in seconds}

@@ -6,7 +6,7 @@
 
 Read mnist.py first: this is the same, with what a long job needs. For your own data and model,
 replace the first of three sections. With --snapshot, Ctrl-C saves and stops, and the same command
-goes on. The final weights are those of a run without a stop.
+goes on. The final weights are those of a run without a stop, to rounding.
 Shapes: N pairs of a split, B of a batch, S source and T target tokens, D = d_model, V words.
 """
 
@@ -361,7 +361,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
 
     # DDP: equal copies of the model, whose gradients are averaged during the backward pass.
     ddp_model = nn.parallel.DistributedDataParallel(compiled, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # BatchNorm's statistics are sent in evaluate() alone
+    ddp_model.broadcast_buffers = False  # BatchNorm's statistics: sent above, and in evaluate()
     comm_hook = COMM_HOOKS[args.comm_hook]  # averages a bucket of gradients
     comm_hook = timed_hook(comm_hook)
     ddp_model.register_comm_hook(None, comm_hook)
@@ -371,7 +371,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=start_step, total=num_steps, disable=rank > 0, mininterval=pause)
     own_sums = Counter()  # of batch_loss() in this process since the last poll
-    all_sums = Counter()  # and in all processes since the last row
+    all_sums = Counter()  # and in all processes since the last row, or since a resume
     last_poll_step, last_poll_time = start_step, time.perf_counter()  # a poll: see below
     next_poll_step, row, is_stopped = 0, None, False
     mark("start")
@@ -385,7 +385,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
             batch = to_device(next(batches), device)
             mark("data")
             is_last = micro_step == args.grad_accum_steps
-            ddp_model.require_backward_grad_sync = is_last  # as no_sync() does
+            ddp_model.require_backward_grad_sync = is_last  # only the last averages gradients
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
             add_to(own_sums, batch_sums)
@@ -729,7 +729,7 @@ def mark(phase):
 
 def timed_hook(comm_hook):
     """Returns comm_hook with notes of the moments. DDP calls it for each bucket of gradients."""
-    sides = {}  # a stream for each bucket. New ones in each step would soon be those of others
+    sides = {}  # a stream for each bucket. PyTorch has few: new ones in each step would be shared
 
     def hook(state, bucket):
         if bucket.is_last():
@@ -763,7 +763,7 @@ def count_marks(is_warmup=False, count=0):
         sent.clear()
     _, last_moment = marks[-1]  # after a collective, so it is the same moment in all processes
 
-    def seconds(moment):  # relative to the last one, so they are negative
+    def seconds(moment):  # before the last one, as a negative number
         return -moment.elapsed_time(last_moment) / 1000 if ON_GPU else moment - last_moment
 
     phases = []

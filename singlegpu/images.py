@@ -7,8 +7,8 @@
 
 Read mnist.py first: this is the same, with what a long job needs. The file has three sections. For
 your own data and model, replace the first one. With --snapshot, Ctrl-C saves and stops, and the
-same command goes on. The final weights are those of a run without a stop, except that workers
-(--num_workers) draw other random crops.
+same command goes on. The final weights are those of a run without a stop, to rounding.
+But workers (--num_workers) draw other random crops.
 Shapes: N images of a split, B of a batch, C channels, H height, W width, K classes.
 """
 
@@ -273,7 +273,7 @@ def main(args):
     pause = 0.1 if sys.stderr.isatty() else 60  # seconds between two prints of the bar
     bar = tqdm(initial=start_step, total=num_steps, mininterval=pause)
     poll_sums = Counter()  # of batch_loss() since the last poll: see below
-    row_sums = Counter()  # and since the last row
+    row_sums = Counter()  # and since the last row, or since a resume
     last_poll_time, row, is_stopped = time.perf_counter(), None, False
     mark("start")
     for step in range(start_step + 1, num_steps + 1):
@@ -520,7 +520,7 @@ def count_marks(is_warmup=False, count=0):
         marks[:] = [("warmup", moment) for _, moment in marks]
     _, last_moment = marks[-1]
 
-    def seconds(moment):  # relative to the last one, so they are negative
+    def seconds(moment):  # before the last one, as a negative number
         return -moment.elapsed_time(last_moment) / 1000 if ON_GPU else moment - last_moment
 
     spans = []
