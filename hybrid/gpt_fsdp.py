@@ -372,6 +372,7 @@ def init_process(args):
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
+        print(f"{world_size} processes, rank 0 on {device}", flush=True)
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     # No device_id here: with one, a mesh would make its groups by splitting this one, and not all
@@ -607,7 +608,7 @@ def compare_copies(model, step, copies):
     dist.all_reduce(drifts, dist.ReduceOp.MAX)  # now all know it
     if drifts.max() > 1e-2:  # GPUs of two kinds round differently, but stay below this
         name, _ = list(model.named_parameters())[drifts.argmax()]
-        exit_all(f"step {step}: processes differ in {name}")
+        exit_all(f"step {step}: processes differ in {name}, or it is not finite")
     return drifts.max().item()
 
 

@@ -470,7 +470,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
         row_is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         poll_is_due = row_is_due or is_warmup or step >= next_poll_step
         if args.max_grad_norm or poll_is_due:  # a row shows the norm
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # of fp16: clip the true gradients
             norm = norm_of_gradients(stage, args)
             mark("comm")
             limit = args.max_grad_norm or math.inf  # inf clips nothing
@@ -552,6 +552,7 @@ def init_process(args):
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
+        print(f"{world_size} processes, rank 0 on {device}", flush=True)
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     own = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
@@ -731,7 +732,7 @@ def compare_copies(stage, copies, tied, step):
         drifts.append((drift.nan_to_num(math.inf).item(), name))  # a NaN counts as the largest
     drift, name = max(gather_from_ranks(max(drifts)))
     if drift > 1e-2:  # GPUs of two kinds round differently, but stay below this
-        exit_all(f"step {step}: processes differ in {name}")
+        exit_all(f"step {step}: processes differ in {name}, or it is not finite")
     return drift
 
 

@@ -300,7 +300,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
             batch = to_device(next(batches), device)
             mark("data")
             is_last = micro_step == args.grad_accum_steps
-            ddp_model.require_backward_grad_sync = is_last  # only the last averages gradients
+            ddp_model.require_backward_grad_sync = is_last  # like no_sync(): the last averages
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
             add_to(own_sums, batch_sums)
@@ -311,7 +311,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
         row_is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         poll_is_due = row_is_due or is_warmup or step >= next_poll_step
         if args.max_grad_norm or poll_is_due:  # a row shows the norm. A limit of inf clips nothing
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # of fp16: clip the true gradients
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
         scaler.update()
@@ -378,6 +378,8 @@ def init_process(rank, args, init_method):
     torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = args.precision == "tf32"  # for NVIDIA's convolutions alone
     autocast = torch.autocast(device.type, DTYPES.get(args.precision), args.precision in DTYPES)
+    if rank == 0:
+        print(f"{args.num_gpus} processes, rank 0 on {device}", flush=True)
     return device, autocast
 
 
@@ -529,7 +531,7 @@ def compare_with_rank_0(model, step):
     dist.all_reduce(drifts, dist.ReduceOp.MAX)  # now all know it
     if drifts.max() > 1e-2:  # GPUs of two kinds round differently, but stay below this
         name, _ = list(model.named_parameters())[drifts.argmax()]
-        exit_all(f"step {step}: processes differ in {name}")
+        exit_all(f"step {step}: processes differ in {name}, or it is not finite")
     return drifts.max().item()
 
 

@@ -299,7 +299,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
             batch = to_device(next(batches), device)
             mark("data")
             is_last = micro_step == args.grad_accum_steps
-            ddp_model.require_backward_grad_sync = is_last  # only the last averages gradients
+            ddp_model.require_backward_grad_sync = is_last  # like no_sync(): the last averages
             with autocast:
                 loss, batch_sums = batch_loss(ddp_model, batch, args)
             add_to(own_sums, batch_sums)
@@ -310,7 +310,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
         row_is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         poll_is_due = row_is_due or is_warmup or step >= next_poll_step
         if args.max_grad_norm or poll_is_due:  # a row shows the norm. A limit of inf clips nothing
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # of fp16: clip the true gradients
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
         scaler.update()
@@ -387,6 +387,7 @@ def init_process(args):
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
+        print(f"{world_size} processes, rank 0 on {device}", flush=True)
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     own = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
@@ -561,7 +562,7 @@ def compare_with_rank_0(model, step):
     dist.all_reduce(drifts, dist.ReduceOp.MAX)  # now all know it
     if drifts.max() > 1e-2:  # GPUs of two kinds round differently, but stay below this
         name, _ = list(model.named_parameters())[drifts.argmax()]
-        exit_all(f"step {step}: processes differ in {name}")
+        exit_all(f"step {step}: processes differ in {name}, or it is not finite")
     return drifts.max().item()
 
 

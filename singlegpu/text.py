@@ -261,6 +261,7 @@ def main(args):
     check_flags(args, len(train_data))
     steps_per_epoch = len(train_data) // args.batch_size  # an incomplete last batch is left out
     num_steps = args.max_steps or args.epochs * steps_per_epoch
+    print(f"{num_steps} steps on {device}")
     settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
     model = create_model(args, train_data).to(device).train()
     optimizer = create_optimizer(model, args)
@@ -298,7 +299,7 @@ def main(args):
         row_is_due = step == num_steps or step % (args.eval_every or steps_per_epoch) == 0
         poll_is_due = row_is_due or is_warmup or time.perf_counter() > last_poll_time + 1
         if args.max_grad_norm or poll_is_due:  # a row shows the norm. A limit of inf clips nothing
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # of fp16: clip the true gradients
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         scaler.step(optimizer)
         scaler.update()
@@ -325,6 +326,8 @@ def main(args):
         if row_is_due or is_stopped:
             row = {"step": step, "epoch": step / steps_per_epoch, "lr": rate}
             row["grad_norm"] = norm.item()
+            if args.precision != "fp16" and not norm.isfinite():  # fp16 takes no such step
+                sys.exit(f"step {step}: the norm of the gradients is {norm:.4g}")
             if args.snapshot:
                 save_snapshot(args.snapshot, state, step, settings, train_data)
             mark("save")
