@@ -22,7 +22,7 @@ class Photos(Dataset):
 
     def __init__(self, folder, size):
         self.size = (size, size)
-        images = {path.stem: path for path in Path(folder, "images").iterdir()}
+        images = {path.stem: path for path in sorted(Path(folder, "images").iterdir())}
         self.masks = sorted(Path(folder, "masks").glob("*.png"))
         self.images = [images[mask.stem] for mask in self.masks]
 

@@ -49,10 +49,10 @@ from multiprocessing import active_children
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-# Slurm or Ctrl-C sends one of these signals, and torchrun passes it on: the run saves and stops.
-# They are blocked, so that none interrupts a save or an all-reduce. A blocked signal stays pending
-# until main() looks for it. Threads and workers inherit the block when they start, so it comes
-# before the import of torch.
+# Slurm or Ctrl-C sends one of these signals: the run saves and stops. torchrun passes on all but
+# SIGUSR2. They are blocked, so that none interrupts a save or an all-reduce. A blocked signal stays
+# pending until main() looks for it. Threads and workers inherit the block when they start, so it
+# comes before the import of torch.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 if __name__ == "__main__":  # not where this file is imported
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -77,7 +77,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a text, a folder of tokens, or Python's own source")
-    add("--vocab_size", type=int, default=256, help="token ids, but for those of a tokens.json")
+    add("--vocab_size", type=int, default=256, help="token ids; a tokens.json replaces it")
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
@@ -218,6 +218,8 @@ class Stage(nn.Module):
 
     def __init__(self, model, number, autocast, args):
         super().__init__()
+        if [*model.buffers()]:
+            exit_all("a stage must have no buffers: a snapshot would lack them")
         self.autocast = autocast
         self.is_first = number == 0
         self.is_last = number == args.num_stages - 1
@@ -306,9 +308,10 @@ def pass_batch(schedule_pass, stage, tokens):
 
 def join_gradients(stage, device):
     """Returns a tensor of which all gradients of the stage are views: one all-reduce takes all."""
-    sizes = [weight.numel() for weight in stage.parameters()]
+    weights = [weight for weight in stage.parameters() if weight.requires_grad]
+    sizes = [weight.numel() for weight in weights]
     gradients = torch.zeros(sum(sizes), device=device)
-    for weight, gradient in zip(stage.parameters(), gradients.split(sizes)):
+    for weight, gradient in zip(weights, gradients.split(sizes)):
         weight.grad = gradient.view_as(weight)
     return gradients
 
@@ -316,7 +319,8 @@ def join_gradients(stage, device):
 def norm_of_gradients(stage, args):
     """Returns the norm of all gradients of the model, with the same bits in all processes."""
     num_pipelines = dist.get_world_size() // args.num_stages
-    squared = nn.utils.get_total_norm([weight.grad for weight in stage.own_parameters()]) ** 2
+    gradients = [weight.grad for weight in stage.own_parameters() if weight.requires_grad]
+    squared = nn.utils.get_total_norm(gradients) ** 2
     # A sum over all processes, and not over those of a pipeline: so all have the same bits. It
     # counts each stage once in each pipeline.
     dist.all_reduce(squared)
@@ -342,7 +346,7 @@ def gather_stages(model, stage, optimizer, args):
 
 
 def drop_other_stages(model, stage):
-    """Takes the memory of all weights that are not in the stage: names and shapes stay."""
+    """Frees the memory of all weights outside the stage. Names and shapes stay."""
     of_stage = set(stage.parameters())
     for part in model.modules():
         if of_stage.isdisjoint(part.parameters()):
@@ -389,7 +393,7 @@ def parse_run_args(parser, **defaults):
     add("--schedule", choices=SCHEDULES, default="1f1b", help="1f1b: forward, backward in turn")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
-    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
+    add("--snapshot", metavar="FILE", help="save at validations and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
     parser.set_defaults(**defaults)
@@ -426,7 +430,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
     start_step = start_or_resume(state, settings, args)  # the steps already taken; 0 in a new run
     compare_ranks(settings, len(val_data), start_step)
     gradients = join_gradients(stage, device)
-    scaler.scale(gradients[:0])  # of nothing: it creates the scale where no loss will be scaled
+    scaler.scale(gradients[:0])  # creates the scale in stages that have no loss
 
     # The processes of a pipeline load the same samples, and a loader draws the same in all of them.
     pipeline, copies, tied = create_groups(args)
@@ -551,7 +555,7 @@ def init_process(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
+    if rank == 0:  # Downloads what is missing. On GPUs, the others wait ten minutes below.
         print(f"{world_size} processes, rank 0 on {device}", flush=True)
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -573,13 +577,13 @@ def read_data_in_turn(args, rank, local_rank):
 
 
 def check_flags(args, num_samples):
-    """Ends all processes if a flag cannot work here."""
+    """Ends the run if a flag cannot work here."""
     world_size = dist.get_world_size()
     if world_size % args.num_stages != 0 or args.num_layers % args.num_stages != 0:
-        exit_all(f"--num_stages must divide {world_size} processes, and --num_layers")
+        exit_all(f"--num_stages must divide --num_layers and the {world_size} processes")
     divisor = world_size // args.num_stages * args.num_microbatches
     if args.batch_size % divisor != 0 or args.batch_size > num_samples:
-        must = f"must be a multiple of {divisor}, at most {num_samples}"
+        must = f"must be a multiple of {divisor} (processes x micro-batches), up to {num_samples}"
         exit_all(f"--batch_size {args.batch_size} {must}")
     for path in (args.snapshot, args.log):
         if path and not os.access(Path(path).absolute().parent, os.W_OK):
@@ -588,9 +592,12 @@ def check_flags(args, num_samples):
 
 def compare_ranks(settings, num_val, start_step):
     """Ends all processes if they differ. Nodes may have other code, flags, data, or snapshots."""
-    own = [Path(__file__).read_text(), settings | {"run": None}, num_val, start_step]
-    if any(of_rank != own for of_rank in gather_from_ranks(own)):
-        exit_all("ranks differ in code, flags, data or step of the snapshot")
+    own = {"code": Path(__file__).read_text(), "flags or data": settings | {"run": None}}
+    own |= {"data to validate on": num_val, "step of the snapshot": start_step}
+    ranks = gather_from_ranks(own)
+    differ = [name for name in own if any(of_rank[name] != ranks[0][name] for of_rank in ranks)]
+    if differ:
+        exit_all(f"ranks differ in {', '.join(differ)}")
 
 
 def start_or_resume(state, settings, args):
@@ -603,7 +610,7 @@ def start_or_resume(state, settings, args):
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         if changed and rank == 0:
             print(f"{path} was saved with {changed}")
-        if "batch_size" in changed or "num_samples" in changed:  # another place in the data
+        if {"batch_size", "num_samples", "seed"} & changed.keys():  # another place in the data
             exit_all("to start anew, use --init_from and a new --snapshot")
         for name, part in state.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -704,7 +711,7 @@ def means(split, sums):
 
 
 def steps_until_poll(num_steps, seconds):
-    """Returns how many steps take about a second, if all ranks took `seconds` for num_steps.
+    """Returns how many steps take about a second. `seconds`: of num_steps, added up over ranks.
 
     All must find the same number, so it depends on their mean. It is at most twice num_steps: where
     data comes in bursts, a few quick steps tell little about the next ones.
@@ -801,7 +808,7 @@ times, all_times = Counter(), Counter()  # seconds by phase since the last row, 
 
 
 def now():
-    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    """Returns this moment. A GPU fills in the time later, and Python does not wait."""
     if not ON_GPU:
         return time.perf_counter()
     return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True))
@@ -840,7 +847,7 @@ def bubble_mark(pipeline, device):
 
 
 def count_marks(is_warmup=False, count=0):
-    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
+    """Adds up the times and steps since the last poll, with its `count`. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:

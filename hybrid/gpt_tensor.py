@@ -42,10 +42,10 @@ from multiprocessing import active_children
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-# Slurm or Ctrl-C sends one of these signals, and torchrun passes it on: the run saves and stops.
-# They are blocked, so that none interrupts a save or an all-reduce. A blocked signal stays pending
-# until main() looks for it. Threads and workers inherit the block when they start, so it comes
-# before the import of torch.
+# Slurm or Ctrl-C sends one of these signals: the run saves and stops. torchrun passes on all but
+# SIGUSR2. They are blocked, so that none interrupts a save or an all-reduce. A blocked signal stays
+# pending until main() looks for it. Threads and workers inherit the block when they start, so it
+# comes before the import of torch.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 if __name__ == "__main__":  # not where this file is imported
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -70,7 +70,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a text, a folder of tokens, or Python's own source")
-    add("--vocab_size", type=int, default=256, help="token ids, but for those of a tokens.json")
+    add("--vocab_size", type=int, default=256, help="token ids; a tokens.json replaces it")
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
@@ -250,6 +250,8 @@ def split_weights(model):
     found = {}
     for block in model.blocks:
         for name, how in SPLITS.items():
+            if getattr(block, name).bias is not None:  # it would count in each part, or is not cut
+                exit_all(f"{name} must have no bias")
             found[getattr(block, name).weight] = how
     return found
 
@@ -375,7 +377,7 @@ def parse_run_args(parser, **defaults):
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
-    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
+    add("--snapshot", metavar="FILE", help="save at validations and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
     parser.set_defaults(**defaults)
@@ -533,7 +535,7 @@ def init_process(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
+    if rank == 0:  # Downloads what is missing. On GPUs, the others wait ten minutes below.
         print(f"{world_size} processes, rank 0 on {device}", flush=True)
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
@@ -555,13 +557,13 @@ def read_data_in_turn(args, rank, local_rank):
 
 
 def check_flags(args, num_samples):
-    """Ends all processes if a flag cannot work here."""
+    """Ends the run if a flag cannot work here."""
     world_size = dist.get_world_size()
     if world_size % args.tensor_size != 0 or args.n_heads % args.tensor_size != 0:
-        exit_all(f"--tensor_size must divide {world_size} processes, and --n_heads")
+        exit_all(f"--tensor_size must divide --n_heads and the {world_size} processes")
     divisor = world_size // args.tensor_size * args.grad_accum_steps
     if args.batch_size % divisor != 0 or args.batch_size > num_samples:
-        must = f"must be a multiple of {divisor}, at most {num_samples}"
+        must = f"must be a multiple of {divisor} (processes x micro-batches), up to {num_samples}"
         exit_all(f"--batch_size {args.batch_size} {must}")
     for path in (args.snapshot, args.log):
         if path and not os.access(Path(path).absolute().parent, os.W_OK):
@@ -570,9 +572,12 @@ def check_flags(args, num_samples):
 
 def compare_ranks(settings, num_val, start_step):
     """Ends all processes if they differ. Nodes may have other code, flags, data, or snapshots."""
-    own = [Path(__file__).read_text(), settings | {"run": None}, num_val, start_step]
-    if any(of_rank != own for of_rank in gather_from_ranks(own)):
-        exit_all("ranks differ in code, flags, data or step of the snapshot")
+    own = {"code": Path(__file__).read_text(), "flags or data": settings | {"run": None}}
+    own |= {"data to validate on": num_val, "step of the snapshot": start_step}
+    ranks = gather_from_ranks(own)
+    differ = [name for name in own if any(of_rank[name] != ranks[0][name] for of_rank in ranks)]
+    if differ:
+        exit_all(f"ranks differ in {', '.join(differ)}")
 
 
 def start_or_resume(state, settings, args):
@@ -585,7 +590,7 @@ def start_or_resume(state, settings, args):
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         if changed and rank == 0:
             print(f"{path} was saved with {changed}")
-        if "batch_size" in changed or "num_samples" in changed:  # another place in the data
+        if {"batch_size", "num_samples", "seed"} & changed.keys():  # another place in the data
             exit_all("to start anew, use --init_from and a new --snapshot")
         for name, part in state.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -682,7 +687,8 @@ def gather_from_ranks(value):
 def sum_over_ranks(sums):
     """Returns the sums over all processes, which all call it. Waits for them, and for the GPU."""
     by_rank = gather_from_ranks({name: float(value) for name, value in sums.items()})
-    return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in by_rank[0]}
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)  # some may lack one
+    return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in names}
 
 
 def means(split, sums):
@@ -692,7 +698,7 @@ def means(split, sums):
 
 
 def steps_until_poll(num_steps, seconds):
-    """Returns how many steps take about a second, if all ranks took `seconds` for num_steps.
+    """Returns how many steps take about a second. `seconds`: of num_steps, added up over ranks.
 
     All must find the same number, so it depends on their mean. It is at most twice num_steps: where
     data comes in bursts, a few quick steps tell little about the next ones.
@@ -791,7 +797,7 @@ times, all_times = Counter(), Counter()  # seconds by phase since the last row, 
 
 
 def now():
-    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    """Returns this moment. A GPU fills in the time later, and Python does not wait."""
     if not ON_GPU:
         return time.perf_counter()
     return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True))
@@ -845,7 +851,7 @@ def forget_marks():
 
 
 def count_marks(is_warmup=False, count=0):
-    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
+    """Adds up the times and steps since the last poll, with its `count`. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:

@@ -1,6 +1,6 @@
 """Train an image classifier whose layers are split over the GPUs of a process, and with DDP.
 
-    torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2  # 4 GPUs, or 2 CPUs
+    torchrun --standalone --nproc_per_node=2 -- hybrid/images.py --num_stages 2  # 4 GPUs, or none
     sbatch slurm/hybrid_images.slurm --model vgg11 --learning_rate 1e-4
 
     the cnn  stage 0            stage 1
@@ -33,10 +33,10 @@ from multiprocessing import active_children
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-# Slurm or Ctrl-C sends one of these signals, and torchrun passes it on: the run saves and stops.
-# They are blocked, so that none interrupts a save or an all-reduce. A blocked signal stays pending
-# until main() looks for it. Threads and workers inherit the block when they start, so it comes
-# before the import of torch.
+# Slurm or Ctrl-C sends one of these signals: the run saves and stops. torchrun passes on all but
+# SIGUSR2. They are blocked, so that none interrupts a save or an all-reduce. A blocked signal stays
+# pending until main() looks for it. Threads and workers inherit the block when they start, so it
+# comes before the import of torch.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}
 if __name__ == "__main__":  # not where this file is imported
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -61,8 +61,8 @@ ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", default="cnn", help="or mlp, autoencoder, a network of torchvision: vgg11, ...")
-    add("--pretrained", action="store_true", help="start from torchvision's weights for ImageNet")
+    add("--model", default="cnn", help="cnn, mlp, autoencoder or a torchvision network: vgg11, ...")
+    add("--pretrained", action="store_true", help="start torchvision's networks from ImageNet")
     add("--dataset", default="synthetic", help="or mnist, cifar10, a folder: see read_images()")
     add("--data_dir", default="data", help="folder of mnist and cifar10, which are downloaded")
     add("--image_size", type=int, default=224, help="photos are cropped to this height and width")
@@ -72,7 +72,10 @@ def parse_args():
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    return read_images(args, is_train=True), read_images(args, is_train=False)
+    train_data, val_data = read_images(args, is_train=True), read_images(args, is_train=False)
+    if list(val_data.classes) != list(train_data.classes)[: len(val_data.classes)]:
+        sys.exit(f"{args.dataset}: val has other classes than train")  # labels are their numbers
+    return train_data, val_data
 
 
 def read_images(args, is_train):
@@ -307,7 +310,7 @@ def parse_run_args(parser, **defaults):
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_stages", type=int, default=2, help="GPUs of a process, over which layers are split")
     add("--num_workers", type=int, default=0, help="workers that load data, for each process")
-    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
+    add("--snapshot", metavar="FILE", help="save at validations and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
     parser.set_defaults(**defaults)
@@ -477,7 +480,7 @@ def init_process(args):
         torch.accelerator.set_device_index(first)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # Downloads what is missing, before all meet: they would not wait for hours.
+    if rank == 0:  # Downloads what is missing. The others wait for half an hour below.
         print(f"{world_size} processes, rank 0 on {', '.join(map(str, devices))}", flush=True)
         read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
     dist.init_process_group("gloo", rank=rank, world_size=world_size)  # they meet
@@ -501,10 +504,10 @@ def read_data_in_turn(args, rank, local_rank):
 
 
 def check_flags(args, num_samples):
-    """Ends all processes if a flag cannot work here."""
+    """Ends the run if a flag cannot work here."""
     divisor = dist.get_world_size() * args.grad_accum_steps
     if args.batch_size % divisor != 0 or args.batch_size > num_samples:
-        must = f"must be a multiple of {divisor}, at most {num_samples}"
+        must = f"must be a multiple of {divisor} (processes x micro-batches), up to {num_samples}"
         exit_all(f"--batch_size {args.batch_size} {must}")
     for path in (args.snapshot, args.log):
         if path and not os.access(Path(path).absolute().parent, os.W_OK):
@@ -513,9 +516,12 @@ def check_flags(args, num_samples):
 
 def compare_ranks(settings, num_val, start_step):
     """Ends all processes if they differ. Nodes may have other code, flags, data, or snapshots."""
-    own = [Path(__file__).read_text(), settings | {"run": None}, num_val, start_step]
-    if any(of_rank != own for of_rank in gather_from_ranks(own)):
-        exit_all("ranks differ in code, flags, data or step of the snapshot")
+    own = {"code": Path(__file__).read_text(), "flags or data": settings | {"run": None}}
+    own |= {"data to validate on": num_val, "step of the snapshot": start_step}
+    ranks = gather_from_ranks(own)
+    differ = [name for name in own if any(of_rank[name] != ranks[0][name] for of_rank in ranks)]
+    if differ:
+        exit_all(f"ranks differ in {', '.join(differ)}")
 
 
 def start_or_resume(state, settings, args):
@@ -528,7 +534,7 @@ def start_or_resume(state, settings, args):
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         if changed and rank == 0:
             print(f"{path} was saved with {changed}")
-        if "batch_size" in changed or "num_samples" in changed:  # another place in the data
+        if {"batch_size", "num_samples", "seed"} & changed.keys():  # another place in the data
             exit_all("to start anew, use --init_from and a new --snapshot")
         for name, part in state.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -619,7 +625,8 @@ def gather_from_ranks(value):
 def sum_over_ranks(sums):
     """Returns the sums over all processes, which all call it. Waits for them, and for the GPU."""
     by_rank = gather_from_ranks({name: float(value) for name, value in sums.items()})
-    return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in by_rank[0]}
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)  # some may lack one
+    return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in names}
 
 
 def means(split, sums):
@@ -629,7 +636,7 @@ def means(split, sums):
 
 
 def steps_until_poll(num_steps, seconds):
-    """Returns how many steps take about a second, if all ranks took `seconds` for num_steps.
+    """Returns how many steps take about a second. `seconds`: of num_steps, added up over ranks.
 
     All must find the same number, so it depends on their mean. It is at most twice num_steps: where
     data comes in bursts, a few quick steps tell little about the next ones.
@@ -785,7 +792,7 @@ def timed_hook(comm_hook):
 
 
 def count_marks(is_warmup=False, count=0):
-    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
+    """Adds up the times and steps since the last poll, with its `count`. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:

@@ -74,7 +74,7 @@ def main(args):
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers)[3 * stage : 3 * stage + 3].to(device)  # its layers
     model = nn.parallel.DistributedDataParallel(model, process_group=groups[stage])
-    for weights in model.parameters():  # a mark at each gradient. After the last comes comm
+    for weights in model.parameters():  # a mark at each gradient: what follows the last is comm
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 

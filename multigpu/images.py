@@ -56,8 +56,8 @@ ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--model", default="cnn", help="or mlp, autoencoder, a network of torchvision: vgg11, ...")
-    add("--pretrained", action="store_true", help="start from torchvision's weights for ImageNet")
+    add("--model", default="cnn", help="cnn, mlp, autoencoder or a torchvision network: vgg11, ...")
+    add("--pretrained", action="store_true", help="start torchvision's networks from ImageNet")
     add("--dataset", default="synthetic", help="or mnist, cifar10, a folder: see read_images()")
     add("--data_dir", default="data", help="folder of mnist and cifar10, which are downloaded")
     add("--image_size", type=int, default=224, help="photos are cropped to this height and width")
@@ -67,7 +67,10 @@ def parse_args():
 
 def read_data(args):
     """Returns the data to train on and to validate on, two map-style datasets."""
-    return read_images(args, is_train=True), read_images(args, is_train=False)
+    train_data, val_data = read_images(args, is_train=True), read_images(args, is_train=False)
+    if list(val_data.classes) != list(train_data.classes)[: len(val_data.classes)]:
+        sys.exit(f"{args.dataset}: val has other classes than train")  # labels are their numbers
+    return train_data, val_data
 
 
 def read_images(args, is_train):
@@ -237,7 +240,7 @@ def parse_run_args(parser, **defaults):
     add("--comm_hook", choices=COMM_HOOKS, default="none", help="type in which gradients are sent")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data, for each GPU")
-    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
+    add("--snapshot", metavar="FILE", help="save at validations and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row for each process, for report.py")
     parser.set_defaults(**defaults)
@@ -384,7 +387,7 @@ def check_flags(args, num_samples):
     """Ends the run if a flag cannot work here. The parent process calls it."""
     divisor = args.num_gpus * args.grad_accum_steps
     if args.batch_size % divisor != 0 or args.batch_size > num_samples:
-        must = f"must be a multiple of {divisor}, at most {num_samples}"
+        must = f"must be a multiple of {divisor} (processes x micro-batches), up to {num_samples}"
         sys.exit(f"--batch_size {args.batch_size} {must}")
     for path in (args.snapshot, args.log):
         if path and not os.access(Path(path).absolute().parent, os.W_OK):
@@ -401,7 +404,7 @@ def start_or_resume(state, settings, args):
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         if changed and rank == 0:
             print(f"{path} was saved with {changed}")
-        if "batch_size" in changed or "num_samples" in changed:  # another place in the data
+        if {"batch_size", "num_samples", "seed"} & changed.keys():  # another place in the data
             exit_all("to start anew, use --init_from and a new --snapshot")
         for name, part in state.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -492,7 +495,8 @@ def gather_from_ranks(value):
 def sum_over_ranks(sums):
     """Returns the sums over all processes, which all call it. Waits for them, and for the GPU."""
     by_rank = gather_from_ranks({name: float(value) for name, value in sums.items()})
-    return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in by_rank[0]}
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)  # some may lack one
+    return {name: sum(of_rank.get(name, 0) for of_rank in by_rank) for name in names}
 
 
 def means(split, sums):
@@ -502,7 +506,7 @@ def means(split, sums):
 
 
 def steps_until_poll(num_steps, seconds):
-    """Returns how many steps take about a second, if all ranks took `seconds` for num_steps.
+    """Returns how many steps take about a second. `seconds`: of num_steps, added up over ranks.
 
     All must find the same number, so it depends on their mean. It is at most twice num_steps: where
     data comes in bursts, a few quick steps tell little about the next ones.
@@ -597,7 +601,7 @@ times, all_times = Counter(), Counter()  # seconds by phase since the last row, 
 
 
 def now():
-    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    """Returns this moment. A GPU fills in the time later, and Python does not wait."""
     if not ON_GPU:
         return time.perf_counter()
     return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True))
@@ -636,7 +640,7 @@ def timed_hook(comm_hook):
 
 
 def count_marks(is_warmup=False, count=0):
-    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
+    """Adds up the times and steps since the last poll, with its `count`. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:

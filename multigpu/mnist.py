@@ -47,7 +47,7 @@ def main(rank, args, init_method):  # runs in each process: spawn() passes rank 
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
     model = nn.Sequential(nn.Flatten(), *layers).to(device)
     model = nn.parallel.DistributedDataParallel(model)  # copies the weights of rank 0 to all
-    for weights in model.parameters():  # a mark at each gradient. After the last comes comm
+    for weights in model.parameters():  # a mark at each gradient: what follows the last is comm
         weights.register_post_accumulate_grad_hook(lambda _: mark("backward"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
 
@@ -111,7 +111,7 @@ def print_marks(row, head="| script | processes | batch_size | val_acc |"):
     for phase, mean in means.items():
         columns = "".join(f"{by_rank[rank].get(phase, 0):8.3f}" for rank in shown)
         print(f"{phase:9} {mean:8.3f} s {mean / means['total']:4.0%} {columns}")
-    print(f"comm: averaging that backward() does not hide, and waiting. Rank {late} came last.")
+    print(f"comm: averaging that backward() does not hide, and waiting. Rank {late} waited least.")
     print(head, " | ".join(means), "|")
     print(row, *[f"{mean:.3f} |" for mean in means.values()])
 

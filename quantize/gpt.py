@@ -139,7 +139,7 @@ def load_trained(args):
     model.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
     train_data, val_data = read_data(args)
     if len(train_data) != snapshot["settings"]["num_samples"]:
-        sys.exit(f"{args.dataset} is not what it was in training: the model may know its end")
+        sys.exit(f"{args.dataset} has changed: the model may have been trained on its end")
     return model.eval(), val_data
 
 

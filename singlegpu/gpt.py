@@ -50,7 +50,7 @@ def parse_args():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--dataset", default="stdlib", help="a text, a folder of tokens, or Python's own source")
-    add("--vocab_size", type=int, default=256, help="token ids, but for those of a tokens.json")
+    add("--vocab_size", type=int, default=256, help="token ids; a tokens.json replaces it")
     add("--d_model", type=int, default=128, help="width of the network")
     add("--n_heads", type=int, default=4, help="attention heads")
     add("--num_layers", type=int, default=4, help="transformer blocks")
@@ -203,7 +203,7 @@ def parse_run_args(parser, **defaults):
     add("--grad_accum_steps", type=int, default=1, help="micro-batches per batch, to save memory")
     add("--compile", action="store_true", help="use torch.compile, which slows the first steps")
     add("--num_workers", type=int, default=0, help="processes that load data")
-    add("--snapshot", metavar="FILE", help="save at each row and when stopped; resume from it")
+    add("--snapshot", metavar="FILE", help="save at validations and when stopped; resume from it")
     add("--init_from", metavar="FILE", help="start from the weights of this snapshot")
     add("--log", metavar="FILE.jsonl", help="append a row at each validation, for report.py")
     parser.set_defaults(**defaults)
@@ -322,7 +322,7 @@ def check_flags(args, num_samples):
     """Ends the run if a flag cannot work here."""
     divisor = args.grad_accum_steps
     if args.batch_size % divisor != 0 or args.batch_size > num_samples:
-        must = f"must be a multiple of {divisor}, at most {num_samples}"
+        must = f"must be a multiple of {divisor} (processes x micro-batches), up to {num_samples}"
         sys.exit(f"--batch_size {args.batch_size} {must}")
     for path in (args.snapshot, args.log):
         if path and not os.access(Path(path).absolute().parent, os.W_OK):
@@ -339,7 +339,7 @@ def start_or_resume(state, settings, args):
         changed = {name: old.get(name) for name in settings if settings[name] != old.get(name)}
         if changed:
             print(f"{path} was saved with {changed}")
-        if "batch_size" in changed or "num_samples" in changed:  # another place in the data
+        if {"batch_size", "num_samples", "seed"} & changed.keys():  # another place in the data
             sys.exit("to start anew, use --init_from and a new --snapshot")
         for name, part in state.items():
             part.load_state_dict(snapshot.pop(name))  # which frees it
@@ -477,7 +477,7 @@ times, all_times = Counter(), Counter()  # seconds by phase since the last row, 
 
 
 def now():
-    """Returns this moment. Python does not wait for the GPU, which notes it when it gets here."""
+    """Returns this moment. A GPU fills in the time later, and Python does not wait."""
     if not ON_GPU:
         return time.perf_counter()
     return torch.accelerator.current_stream().record_event(torch.Event(enable_timing=True))
@@ -489,7 +489,7 @@ def mark(phase):
 
 
 def count_marks(is_warmup=False, count=0):
-    """Adds up times, steps and `count` of samples or tokens since a poll. Waits for the GPU."""
+    """Adds up the times and steps since the last poll, with its `count`. Waits for the GPU."""
     if ON_GPU:
         torch.accelerator.synchronize()
     if is_warmup:
