@@ -8,7 +8,7 @@ What --out saved is loaded and used like this, with PYTHONPATH=quantize:
 
     import gpt, torch
     model, args = gpt.load_quantized("int8.pt")
-    prompt = torch.tensor([list(b"def main(")])    # (1, P): of a text, a token is a byte
+    prompt = torch.tensor([list(b"def main(")])    # (1, P): here, a token is a byte
     tokens = gpt.generate(model, prompt, num_new=20)
     print(bytes(tokens[0].tolist()))
 
@@ -16,11 +16,12 @@ Rows: *-dynamic has int8 or float8 weights, and scales its inputs in each call. 
 or int4 weights, and leaves the inputs as they are. In -g32, 32 weights share a scale. int8-torch.ao
 is dynamic, by PyTorch's older library, and the other rows are by torchao. The older one scales all
 inputs of a batch alike: a logit depends on the rest of its batch. int8-dynamic scales each token
-alone. In torchao's int4 rows and, on GPUs, in all of its rows the rest
-of the model is bf16: compare them with the row bf16. What this machine or torch.compile cannot run
-is left out. 1.50x is 1.5 times as fast as fp32 in the same mode. On GPUs, fp32 is TF32.
-Columns: MB is the file's size; same %, how often the likeliest token is fp32's. Speeds in tokens/s:
-one text is written; --batch_size prompts of half --seq_len are read; as many texts are written.
+alone. In torchao's int4 rows and, on GPUs, in all of its rows the rest of the model is bf16:
+compare them with the row bf16. What this machine or torch.compile cannot run is left out. 1.50x is
+1.5 times as fast as fp32 in the same mode. On GPUs, fp32 is TF32.
+Columns: MB is the file's size. "same %" is how often the likeliest token is that of fp32. Speeds are
+in tokens/s: one text is written, --batch_size prompts of half --seq_len are read, and as many texts
+are written.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
 """
 
@@ -43,7 +44,6 @@ import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401,
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import nn
 from torch.utils.data import StackDataset
-from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 from torchao.utils import should_reduce_range
 
 ROWS = "fp32 bf16 int8-torch.ao int8-dynamic int8-weights int4-weights-g32 float8-dynamic".split()
@@ -227,6 +227,9 @@ def torchao_config(row, device):
         return ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()), multiple
     group_size = 32  # weights that share a scale
     if on_cpu:
+        # A prototype may move. Imported here, it takes this row alone with it.
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
         return PrototypeInt4WeightOnlyConfig(group_size=group_size), group_size
     packing = "tile_packed_to_4d" if device.type == "cuda" else "plain_int32"
     config = ao.Int4WeightOnlyConfig(group_size=group_size, int4_packing_format=packing)
