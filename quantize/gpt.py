@@ -19,9 +19,9 @@ inputs of a batch alike: a logit depends on the rest of its batch. int8-dynamic 
 alone. In torchao's int4 rows and, on GPUs, in all of its rows the rest of the model is bf16:
 compare them with the row bf16. What this machine or torch.compile cannot run is left out. 1.50x is
 1.5 times as fast as fp32 in the same mode. On GPUs, fp32 is TF32.
-Columns: MB is the file's size. "same %" is how often the likeliest token is that of fp32. Speeds are
-in tokens/s: one text is written, --batch_size prompts of half --seq_len are read, and as many texts
-are written.
+Columns: MB is the file's size. "same %" is how often the likeliest token is that of fp32. Speeds
+are in tokens/s: one text is written, --batch_size prompts of half --seq_len are read, and as many
+texts are written.
 Shapes: B texts, P tokens of a prompt, T tokens, D = d_model, H heads, V vocabulary, L layers.
 """
 
