@@ -67,7 +67,7 @@ def main(args):
     groups = [dist.new_group(range(first, world_size, 2)) for first in (0, 1)]  # each creates both
     val_images, val_labels = [x[replica::num_replicas].to(device) for x in val_data.tensors]
     sampler = DistributedSampler(train_data, num_replicas, replica, drop_last=True)
-    share = args.batch_size // num_replicas  # images per replica: together, singlegpu's batch
+    share = args.batch_size // num_replicas  # images per replica; batch_size is for all of them
     batches = BatchSampler(sampler, share, drop_last=True)  # the indices of each batch
     # A batch is train_data[[7, 2, ...]]. Your own Dataset: DataLoader(data, batch_sampler=batches)
     loader = DataLoader(train_data, batch_size=None, sampler=batches, pin_memory=ON_GPU)

@@ -32,8 +32,8 @@ def parse_args():
     add = parser.add_argument
     add("--data_dir", default="data", help="folder of MNIST, downloaded if missing")
     add("--num_images", type=int, default=60_000, help="training images to take")
-    add("--versions", type=int, default=6, help="times that the training images are augmented")
-    add("--copies", type=int, default=200, help="times that all versions stand in the file")
+    add("--versions", type=int, default=6, help="augmented versions of each image")
+    add("--copies", type=int, default=200, help="how often the file repeats all versions")
     add("--out", metavar="FOLDER", default="data/bigmnist", help="folder to write to")
     return parser.parse_args()
 
@@ -116,7 +116,7 @@ def write_images(path, images, args):
             else:
                 offset = len(header) + (number % args.versions) * images.nbytes
                 file.write(np.memmap(path, np.uint8, "r", offset, images.shape))
-            signal.signal(signal.SIGUSR2, lambda *_: sys.exit(os.EX_TEMPFAIL))  # 75: go on here
+            signal.signal(signal.SIGUSR2, lambda *_: sys.exit(os.EX_TEMPFAIL))  # 75: go on from here
 
 
 def main(args):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,7 +204,7 @@ def attempt(tmp_path_factory):
 def run(attempt):
     """run(script, *arguments, processes=1): an attempt without error or warning; returns stdout.
 
-    A newer library may deprecate a name.
+    A newer library may deprecate a name. pytest shows that at its end, or takes it for an error.
     """
 
     def run(script, *arguments, **more):
@@ -212,6 +213,8 @@ def run(attempt):
         if torch.__version__ < "2.14":  # PyTorch's own, for groups of the emulated device
             not_ours += "|Warning: No backend of type 0 found"
         assert status == 0 and "Warning" not in re.sub(not_ours, "", err), err
+        for line in re.findall(r".*(?:DeprecationWarning|FutureWarning): .*", err):
+            warnings.warn(f"deprecated: {line}", stacklevel=2)
         return out
 
     return run

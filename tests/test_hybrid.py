@@ -177,5 +177,36 @@ def test_split_layers_go_on_elsewhere(run, changed, words, tmp_path):
 @pytest.mark.parametrize("size", (2, 3))
 def test_layers_that_cannot_be_split(refused, words, size):
     """Of three processes, two leave one over, and three do not divide two heads."""
-    told = "--tensor_size must divide 3 processes, and --n_heads"
+    told = "--tensor_size must divide --n_heads and the 3 processes"
     refused(told, TENSOR, *words, "--tensor_size", size, processes=3)
+
+
+MODEL = "    return GPT(args)\n"
+BUFFER = 'model.register_buffer("table", torch.zeros(3), persistent=False)'
+BIAS = "model.blocks[0].down.bias = nn.Parameter(torch.zeros(32))"
+
+
+@pytest.mark.parametrize(
+    ("script", "edit", "told"),
+    [
+        (FSDP, BUFFER, "buffers must be persistent here: table"),
+        (PIPELINE, BUFFER, "a stage must have no buffers"),
+        (TENSOR, BIAS, "down must have no bias"),
+    ],
+)
+def test_models_that_would_train_wrongly(refused, changed, words, script, edit, told):
+    copy = changed(script, {MODEL: f"    model = GPT(args)\n    {edit}\n    return model\n"})
+    assert refused(told, copy, *words, "--max_steps", 1, processes=2).count(told) == 1
+
+
+def test_a_pipeline_leaves_frozen_weights_as_they_are(run, changed, words, tmp_path):
+    """One in each stage, a matrix, which the optimizer would let decay."""
+    frozen = ("blocks.0.up.weight", "blocks.3.up.weight")
+    edit = f"for name in {frozen}:\n        model.get_parameter(name).requires_grad = False"
+    copy = changed(PIPELINE, {MODEL: f"    model = GPT(args)\n    {edit}\n    return model\n"})
+    states = []
+    for steps in (1, 3):
+        run(copy, *words, "--max_steps", steps, "--snapshot", tmp_path / "s.pt", processes=2)
+        states.append(load(tmp_path / "s.pt")["model"])
+    same = {name for name in states[0] if torch.equal(states[0][name], states[1][name])}
+    assert same == {*frozen}

@@ -141,6 +141,15 @@ def test_weights_of_which_none_fits(refused, run, tmp_path, folder, processes):
     assert "'model': 'mlp'" in err and err.count("no weight of") == 1
 
 
+def test_other_classes_to_validate_on(refused, tmp_path):
+    """The folders of train and val are numbered apart. Where one lacks a class, labels shift."""
+    for name in ("train/cat", "train/dog", "val/dog"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.new("RGB", (40, 30)).save(tmp_path / name / "1.jpg")
+    words = ("--dataset", tmp_path, "--image_size", 8, "--model", "mlp", "--batch_size", 1)
+    refused("val has other classes than train", "singlegpu/images.py", *words)
+
+
 def test_a_broken_photograph_is_named(attempt, tmp_path):
     for number in range(8):
         name = f"{('train', 'val')[number % 2]}/cat/{number}.jpg"

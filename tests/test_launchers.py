@@ -194,17 +194,29 @@ def test_few_steps_and_one_process(run, base):
     assert "without --snapshot, nothing is saved\n" in out
 
 
+def test_a_sum_that_rank_0_has_not(logged, changed, base):
+    """Such as that of a rare class. It is in the row."""
+    sums = '{"loss": loss * len(images), "acc"'
+    rare = '({"rare": 7 * len(images)} if dist.get_rank() == 1 else {})'
+    copy = changed(MULTIGPU, {sums: f"{rare} | {sums}"})
+    log = logged(copy, *base, "--max_steps", 4, processes=2)
+    assert {row["train_rare"] for row in rows(log)} == {3.5}
+
+
 def test_nodes_that_differ(run, base, changed, tmp_path):
     """In code, flags, data, or the step of a snapshot that one of them does not see."""
     words = (*base, "--max_steps", 4, "--snapshot", tmp_path / "none.pt")
     run("singlegpu/images.py", *base, "--max_steps", 2, "--snapshot", good := tmp_path / "good.pt")
-    (nodes, envs), told = forks_of("multinode/images.py", words, (2, 1)), "ranks differ in code"
+    nodes, envs = forks_of("multinode/images.py", words, (2, 1))
     code = [changed("multinode/images.py", {"if is_stopped:": "if is_stopped :"}), *nodes[1][1:]]
-    others = [code, [*nodes[1], "--dropout", 0.1], [*nodes[1], "--comm_hook", "bf16"]]
-    others.append([*nodes[1][:-2], "--snapshot", good])
-    for other in others:
+    flags = "flags or data"
+    others = [("code", code), (flags, [*nodes[1], "--dropout", 0.1])]
+    others.append((flags, [*nodes[1], "--comm_hook", "bf16"]))
+    others.append((f"{flags}, step of the snapshot", [*nodes[1][:-2], "--snapshot", good]))
+    for told, other in others:
         answers = run_all([nodes[0], other], envs, tmp_path)
-        assert any(status == 1 and told in err for status, _, err in answers), answers
+        line = f"ranks differ in {told}\n"
+        assert any(status == 1 and line in err for status, _, err in answers), answers
 
 
 def test_each_script_has_help_and_names_its_launch(tmp_path):

@@ -141,13 +141,35 @@ def test_what_a_resume_says(refused, run, base, tmp_path):
     words = (*base, "--max_steps", 2, "--snapshot", path := tmp_path / "s.pt")
     run("singlegpu/images.py", *words)
     before = path.read_bytes()
-    for other in ("--batch_size", 24), ("--dataset", "synthetic"):  # which has more samples
+    others = ("--batch_size", 24), ("--dataset", "synthetic"), ("--seed", 2)
+    for other in others:  # synthetic has more samples
         told = refused("to start anew", "multigpu/images.py", *words, *other, processes=2)
         assert told.count("\n") == 1 and path.read_bytes() == before
     more = ("--learning_rate", 0.5, "--max_steps", 3)
     out = run("multigpu/images.py", *words, *more, processes=2)
     [line] = re.findall(r"s\.pt was saved with (\{.*\})", out)
     assert "'learning_rate': 0.001" in line and "batch_size" not in line and len(line) < 100, line
+
+
+@pytest.mark.parametrize(
+    ("folder", "mark", "told"),
+    [
+        ("singlegpu", 'mark("backward")', "the norm of the gradients is nan"),
+        ("multigpu", 'mark("comm" if is_last else "backward")', "or it is not finite"),
+    ],
+)
+def test_weights_without_numbers_are_not_saved(
+    attempt, changed, base, tmp_path, folder, mark, told
+):
+    """The loss of step 2 is a number, and a gradient is not. The snapshot of step 1 stays."""
+    ruin = "model[1].weight.grad *= math.nan if step == 2 else 1"
+    copy = changed(
+        f"{folder}/images.py", {f"            {mark}": f"            {ruin}\n            {mark}"}
+    )
+    words = (*base, "--max_steps", 3, "--eval_every", 1, "--snapshot", tmp_path / "s.pt")
+    status, _, err = attempt(copy, *words, processes=2 if folder == "multigpu" else 1)
+    assert status == 1 and f"step 2: {'' if folder == 'singlegpu' else 'processes differ'}" in err
+    assert told in err and load(tmp_path / "s.pt")["step"] == 1
 
 
 OLD = "c0e4f83"  # the commit before the scripts were written anew
