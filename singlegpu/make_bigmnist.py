@@ -116,7 +116,7 @@ def write_images(path, images, args):
             else:
                 offset = len(header) + (number % args.versions) * images.nbytes
                 file.write(np.memmap(path, np.uint8, "r", offset, images.shape))
-            signal.signal(signal.SIGUSR2, lambda *_: sys.exit(os.EX_TEMPFAIL))  # 75: go on from here
+            signal.signal(signal.SIGUSR2, lambda *_: sys.exit(os.EX_TEMPFAIL))  # 75: go on here
 
 
 def main(args):

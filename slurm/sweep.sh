@@ -3,10 +3,12 @@
 #     bash slurm/sweep.sh --gpus "1 2 4 2x4" --batch_sizes "64 128" images --model cnn --epochs 3
 #     bash slurm/sweep.sh --weak --gpus "1 2 4" --batch_sizes 64 --dry_run images
 #     bash slurm/sweep.sh study agnews    # a study of results.md: agnews, imdb, gpt, mnist or six
-# --gpus: numbers of GPUs of one node, NODESxGPUS, or GPUS/STAGES, with which hybrid/images.py splits its layers;
-# --batch_sizes: global, with --weak for each GPU. A study brings its own for both; --out: folder, runs/<name>-<time> if
-# not given; --sbatch: options for every job, such as "--partition=gpu --account=me"; --dry_run: print the lines instead;
-# --node_types: kinds of GPUs, as the site names them, such as "v100 a40". Each run is submitted once for each kind.
+# --gpus "1 4": GPUs of a node. "2x4": two nodes of four GPUs. "4/2": four GPUs, in hybrid/images.py with two stages.
+# --batch_sizes "64 128": global. With --weak, they are for each GPU. A study brings its own for these two options.
+# --out FOLDER: where the logs go. If it is not given, runs/NAME-TIME.
+# --sbatch "--partition=gpu --account=me": options for every job.
+# --node_types "v100 a40": kinds of GPUs, as the site names them. Each run is submitted once for each kind.
+# --dry_run: prints the lines in place of submitting them.
 # What follows the name of the script or the study is passed on to each training. It may replace what a study says:
 #     bash slurm/sweep.sh --gpus "1 2" study six --epochs 1
 set -euo pipefail
