@@ -138,7 +138,7 @@ def test_what_cannot_work_is_said_in_a_line(refused, flags, script):
     processes = LAUNCHES[script]
     for told, more in {
         "multiple of": ("--batch_size", 45, "--grad_accum_steps", 2),
-        ", at most ": ("--batch_size", 12_000),
+        ", up to ": ("--batch_size", 12_000),
         "cannot write none/s.pt": ("--snapshot", "none/s.pt"),
         "cannot write none/log": ("--log", "none/log"),
     }.items():

@@ -46,6 +46,9 @@ QUICK = [
     Guard("README shows what DDP adds", "a line of mnist.py is another", "multigpu/mnist.py",
           "sampler.set_epoch(epoch)", "sampler.set_epoch(1)",
           f"{P}test_readme_shows_what_ddp_adds"),
+    Guard("hybrid's page shows the heart of FSDP", "a line of gpt_fsdp.py is another", FSDP,
+          "    fully_shard(model, mesh=mesh, mp_policy=policy)\n", "    fully_shard(model)\n",
+          f"{P}test_hybrids_page_shows_the_heart_of_fsdp"),
     Guard("a test gives each flag", "a flag that no test gives", IMAGES, '    add("--seed"',
           '    add("--unheard", type=int)\n    add("--seed"',
           f"{F}test_each_flag_is_given_in_a_test"),
@@ -70,7 +73,7 @@ EFFECTS = {  # a flag and a script of test_flags.test_effects: the change, and w
     ("--num_workers 2", PIPELINE): ('"num_workers": args.num_workers', '"num_workers": 0'),
     ("--checkpoint_activations", FSDP): ("if args.checkpoint_activations:", "if False:"),
     ("--grad_accum_steps 3", SINGLE): ("range(args.grad_accum_steps)", "range(1)"),
-    ("--grad_accum_steps 3", "multinode/images.py"): ("= is_last  # as no", "= True  #"),
+    ("--grad_accum_steps 3", "multinode/images.py"): ("= is_last  # like", "= True  #"),
     ("--grad_accum_steps 3", FSDP): ("range(1, args.grad_accum_steps + 1)", "range(1, 2)"),
 }  # fmt: skip
 
