@@ -49,8 +49,8 @@ SMALL = {  # words of a command: the flags that make it small. The first that fi
     "/gpt_tensor.py": f"{GPT} --max_steps 6",
     "/mine.py": RUN,  # what a page makes
     "/finetune.py": f"{RUN} --seq_len 8",
-    "train.py": f"{RUN} --model mlp",  # what a reader has
-    "one_gpu.py": f"{RUN} --model mlp",
+    "train.py": "--max_steps 40 --batch_size 8 --model mlp",  # what a reader has
+    "one_gpu.py": "--max_steps 40 --batch_size 8 --model mlp",
 }
 
 

@@ -72,7 +72,7 @@ def write_files(folder, page):
 
 
 def link_data(folder, page, hub, data):  # noqa: F811
-    """Puts small ones where names of the Hub are read, and for results.md the real ones in data/."""
+    """Puts data where names of the Hub are read, and for results.md the real ones into data/."""
     links = {"distilbert/distilbert-base-uncased": hub / "bert"}
     links["stanfordnlp/imdb"] = data / "tables"
     if page == "results.md":  # each by a link of its own: their folder may be read-only
