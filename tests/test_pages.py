@@ -15,8 +15,8 @@ PROGRAMS = r"""python3? \S*/bin/python torchrun sbatch srun scancel scontrol bas
 VARIABLES = r"(?:[A-Z_]+=\S+ )*"  # that stand before a command
 IS_COMMAND = re.compile(f"{VARIABLES}(?:{'|'.join(PROGRAMS)}) ")
 # What is typed as it stands, beside the scripts of SMALL.
-PLAIN = r"""make (?:demo|lint)$|diff |mkdir |cp |sed |export |unset |source |ruff |[a-z]+=|for file in |
-    bash slurm/sweep.sh |python -m torch\.""".replace("\n    ", "")
+PLAIN = r"""make (?:demo|lint)$|diff |mkdir |cp |sed |export |unset |source |ruff |[a-z]+=|
+    for file in |bash slurm/sweep.sh |python -m torch\.""".replace("\n    ", "")
 PLAIN = re.compile(f"{VARIABLES}(?:{PLAIN})")
 STARTED = re.compile(rf"(?:for n in .*?; do\s+)?{VARIABLES}(?:python|torchrun) ")
 SCRIPT = re.compile(r"""[\w/]*\w\.py\b[^|;&>"'\n]*""")  # a script and its words
