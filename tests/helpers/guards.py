@@ -120,7 +120,7 @@ CURVE = f"{E}test_examples_train_with_one_loss_curve"
 SLOW = [
     Guard("README's commands run", "a flag that is not there", "README.md", "--sample 500",
           "--samples_of 500", f"{P}test_readme_commands"),
-    Guard("commands of pages end well", "a flag that is not there", "singlegpu/README.md",
+    Guard("commands of pages end well", "a flag of no script", "singlegpu/README.md",
           "images.py --max_steps 50", "images.py --no_such 50",
           "soak/soak_pages.py::test_the_commands_of_a_page_end_well[singlegpu/README.md]"),
     *[Guard("flags have their effects", f"{flag} does nothing in {path}", path, *change,
