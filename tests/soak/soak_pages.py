@@ -73,7 +73,7 @@ def write_files(folder, page):
 
 
 def link_data(folder, page, hub, data):  # noqa: F811
-    """Puts data where names of the Hub are read, and for results.md real data into data/: of texts, a part."""
+    """Puts data where names of the Hub are read, and for results.md a part of the real ones."""
     links = {"distilbert/distilbert-base-uncased": hub / "bert"}
     links["stanfordnlp/imdb"] = data / "tables"
     if page == "results.md":
@@ -83,7 +83,7 @@ def link_data(folder, page, hub, data):  # noqa: F811
             rows = parquet.read_table(path)
             some = folder / "data" / path.relative_to(real)
             some.parent.mkdir(parents=True, exist_ok=True)
-            parquet.write_table(rows.take(range(0, len(rows), 20)), some)
+            parquet.write_table(rows.take([*range(0, len(rows), 20)]), some)
     for name, path in links.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(path)
