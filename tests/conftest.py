@@ -49,7 +49,7 @@ torch.set_num_threads(1)
 LONGEST = """test_stops test_slurm test_hub test_project test_emulator test_flags test_mnist
     test_quantize test_examples test_training test_check test_gpu test_launchers""".split()
 APART = """test_stops test_training test_check test_gpu test_launchers test_hybrid test_hub
-    test_check_programs""".split()
+    test_check_programs soak_pages""".split()
 
 
 def module(script):

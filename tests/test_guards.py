@@ -10,11 +10,17 @@ import sys
 import pytest
 import test_examples
 import test_flags
+import test_pages
 import test_project
 from conftest import ROOT
 from guards import GUARDS, QUICK
 
-MODULES = {"test_project": test_project, "test_examples": test_examples, "test_flags": test_flags}
+MODULES = {
+    "test_project": test_project,
+    "test_pages": test_pages,
+    "test_examples": test_examples,
+    "test_flags": test_flags,
+}
 
 
 def copy_with(guard, folder):

@@ -123,10 +123,35 @@ class MyDataset:
         return torch.full((5,), index / 64), index % 3
 
 
-class MyModel(nn.Linear):
+class MyModel(nn.Module):
     def __init__(self):
-        super().__init__(5, 3)
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 3)])
+
+    def forward(self, inputs):
+        return self.blocks[0](inputs)
 """
+
+
+def write_own_files(folder):
+    """Writes what README.md says that a reader has: photos, a text, a model, and task.py.
+
+    With TORCH_HOME=weights, torchvision finds those of a pretrained network.
+    """
+    for number in range(24):
+        split = ("val", "train")[number % 2]
+        names = "path/to/photos", split, ("cat", "dog")[number % 4 // 2]
+        (path := folder.joinpath(*names)).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(path / f"{number}.png")
+    weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]
+    (folder / "weights/hub/checkpoints").mkdir(parents=True)
+    pretrained = resnet18().state_dict()
+    pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
+    torch.save(pretrained, folder / "weights/hub/checkpoints" / weights)
+    (folder / "multigpu/my_model.py").write_text(MY_MODEL)
+    (folder / "my.txt").write_text(readme())
+    [task] = re.findall(r"^```python\n(.*?)^```", readme(), re.M | re.S)
+    (folder / "task.py").write_text(task)
 
 
 def test_readme_commands(data, tmp_path):
@@ -136,24 +161,11 @@ def test_readme_commands(data, tmp_path):
     tools/check. A --pretrained network trains on photographs, and predicts. --epochs 0 gets its
     weights alone.
     """
-    for number in range(24):
-        split = ("val", "train")[number % 2]
-        names = "path/to/photos", split, ("cat", "dog")[number % 4 // 2]
-        (path := tmp_path.joinpath(*names)).mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 30), (number, 0, 0)).save(path / f"{number}.png")
-    weights = ResNet18_Weights.DEFAULT.url.split("/")[-1]
-    (tmp_path / "hub/checkpoints").mkdir(parents=True)
-    pretrained = resnet18().state_dict()
-    pretrained["conv1.weight"].fill_(7.0)  # no new network has such weights
-    torch.save(pretrained, tmp_path / "hub/checkpoints" / weights)
     for name in (*FOLDERS, "examples", "tools", "pictures"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "multigpu").unlink()
     shutil.copytree(ROOT / "multigpu", tmp_path / "multigpu")
-    (tmp_path / "multigpu/my_model.py").write_text(MY_MODEL)
-    (tmp_path / "my.txt").write_text(readme())
-    [task] = re.findall(r"^```python\n(.*?)^```", readme(), re.M | re.S)
-    (tmp_path / "task.py").write_text(task)
+    write_own_files(tmp_path)
     lines = []
     for kind, block, words in re.findall(r"^```(\w*)\n(.*?)^```|`([^`]+)`", readme(), re.M | re.S):
         lines += block.splitlines() * (kind == "bash") + [" ".join(words.split())]
@@ -172,7 +184,7 @@ def test_readme_commands(data, tmp_path):
         command = command.replace("torchrun", "torchrun -m torch.distributed.run")
         words = command.replace("node=4", "node=1").split()[1:]
         nodes = [words] * (1 + ("--nnodes=2" in words))
-        env = LOOPBACK | {"TORCH_HOME": str(tmp_path)}
+        env = LOOPBACK | {"TORCH_HOME": str(tmp_path / "weights")}
         for status, out, err in run_all(nodes, [env] * len(nodes), tmp_path):
             assert status == 0, (command, err)
             printed += out

@@ -26,6 +26,10 @@ FSDP, PIPELINE, SINGLE = "hybrid/gpt_fsdp.py", "hybrid/gpt_pipeline.py", "single
 ALONE = "scripts import the standard library and packages alone"
 JOBS = "each script has its job file"
 PAGES = "links, anchors and commands of pages lead somewhere"
+LISTED = "each command of a page is typed, or a list says why not"
+TYPED = "test_pages.py::test_each_command_is_typed_or_listed"
+ON_A_PAGE = "test_pages.py::test_each_listed_command_stands_on_a_page"
+LIST = "tests/pages.toml"
 
 QUICK = [
     Guard(ALONE, "an import of ours", GPT, "import argparse\n", "import argparse, multigpu\n",
@@ -43,6 +47,16 @@ QUICK = [
           f"{PAGE}[examples/README.md]"),
     Guard(PAGES, "a flag that the script has not", "results.md", "",
           "`torchrun hybrid/gpt_fsdp.py --no_such_flag 2`\n", f"{PAGE}[results.md]"),
+    Guard(LISTED, "a command that nobody types", "slurm/README.md", "", "`make harder`\n",
+          f"{TYPED}[slurm/README.md]"),
+    Guard(LISTED, "a script that nobody types", "tools/README.md", "",
+          "```sh\npython tools/new.py\n```\n", f"{TYPED}[tools/README.md]"),
+    Guard(LISTED, "a row of the list is missing", LIST, "make soak\n", "",
+          f"{TYPED}[results.md]"),
+    Guard(LISTED, "the list has what no page has", LIST, "make soak\n", "make soak\nmake soap\n",
+          ON_A_PAGE),
+    Guard(LISTED, "a reason is no sentence", LIST, "It needs the internet.", "internet", ON_A_PAGE),
+    Guard(LISTED, "a reason names no test", LIST, "soak_links.py", "soak_chains.py", ON_A_PAGE),
     Guard("README shows what DDP adds", "a line of mnist.py is another", "multigpu/mnist.py",
           "sampler.set_epoch(epoch)", "sampler.set_epoch(1)",
           f"{P}test_readme_shows_what_ddp_adds"),
@@ -109,6 +123,9 @@ CURVE = f"{E}test_examples_train_with_one_loss_curve"
 SLOW = [
     Guard("README's commands run", "a flag that is not there", "README.md", "--sample 500",
           "--samples_of 500", f"{P}test_readme_commands"),
+    Guard("commands of pages end well", "a flag of no script", "singlegpu/README.md",
+          "images.py --max_steps 50", "images.py --no_such 50",
+          "soak/soak_pages.py::test_the_commands_of_a_page_end_well[singlegpu/README.md]"),
     *[Guard("flags have their effects", f"{flag} does nothing in {path}", path, *change,
             f"{F}test_effects[{flag}-{path.removesuffix('.py')}]")
       for (flag, path), change in EFFECTS.items()],
