@@ -5,9 +5,9 @@
     python tools/check --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: a new folder
     CHECK_FOLDER=/shared/new python tools/check -- srun python train.py  # torchrun: on each node
 
-It changes nothing in the training, and ends it after the last step by SystemExit, so that
-`finally` blocks run, and may write: give {tmp} where it saves. Then it prints what is wrong, what
-is right, and which kinds of faults nothing has shown. tools/README.md explains each kind.
+It changes nothing in the training. After the last step it ends it by SystemExit, so `finally`
+blocks still run and may write: name {tmp} where the script saves. Then it prints what is wrong,
+what is right, and which kinds of faults nothing has shown. tools/README.md explains each kind.
 
 Status 0: no error; 1: an error; 2: nothing trained, or it could not start; 3: a part of the checker
 has failed, and its kinds were not judged.
@@ -163,7 +163,7 @@ def status_of(args, job, rows):
 # == What is printed ==
 def print_table(args, job, rows):
     if not job.prints():
-        print("the table is with rank 0")
+        print("rank 0's machine prints the table")
         return
     words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: "
     print("\n" + textwrap.shorten(words + shlex.join(args.command), WIDTH))
@@ -208,8 +208,10 @@ def run(command, args, folder, stop_at=0, life=1):
         path.mkdir(parents=True, exist_ok=True)
     install_watch(folder / "plugin")
     words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
-    what = f"and stops it at step {stop_at}" if stop_at else f"for {args.steps} optimizer steps"
-    print(textwrap.shorten(f"tools/check starts, {what}: {command}", WIDTH), flush=True)
+    what = f"for {args.steps} optimizer steps"
+    if stop_at:
+        what = f"to step {stop_at}, then sends SIGTERM"
+    print(textwrap.shorten(f"tools/check runs this {what}: {command}", WIDTH), flush=True)
     environment = os.environ | environment_of(args, folder, records.folder, stop_at)
     process = subprocess.Popen(words, env=environment, start_new_session=True)
     try:

@@ -102,9 +102,11 @@ def processes(job):
 # == Weights ==
 def weights(job):
     """Are gradients averaged: has each copy of a weight the same bits in all ranks?"""
-    compared = 0
+    compared, equal = 0, []
     for family in job.families:
-        starts = job.ranks[family.ranks[0]]["start"]
+        # If the job has ended early, some ranks may not have come to a later optimizer.
+        count = min(len(job.ranks[rank]["start"]) for rank in family.ranks)
+        starts = job.ranks[family.ranks[0]]["start"][:count]
         for number, start in enumerate(starts):
             states = {rank: job.ranks[rank].states(number) for rank in family.ranks}
             steps = sorted(set.intersection(*[{*each} for each in states.values()]))
@@ -114,13 +116,13 @@ def weights(job):
                 continue  # each rank has a part of its own
             if bad:
                 yield verdict(family, start, states, bad, steps, found[bad[0]])
-            elif has_copies(family, states):
-                compared += len(steps)
+            elif steps[-1] and has_copies(family, states):
+                compared += sum(step > 0 for step in steps)
+                equal.append(family.ranks)
     if compared:
-        ranks = job.families[0].ranks
-        words = f"gradients are averaged: copies are equal in ranks {ranks}, compared "
+        words = f"gradients are averaged: copies are equal in ranks {equal[0]}, compared "
         yield "ok", words + f"{compared} times"
-    yield "not seen", "no weight has a copy in another rank"
+    yield "not seen", "no weight that has a copy in another rank was compared after a step"
 
 
 def parts_here(family, start):
@@ -325,9 +327,10 @@ def gradients(job):
         for index in without:
             if start["trainable"][index] and start["bits"][index] == end["bits"][index]:
                 unused.append(start["names"][index])
-        total += count - len(without)
+        total += sum(numbers > 0 for numbers in start["numbers"]) - len(without)
         if unused and len(without) == count and any(record["had_gradients"] for record in steps):
-            yield "ERROR", "none is left at step(): zero_grad() came first. Call it afterwards."
+            words = "no gradient is left at step(): zero_grad() came before it. "
+            yield "ERROR", words + "Call it after step()."
         elif unused:
             level = "ERROR" if len(unused) == count else "warning"
             yield level, f"{len(unused)} of {count} weights never have a gradient: {unused[0]}."
@@ -338,7 +341,7 @@ def gradients(job):
         yield from findings_of_counted_weights(start)
     if total:
         yield "ok", f"{total} weights of all optimizers have gradients"
-    yield "not seen", "no optimizer has taken a step"
+    yield "not seen", "no weight of an optimizer has a gradient in rank 0"
 
 
 def findings_of_counted_weights(start):
@@ -416,12 +419,13 @@ def owners(job):
         for record in process["step"]:
             for weight in record["weights"]:
                 holders[weight].add(record["object"])
-        num_weights += len(holders)
+        num_weights = max(num_weights, len(holders))
         num_shared += sum(len(objects) > 1 for objects in holders.values())
         num_optimizers = max(num_optimizers, len(set().union(*holders.values())))
     if num_optimizers > 1 and not num_shared:
         yield "ok", f"{num_optimizers} optimizers have none of {num_weights} weights in common"
-    yield "not seen", "one optimizer steps, or several have weights in common and own gradients"
+    words = "only one optimizer steps, or several share weights, each with its own gradients"
+    yield "not seen", words
 
 
 def moved_twice(process):
@@ -449,7 +453,8 @@ def accumulation(job):
     zeroed = 0
     for rank, process in job.ranks.items():
         for _, steps in process.optimizers():
-            zeroed += sum(record["began"] == "zeroed" for record in steps)
+            # Of the first step, it is not known.
+            zeroed += sum(record["began"] == "zeroed" for record in steps[1:])
             yield from findings_of_accumulation(rank, steps)
             if len(process["start"]) == 1:
                 yield from findings_of_passes(rank, steps)
@@ -498,10 +503,12 @@ def findings_of_passes(rank, steps):
 def finite(job):
     """Are losses and gradients finite, and is what is clipped theirs, and unscaled?"""
     yield from findings_of_clipping(job.first)
-    losses = 0
+    num_losses = num_steps = 0
     for rank, process in job.ranks.items():
-        losses += len(process["loss"])
-        for record in process["loss"]:
+        known = [record for record in process["loss"] if record["value"] is not None]
+        num_losses += len(known)
+        num_steps += len(process["step"])
+        for record in known:
             if record["value"] - record["value"] != 0:  # inf or nan
                 words = f"the loss is {record['value']} in step {record['step'] + 1}, rank {rank}."
                 yield "ERROR", words
@@ -512,8 +519,8 @@ def finite(job):
                 words = f"inf or nan in {name}'s gradient, step {record['step']}, rank {rank}."
                 yield "ERROR", words
                 break
-    if losses:
-        yield "ok", f"{losses} losses and the gradients of all steps are finite"
+    if num_steps:
+        yield "ok", f"{num_losses} losses and the gradients of {num_steps} steps are finite"
 
 
 def findings_of_clipping(process):
@@ -522,9 +529,11 @@ def findings_of_clipping(process):
     in_time = [record for record in clipped if record["clipped"] in ("right", "scaled")]
     empty = [record for record in in_time if record["clip_norm"] == 0 and any(record["gradients"])]
     if "negative" in clips:
-        yield "ERROR", "the limit of clipping is negative, which turns gradients round. Use inf."
+        words = "the limit of clipping is negative, which reverses the gradients. "
+        yield "ERROR", words + "To clip without a limit, pass inf."
     if any(each["clipped"] == "zero" and are_zeros(each["gradients"]) for each in clipped):
-        yield "ERROR", "the limit of clipping is 0, which makes all gradients 0. No limit is inf."
+        words = "the limit of clipping is 0, which makes all gradients 0. "
+        yield "ERROR", words + "To clip without a limit, pass inf."
     if "nothing" in clips:
         words = "clipping is given a generator of weights that is used up, and clips nothing. "
         yield "ERROR", words + "Give it a list."
@@ -557,7 +566,7 @@ def losses(job):
 
 def schedule(job):
     """Does a schedule step once for each step, after it, and is its rate the one that is used?"""
-    first, count = job.first, 0
+    first, count, used = job.first, 0, 0
     idle = idle_calls(first)
     for calls in idle.values():
         if len(calls) >= IDLE_CALLS:
@@ -574,8 +583,10 @@ def schedule(job):
         if calls:
             yield from findings_of_calls(calls, len(steps), skipped)
         yield from findings_of_rates(steps)
+        used += sum(bool(record["scheduled"]) for record in steps)
     if count:
-        yield "ok", f"schedulers step {count} times, and their rates are used"
+        words = f"schedulers step {count} times"
+        yield "ok", words + (f", and the rates of {used} steps are theirs" if used else "")
     yield "not seen", "no scheduler of PyTorch steps"
 
 
@@ -599,7 +610,17 @@ def findings_of_calls(calls, steps, skipped):
 
 
 def findings_of_rates(steps):
-    used = [(x["step"], x["rates"][0], x["scheduled"][0]) for x in steps if x["scheduled"]]
+    """Yields a finding for the first group whose rates are not those of the schedule."""
+    for group in range(max((len(record["rates"]) for record in steps), default=0)):
+        known = [x for x in steps if group < min(len(x["rates"]), len(x["scheduled"]))]
+        rates = [(x["step"], x["rates"][group], x["scheduled"][group]) for x in known]
+        for level, words in findings_of_group(rates):
+            # A group beside the first one may have a rate of its own on purpose.
+            yield "warning" if group else level, words
+            return
+
+
+def findings_of_group(used):
     other = [each for each in used if abs(each[1] - each[2]) > RATE_DIGIT * abs(each[2])]
     if not other:
         return
@@ -622,10 +643,12 @@ def precision(job):
     starts = job.first["start"]
     types = Counter(dtype for start in starts for dtype in start["dtypes"])
     low = [dtype for dtype in types if dtype in TYPES_16]
+    are_flagged = False
     for record in job.all("flags"):
         for name, value in record["values"].items():
             is_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
             is_flag = re.fullmatch("(model_|torch_)?(precision|dtype)", name)
+            are_flagged |= bool(is_fp32 and is_flag)
             if low and is_fp32 and is_flag:
                 count = types[low[0]]
                 yield "ERROR", f"{count} weights are {low[0]}, but {name} is to be {value}."
@@ -634,7 +657,13 @@ def precision(job):
         yield "ERROR", "one autocast holds all steps, with the first weights. Enter it in each."
     for record in job.all("autocast")[:1]:
         yield "warning", f"autocast is on, but a {record['module']} gives {record['gives']}."
-    yield "ok", f"weights are {', '.join(types)}"
+    autocasts = sorted({call["autocast"] for call in job.first["forward"]} - {""})
+    words = f"weights are {', '.join(types)}"
+    if autocasts:
+        yield "ok", f"{words}, with autocast to {', '.join(autocasts)}"
+    elif are_flagged:
+        yield "ok", f"{words}, as a flag says"
+    yield "not seen", "no flag says fp32, and autocast is off"
 
 
 # == Layers ==
@@ -653,9 +682,11 @@ def modes(job):
         if is_training and call["step"] and not stands_alone:
             yield "warning", f"{call['module']} validates in train(). Call model.eval()."
             break
-    if calls:
-        yield "ok", f"Dropout and BatchNorm are in train() in {len(calls)} calls that train"
-    yield "not seen", "no Dropout or BatchNorm is trained"
+    # What layers within the model do on their own is not looked at.
+    count = sum(not call["in_eval"] for call in calls)
+    if count:
+        yield "ok", f"the model is in train() in {count} calls that train"
+    yield "not seen", "no model with Dropout or BatchNorm trains in train()"
 
 
 def layers(job):
@@ -675,7 +706,8 @@ def layers(job):
         words = f"random numbers are drawn in the backward pass of step {record['step'] + 1}: "
         yield "warning", words + "recomputed dropout differs. Use preserve_rng_state=True."
     for ranks in job.data_groups:
-        yield from findings_of_ranks(job, ranks[0], ranks[1])
+        yield from findings_of_masks(job, ranks)
+        yield from findings_of_norms(job, ranks)
     yield "not seen", "no two ranks draw random numbers in a model"
 
 
@@ -687,23 +719,32 @@ def draws_as_before(tests):
     return len(firsts) > 1 and len({*firsts.values()}) == 1
 
 
-def findings_of_ranks(job, one, two):
-    calls = zip(job.ranks[one].training_calls(), job.ranks[two].training_calls())
-    pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
-    own = [[only_its_own(random) for random in pair] for pair in pairs]
-    for each in (pairs, own):
-        if each and each[0][0] and all(a == b for a, b in each):
-            words = f"ranks {one}, {two} draw the same masks or noise. Seed by rank."
-            yield "warning", words
-            break
-    tests = zip(job.ranks[one].test_calls(), job.ranks[two].test_calls())
-    for (a, _), (b, _) in tests:
-        if a["norms"] != b["norms"]:
-            words = f"BatchNorm's statistics differ in validation after step {a['step']}."
-            yield "warning", words + " Call the DDP object, or use SyncBatchNorm."
-            break
-    if pairs:
-        yield "ok", f"ranks {one} and {two} draw other random numbers in {len(pairs)} calls"
+def findings_of_masks(job, ranks):
+    """Compares the first rank with each other one. One finding is enough, or one row of "ok"."""
+    one, total, num_other = ranks[0], 0, 0
+    for two in ranks[1:]:
+        calls = zip(job.ranks[one].training_calls(), job.ranks[two].training_calls())
+        pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
+        own = [[only_its_own(random) for random in pair] for pair in pairs]
+        for each in (pairs, own):
+            if each and each[0][0] and all(a == b for a, b in each):
+                words = f"ranks {one}, {two} draw the same masks or noise. Seed by rank."
+                yield "warning", words
+                return
+        total += len(pairs)
+        num_other += sum(a != b for a, b in pairs)
+    if num_other:
+        yield "ok", f"ranks {ranks} draw other random numbers in {num_other} of {total} calls"
+
+
+def findings_of_norms(job, ranks):
+    """Yields a finding for the first validation in which another rank has other statistics."""
+    for other in ranks[1:]:
+        for (a, _), (b, _) in zip(job.ranks[ranks[0]].test_calls(), job.ranks[other].test_calls()):
+            if a["norms"] != b["norms"]:
+                words = f"BatchNorm's statistics differ in validation after step {a['step']}."
+                yield "warning", words + " Call the DDP object, or use SyncBatchNorm."
+                return
 
 
 def only_its_own(random):
@@ -714,7 +755,7 @@ def only_its_own(random):
 # == Data ==
 def shares(job):
     """Does each rank train on samples of its own?"""
-    compared = 0
+    compared = num_equal = 0
     for ranks in job.data_groups:
         for rank in ranks[1:]:
             one, two = job.ranks[ranks[0]], job.ranks[rank]
@@ -722,9 +763,10 @@ def shares(job):
             steps = [step for step in mine if mine[step] and theirs.get(step)]
             equal = [step for step in steps if sorted(mine[step]) == sorted(theirs[step])]
             compared += len(steps)
+            num_equal += len(equal)
             yield from findings_of_shares(job, ranks[0], rank, len(equal), len(steps))
-    if compared:
-        yield "ok", f"ranks have other samples, compared in {compared} steps"
+    if compared > num_equal:
+        yield "ok", f"ranks have other samples in {compared - num_equal} of {compared} steps"
     yield "not seen", "no two ranks get samples of their own"
 
 
@@ -782,8 +824,10 @@ def order(job):
         yield "warning", f"not shuffled: {numbers}, ... If not wanted, shuffle."
     elif second and all(a == b for a, b in zip(first, second)):
         yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
-    elif second:
+    elif second and (is_known or 2 * len({*first} & {*second}) >= len(second)):
         yield "ok", f"another order in the second epoch, compared for {len(second)} samples"
+    elif second:
+        yield "not seen", "the second epoch has other samples than the first, as of augmentation"
     yield "not seen", "no second epoch begins: watch more --steps"
 
 
@@ -808,13 +852,14 @@ def epochs_of(process, passes, is_known):
 
 def inputs(job):
     """Does each batch have a row for each sample, and is it not all zeros?"""
-    count = 0
+    count = num_zeros = 0
     for rank, process in job.ranks.items():
         # A batch may be lost between the loader and the model, so the model's inputs are judged.
         modules = {call["number"] for call in process.sample_calls()}
         calls = [call for call in process.training_calls() if call["number"] in modules]
         calls = [call for call in calls if not call["takes_result"]]
         count += len(calls)
+        num_zeros += sum(call["is_zero"] for call in calls)
         zeros = sorted({call["step"] + 1 for call in calls if call["is_zero"]})
         steps = {call["step"] for call in calls}
         if 0 < 2 * len(zeros) < len(steps) and process["batch"]:
@@ -823,9 +868,9 @@ def inputs(job):
         if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
             size, rows = odd[0]
             yield "warning", f"{size} samples have a tensor of {min(rows)} row(s). Is it stacked?"
-    if count:
-        yield "ok", f"{count} inputs, none all zeros"
-    yield "not seen", "no input of a model is known"
+    if count > num_zeros:
+        yield "ok", f"{count - num_zeros} of {count} inputs are not all zeros"
+    yield "not seen", "no input of a model is known that is not all zeros"
 
 
 def odd_batches(process):
@@ -864,22 +909,30 @@ def samples(job):
 
 def augmentation(job):
     """Do the random numbers of data sets differ in workers, ranks and epochs?"""
-    epochs = drawn_by_place(job)
+    epochs, compared = drawn_by_place(job), 0
     for key, states in epochs.items():
         generator, data, rank, worker = key
-        alike = [k for k in epochs if k[:2] == key[:2] and epochs[k][0] == states[0]]
+        places = [k for k in epochs if k[:2] == key[:2]]
+        alike = [k for k in places if begin_alike(epochs[k][0], states[0])]
+        compared += len(places) > 1 or len(states) > 1
         words = f"{place_of(key)} draws the same numbers"
         is_worker = worker is not None
-        if is_worker and len(states) > 1 and states[0] == states[1]:
+        if is_worker and len(states) > 1 and begin_alike(*states[:2]):
             yield "ERROR", f"{words} in each epoch ({generator}). Seed it by torch.initial_seed()."
         if alike[0] != key:
             level = "ERROR" if alike[0][2] == rank else "warning"
             where = f"{place_of(alike[0])} ({generator})"
             yield level, f"{words} as {where}. Seed by rank and worker."
             break
-    if epochs:
-        yield "ok", f"other random numbers in each of {len(epochs)} places of data sets"
-    yield "not seen", "no data set draws random numbers"
+    if compared:
+        words = "other random numbers in other workers, ranks or epochs, compared for "
+        yield "ok", words + f"{compared} of {len(epochs)} places of data sets"
+    yield "not seen", "no data set draws random numbers in two workers, ranks or epochs"
+
+
+def begin_alike(one, two):
+    """Whether two sequences of states are equal as far as both are known."""
+    return all(first == second for first, second in zip(one, two))
 
 
 def place_of(key):
@@ -922,7 +975,9 @@ def validation(job):
     counts = Counter(index for whole in tests for index in whole["index"])
     if tests and counts:
         yield from findings_of_counts(tests, counts, len(ranks))
-        yield "ok", f"{len(counts)} samples are validated, none twice, and none is trained on"
+        words = f"{len(counts)} samples are validated"
+        words += ", none twice" if max(counts.values()) == 1 else ""
+        yield "ok", words + (", and none is trained on" if leaked == 0 else "")
     yield "not seen", "no whole validation by a DataLoader"
 
 
@@ -944,18 +999,21 @@ def is_whole(validation):
 
 
 def leaked_samples(job, tests):
-    """Returns how many samples of random_split() are both trained on and validated."""
+    """Returns how many samples of random_split() are both trained on and validated.
+
+    None: they cannot be compared, because it is not known which are trained on.
+    """
     if not tests or not tests[0]["split"]:
-        return 0
+        return None
     trains = []
     for process in job.ranks.values():
         trains += process.passes(process.trained_passes())
     trains = [whole for whole in trains if whole["split"] == tests[0]["split"]]
     if not trains or trains[0]["size"] == tests[0]["size"]:
-        return 0
-    trained = {index for whole in trains for index in whole["index"]}
-    tested = {index for whole in tests for index in whole["index"]}
-    return len(trained & tested - {None})
+        return None
+    trained = {index for whole in trains for index in whole["index"]} - {None}
+    tested = {index for whole in tests for index in whole["index"]} - {None}
+    return len(trained & tested) if trained and tested else None
 
 
 def snapshot(job):
@@ -983,6 +1041,9 @@ def against(job, other):
 def resume(whole, stopped, again):
     """Does a job that was stopped and started again take the steps of the undisturbed one?"""
     states, done = whole.first.states(0), stopped.steps
+    if not done:
+        yield "not seen", "the run that was to be stopped took no step"
+        return
     if done >= max(states):
         yield "not seen", f"stopped only at step {done}: try more --steps"
         return
@@ -1169,13 +1230,15 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
                 continue
             why = "computation: from equal samples," if step else "start:"
             rates = [one.get("rates", "no step"), two.get("rates", "no step")]
-            words = f"{why} {start['names'][index]} differs after step {step}, "
-            words += f"by {share:.0%} of its way. "
-            return "ERROR", words + (advice or f"Rates: {rates}.")
+            words = f"{why} {start['names'][index]} differs after step {step}"
+            if before:
+                words += f", by {share:.0%} of the distance that it has moved"
+            return "ERROR", f"{words}. " + (advice or f"Rates: {rates}.")
     if not compared:
         return "not seen", "no step of both runs could be compared"
     rounding = "" if skip else ", to rounding"
-    return "ok", f"the same weights in {compared} steps{rounding}"
+    count = f"{len(pairs)} of {len(start['names'])} weights"
+    return "ok", f"{count} are the same in {compared} steps{rounding}"
 
 
 def share_apart(mine, theirs, before, types):

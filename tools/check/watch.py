@@ -37,9 +37,10 @@ start      an optimizer is about to take its first step. A list has an item for 
   bits, sketches   of the weights; see the functions of these names
 step       an optimizer has taken a step. A list has an item for each of its weights
   optimizer, step  its number; its steps until now, from 1 on
-  began            "zeroed": before a backward pass since its own last step, all gradients were 0 or
-                   None, or this is its first step; "old": they were so before none of these passes;
-                   "unchanged": there was no backward pass
+  began            "zeroed": before at least one backward pass since its own last step, all
+                   gradients were 0 or None. Its first step also gets this, though it is not known.
+                   "old": gradients were left before each of these passes. "unchanged": there was
+                   no backward pass
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
   had_gradients    whether the last backward pass has left any gradient; false if there was none
@@ -100,7 +101,7 @@ trained    a gradient has come back to the result of a call
 autocast   autocast is on, and a layer gives float32
   module, gives    the type of the layer; the type of its result
 loss       a backward pass begins
-  value            of the loss; 0 if it has several numbers
+  value            of the loss; of several losses their sum; null if one of them has several numbers
   step, loader_pass   as of forward; the pass of the last call with gradients, or of the last batch
   scale            of a GradScaler; null: none has scaled the loss
 cross_entropy   it is called with gradients
@@ -435,17 +436,17 @@ class Watch:
         if module not in self.modules:
             self.modules[module] = self.modules_called
             self.modules_called += 1
-        parts = [*module.modules()]
-        norms = [part for part in parts if getattr(part, "running_mean", None) is not None]
+        modules = [*module.modules()]
+        norms = [part for part in modules if getattr(part, "running_mean", None) is not None]
         if not has_grad and any(getattr(norm, "momentum", 0) is None for norm in norms):
             return  # swa_utils.update_bn() makes statistics
         values = self.values_of_call(module, norms, has_grad)
-        values |= self.values_of_layers(module, parts, norms, has_grad)
+        values |= self.values_of_layers(module, modules, norms, has_grad)
         values |= self.values_of_inputs(inputs)
         if has_grad:
             self.turn.loader_pass = values["loader_pass"]
             self.note_ids(inputs)
-        generators = [found for part in parts for found in own_generators(part, depth=0)]
+        generators = [found for part in modules for found in own_generators(part, depth=0)]
         values["random"] = random_states(generators, in_model=True)
         module.__dict__["_check"] = values, norms, generators
         self.outer = values
@@ -472,8 +473,8 @@ class Watch:
             "autocast": autocast,
         }
 
-    def values_of_layers(self, module, parts, norms, has_grad):
-        dropouts = [part for part in parts if "Dropout" in type(part).__name__]
+    def values_of_layers(self, module, modules, norms, has_grad):
+        dropouts = [part for part in modules if "Dropout" in type(part).__name__]
         layers = [layer for layer in dropouts if getattr(layer, "p", 0)]
         for norm in norms:
             is_trained = any(weight.requires_grad for weight in norm.parameters())
@@ -489,8 +490,7 @@ class Watch:
     def values_of_inputs(self, inputs):
         tensors = [local(tensor) for tensor in tensors_of(inputs)]
         tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
-        rows = [tensor for tensor in rows_of(tensors)]
-        hashed = [(tensor, hashes_of(tensor)) for tensor in rows]
+        hashed = [(tensor, hashes_of(tensor)) for tensor in matrices_of(tensors)]
         passes = [self.pass_of(tensor, hashes) for tensor, hashes in hashed]
         given = [pair for pair, number in zip(hashed, passes) if number is not None]
         samples, near = 0, 0
@@ -598,8 +598,7 @@ class Watch:
             turn.passes.clear()
         loader_pass = self.current_pass if turn.loader_pass is None else turn.loader_pass
         turn.passes.append(loader_pass)
-        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-        values = {"value": local(loss).item() if loss.numel() == 1 else 0, "scale": turn.scale}
+        values = {"value": value_of(tensors), "scale": turn.scale}
         if self.steps_done < NUM_STEPS:
             self.record("loss", **values, step=self.steps_done, loader_pass=loader_pass)
         self.in_backward, self.recomputes = True, False
@@ -1012,7 +1011,7 @@ class Watch:
         tensors = [local(tensor) for tensor in tensors_of(batch)]
         tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
         kept, found = {}, []
-        for tensor in rows_of(tensors):
+        for tensor in matrices_of(tensors):
             hashes = hashes_of(tensor).tolist()
             kept.setdefault(row_type(tensor), set()).update(hashes)
             found.append(hashes)
@@ -1177,6 +1176,14 @@ def sum_to_1(given):
     return bool((rows >= 0).all() & is_1.all())
 
 
+def value_of(losses):
+    """Returns the sum of losses of one number each. None: it is not known."""
+    losses = tensors_of(losses)  # none of a generator, which the backward pass itself needs
+    if losses and all(loss.numel() == 1 for loss in losses):
+        return sum(local(loss).item() for loss in losses)
+    return None
+
+
 def tensors_of(tree):
     leaves = torch.utils._pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -1209,7 +1216,7 @@ def sketch_of(weight):
     return project(rows)[0]
 
 
-def rows_of(tensors):
+def matrices_of(tensors):
     """Returns the tensors that are as long as the first one, as matrices of a row for a sample."""
     tensors = [tensor for tensor in tensors if tensor.dim()]
     tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
