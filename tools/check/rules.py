@@ -914,10 +914,10 @@ def augmentation(job):
         generator, data, rank, worker = key
         places = [k for k in epochs if k[:2] == key[:2]]
         alike = [k for k in places if begin_alike(epochs[k][0], states[0])]
-        compared += len(places) > 1 or len(states) > 1
+        has_epochs = worker is not None and len(states) > 1
+        compared += len(places) > 1 or has_epochs
         words = f"{place_of(key)} draws the same numbers"
-        is_worker = worker is not None
-        if is_worker and len(states) > 1 and begin_alike(*states[:2]):
+        if has_epochs and begin_alike(*states[:2]):
             yield "ERROR", f"{words} in each epoch ({generator}). Seed it by torch.initial_seed()."
         if alike[0] != key:
             level = "ERROR" if alike[0][2] == rank else "warning"
