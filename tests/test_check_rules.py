@@ -98,7 +98,7 @@ def test_random_numbers_of_one_place(job, monkeypatch):
 
 def test_precision_without_a_flag(job):
     assert row_of(rules.precision, job) == ("ok", "weights are float32, as a flag says")
-    for process in job.ranks.values():
+    for process in job.records.processes.values():
         process["flags"].clear()
     assert row_of(rules.precision, job)[0] == "not seen"
     job.first["forward"][0]["autocast"] = "bfloat16"

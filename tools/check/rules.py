@@ -824,11 +824,16 @@ def order(job):
         yield "warning", f"not shuffled: {numbers}, ... If not wanted, shuffle."
     elif second and all(a == b for a, b in zip(first, second)):
         yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
-    elif second and (is_known or 2 * len({*first} & {*second}) >= len(second)):
+    elif second and (is_known or come_again(job, first, second)):
         yield "ok", f"another order in the second epoch, compared for {len(second)} samples"
     elif second:
         yield "not seen", "the second epoch has other samples than the first, as of augmentation"
     yield "not seen", "no second epoch begins: watch more --steps"
+
+
+def come_again(job, first, second):
+    """Whether an epoch has the samples of another one, of which each rank may take a share."""
+    return 2 * len({*first} & {*second}) * job.first.start["world"] >= len(second)
 
 
 def draws_samples(job, whole):
