@@ -6,6 +6,8 @@ import re
 import socket
 from collections import defaultdict, namedtuple
 
+UNKNOWN_PLACE = "an unknown line"
+
 # Ranks that train one model, each a copy or a part of it. `is_split`: a script has split the model
 # by hand, and gives all ranks the same data. `has_data`: each rank has samples of its own.
 Family = namedtuple("Family", "ranks is_split has_data")
@@ -138,7 +140,7 @@ class Process:
             is_script = not re.search("site-packages|lib/python|tools_check|<", path)
             if is_script:
                 return f"{os.path.basename(path)} line {line} in {function}"
-        return "an unknown line"
+        return UNKNOWN_PLACE
 
 
 class Records:
