@@ -194,9 +194,11 @@ def install():
     watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
     change_type = torch.Tensor.to  # a training may replace it by its own
     watch.open_file()
-    # A child has no thread of the timer, and would wait for it for ever if it set its own.
+    # A child has no thread of the timer, and would wait for it for ever if it set it again.
     os.register_at_fork(
-        before=faulthandler.cancel_dump_traceback_later, after_in_parent=watch.start_timer
+        before=faulthandler.cancel_dump_traceback_later,
+        after_in_parent=watch.start_timer,
+        after_in_child=careful(watch.open_file),
     )
     hooks = [hook_modules, hook_functions, hook_optimizers, hook_loaders, hook_schedulers]
     if torch.distributed.is_available():
@@ -426,8 +428,7 @@ class Watch:
 
     def start_timer(self):
         """Where no progress is recorded for long, Python writes where it stands."""
-        if self.pid == os.getpid():
-            faulthandler.dump_traceback_later(HANG_SECONDS, file=self.stack)
+        faulthandler.dump_traceback_later(HANG_SECONDS, file=self.stack)
 
     # == Calls of modules ==
     def before_module(self, module, args):
