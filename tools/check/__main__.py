@@ -127,9 +127,9 @@ def judge(args, folder):
     command, jobs, pairs, signum = shlex.join(args.command), [], [], 0
     try:
         jobs.append(run(command, args, folder / "whole"))
-        if jobs[0].steps and args.against:
+        if jobs[0].steps_done and args.against:
             pairs.append((against, jobs[0], run(args.against, args, folder / "against")))
-        if jobs[0].steps and args.resume:
+        if jobs[0].steps_done and args.resume:
             half = max(1, args.steps // 2)
             stopped = run(command, args, folder / "stopped", stop_at=half)
             again = run(command, args, folder / "stopped", life=2)
@@ -139,7 +139,7 @@ def judge(args, folder):
         name = signal.Signals(signum).name
         jobs.append(error.job or Job(Records(folder / "whole"), None, interrupted_by=name))
     job = jobs[0]  # if a later one was interrupted, it is not judged
-    rules = RULES if job.steps else RULES[:1]
+    rules = RULES if job.steps_done else RULES[:1]
     asked = [(rule, job) for rule in rules] + pairs
     rows = rows_of_watch(job)
     for rule, *known in asked:
@@ -174,11 +174,11 @@ def rows_of_watch(job):
 
 def status_of(args, job, rows):
     levels = {level for level, *_ in rows}
-    if "ERROR" in levels and job.steps:
+    if "ERROR" in levels and job.steps_done:
         return 1
     if "failed" in levels:
         return 3
-    if not job.steps:
+    if not job.steps_done:
         return 2
     return int(args.fail_on_warning and "warning" in levels)
 
@@ -188,17 +188,17 @@ def print_table(args, job, rows):
     if not job.prints():
         print("the table is with rank 0")
         return
-    words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: "
+    words = f"{job.steps_done} steps, {len(job.ranks)} process(es) that train: "
     print("\n" + textwrap.shorten(words + shlex.join(args.command), WIDTH))
     shown = ["ERROR", "warning", "failed", "ok"]
-    if not job.steps:
+    if not job.steps_done:
         shown.append("not seen")  # why nothing was seen
     for level in shown:
         for _, kind, words in [row for row in rows if row[0] == level]:
             lines = textwrap.wrap(words, WIDTH - 22, break_long_words=False)
             print(f"{level:9}{kind:13}" + f"\n{' ' * 22}".join(lines))
     unseen = [kind for level, kind, _ in rows if level == "not seen"]
-    if unseen and job.steps:
+    if unseen and job.steps_done:
         print(textwrap.fill(f"not seen: {', '.join(unseen)}", WIDTH, subsequent_indent=" " * 10))
     print(summary_of(rows))
 
@@ -215,7 +215,7 @@ def summary_of(rows):
 def write_json(args, job, rows):
     known = {
         "command": shlex.join(args.command),
-        "steps": job.steps,
+        "steps": job.steps_done,
         "processes": len(job.ranks),
         "status": status_of(args, job, rows),
         "findings": [{"level": level, "kind": kind, "text": text} for level, kind, text in rows],

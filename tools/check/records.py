@@ -48,7 +48,7 @@ class Process:
         return self["start"][0] if self["start"] else None
 
     @property
-    def steps(self):
+    def steps_done(self):
         return max((record["step"] for record in self["step"]), default=0)
 
     def optimizers(self):
@@ -170,7 +170,7 @@ class Job:
         self.records, self.status, self.interrupted_by = records, status, interrupted_by
         self.ranks = self.find_ranks()
         self.first = next(iter(self.ranks.values()), None)
-        self.steps = max((process.steps for process in self.ranks.values()), default=0)
+        self.steps_done = max((process.steps_done for process in self.ranks.values()), default=0)
         self.has_ended = bool(self.all("end"))
         world = self.first.start["world"] if self.first else 1
         families = [*self.find_families()]

@@ -62,16 +62,16 @@ def rows_of(rule, *jobs):
 def ending(job):
     """Does the job neither hang nor fail before the last step that is watched?"""
     if job.interrupted_by:
-        yield "warning", f"{job.interrupted_by} has ended it after {job.steps} steps."
+        yield "warning", f"{job.interrupted_by} has ended it after {job.steps_done} steps."
         return
     if job.status is None and not job.has_ended:
-        step = min((process.steps for process in job.ranks.values()), default=0)
+        step = min((process.steps_done for process in job.ranks.values()), default=0)
         words = f"it hangs after step {step}: {'; '.join(places_of(job)) or '?'}. "
         yield "ERROR", words + "If it is only slow, give a longer --timeout."
     if job.status and not job.has_ended:
-        yield "ERROR", f"it ended with status {job.status} after {job.steps} steps."
-    if job.steps:
-        yield "ok", f"{job.steps} steps, and no hang"
+        yield "ERROR", f"it ended with status {job.status} after {job.steps_done} steps."
+    if job.steps_done:
+        yield "ok", f"{job.steps_done} steps, and no hang"
     elif not job.records.processes:
         words = "PyTorch has loaded the watch in no process. It does so where a process imports "
         words += "torch >= 2.6, and not by python -I or -E, with an environment that lacks "
@@ -1071,11 +1071,11 @@ def against(job, other):
 
 def resume(whole, stopped, again):
     """Does a job that was stopped and started again take the steps of the undisturbed one?"""
-    states, done = whole.first.states(0), stopped.steps
+    states, done = whole.first.states(0), stopped.steps_done
     if done >= max(states):
         yield "not seen", f"stopped only at step {done}: try more --steps"
         return
-    if not again.ranks or not again.steps:
+    if not again.ranks or not again.steps_done:
         yield "ERROR", f"stopped at step {done}, it takes no step. Save all."
         return
     news = again.first.states(0)
