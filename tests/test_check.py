@@ -330,8 +330,8 @@ def test_a_hang_before_the_first_step(tmp_path):
     edits = [("torch.manual_seed(0)\n", waits)]
     fault = faults.FAULTS["hangs"]._replace(edits=edits, options="--timeout 12")
     _, lines, before = faults.run(fault, tmp_path, check_in_forks)
-    hang = re.compile(r"ERROR +ending +it hangs after step 0: .*2 process\(es\) at train.py line \d")
-    assert any(hang.match(line) for line in lines), (lines, before[-2000:])
+    hang = r"ERROR +ending +it hangs after step 0: .*2 process\(es\) at train.py line \d"
+    assert any(re.match(hang, line) for line in lines), (lines, before[-2000:])
 
 
 def test_optimizers_that_are_made_anew(tmp_path):
