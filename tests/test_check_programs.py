@@ -5,9 +5,10 @@ import pytest
 from programs import PROGRAMS
 from test_check import check_in_forks
 
-# They stand for the others: one process, two, shards, zeros, a schedule, rounding, a resumed run.
+# They stand for the others: one process, two, shards, zeros, a schedule, rounding, a resumed run,
+# two data sets.
 ONCE_ACCUSED = """fsdp_flat path_snapshots hidden_state_zeros local_sgd bf16_and_a_loss_module
-    scaler_skips steps_left_out nan_in_both""".split()
+    scaler_skips steps_left_out nan_in_both two_data_sets two_data_sets_split""".split()
 
 
 @pytest.mark.parametrize("name", ONCE_ACCUSED)

@@ -222,6 +222,6 @@ def test_weights_are_counted_in_one_rank(job):
 
 def test_a_run_that_took_no_step_is_not_resumed(read):
     whole, stopped = read(), read()
-    stopped.steps = 0
+    stopped.steps_done = 0
     level, words = row_of(rules.resume, whole, stopped, stopped)
     assert level == "not seen" and "took no step" in words

@@ -11,6 +11,8 @@ import os
 import re
 from collections import Counter, defaultdict
 
+from records import UNKNOWN_PLACE
+
 # How many steps, calls or samples make a finding.
 STILL_STEPS = 5  # a weight has stopped if its gradients do not move it for so many steps
 ZERO_RATE_STEPS = 2  # the last step of a schedule may have the rate 0
@@ -60,22 +62,32 @@ def rows_of(rule, *jobs):
 def ending(job):
     """Does the job neither hang nor fail before the last step that is watched?"""
     if job.interrupted_by:
-        yield "warning", f"{job.interrupted_by} has ended it after {job.steps} steps."
+        yield "warning", f"{job.interrupted_by} has ended it after {job.steps_done} steps."
         return
     if job.status is None and not job.has_ended:
-        places = [f"rank {rank} at {process.place()}" for rank, process in job.ranks.items()]
-        step = min((process.steps for process in job.ranks.values()), default=0)
-        yield "ERROR", f"it hangs after step {step}: {'; '.join(places) or '?'}."
+        step = min((process.steps_done for process in job.ranks.values()), default=0)
+        words = f"it hangs after step {step}: {'; '.join(places_of(job)) or '?'}. "
+        yield "ERROR", words + "If it is only slow, give a longer --timeout."
     if job.status and not job.has_ended:
-        yield "ERROR", f"it ended with status {job.status} after {job.steps} steps."
-    if job.steps:
-        yield "ok", f"{job.steps} steps, and no hang"
+        yield "ERROR", f"it ended with status {job.status} after {job.steps_done} steps."
+    if job.steps_done:
+        yield "ok", f"{job.steps_done} steps, and no hang"
     elif not job.records.processes:
         words = "PyTorch has loaded the watch in no process. It does so where a process imports "
-        words += "torch >= 2.5, and not by python -I or -E, with an environment that lacks "
+        words += "torch >= 2.6, and not by python -I or -E, with an environment that lacks "
         yield "not seen", words + "PYTHONPATH, or with TORCH_DEVICE_BACKEND_AUTOLOAD=0."
     else:
         yield "not seen", "no optimizer of PyTorch takes a step: are weights changed by hand?"
+
+
+def places_of(job):
+    """Says where a job hangs: its ranks, or all processes if no optimizer has begun a step."""
+    if job.ranks:
+        return [f"rank {rank} at {process.place()}" for rank, process in job.ranks.items()]
+    counts = Counter(process.place() for process in job.records.processes.values())
+    # torchrun and the workers of loaders have no line of the script itself.
+    known = {place: count for place, count in counts.items() if place != UNKNOWN_PLACE}
+    return [f"{count} process(es) at {place}" for place, count in (known or counts).items()]
 
 
 def processes(job):
@@ -92,11 +104,25 @@ def processes(job):
     if count > 1 and num_devices > 1 and device != "cpu":
         yield "ERROR", f"{count} train on {device} of {host}. Choose it by LOCAL_RANK."
     for start in starts:
-        if start["settings"] != starts[0]["settings"]:
-            yield "ERROR", f"other flags or versions in rank {start['rank']}: {start['settings']}."
+        level = level_of_settings(starts[0], start)
+        if level:
+            yield level, f"other flags or versions in rank {start['rank']}: {start['settings']}."
             break
     if len(starts) > 1:
         yield "ok", f"{len(starts)} in one group, with the same flags and versions"
+
+
+def level_of_settings(one, two):
+    """Returns the level of a finding if two processes have other flags or versions, or else "".
+
+    A process that is started by hand may get its rank, as by --gpu 1, or another number of its own.
+    """
+    settings = one["settings"], two["settings"]
+    if without_numbers(settings[0]) != without_numbers(settings[1]):
+        return "ERROR"
+    pairs = zip(*[re.split("[ =:]", text) for text in settings])
+    other = {pair for pair in pairs if pair[0] != pair[1]}
+    return "warning" if other - {(str(one["rank"]), str(two["rank"]))} else ""
 
 
 # == Weights ==
@@ -631,7 +657,10 @@ def findings_of_group(used):
     is_warm_up = shares == sorted(shares) and max(shares, default=0) <= 1 + RATE_DIGIT
     gaps = [abs(rate - said) for _, rate, said in used]
     is_falling = gaps == sorted(gaps, reverse=True)
-    if len({rate for _, rate, _ in used}) == 1:
+    num_used = len({rate for _, rate, _ in used})
+    num_said = len({said for _, _, said in used})
+    # If both stand still, it may be an epoch of a warm-up that is made by hand.
+    if num_used == 1 and num_said > 1:
         yield "ERROR", words
     # In a warm-up, the rate may rise to the scheduled one, or fall to it, as for YOLO's biases.
     elif not (is_warm_up or is_falling):
@@ -797,6 +826,11 @@ def is_same_data(one, two):
     """Whether an index means the same sample in two passes. None: no index is in both."""
     if one["size"] != two["size"]:
         return False
+    return have_same_rows(one, two)
+
+
+def have_same_rows(one, two):
+    """Whether two passes have the same bytes for an index. None: no index is in both."""
     answers = []
     for mine, theirs in zip(one["parts"], two["parts"]):
         first, second = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
@@ -812,11 +846,13 @@ def order(job):
     """Is the order of the samples random, and another one in each epoch?"""
     passes = job.first.passes(job.first.trained_passes())
     is_known = bool(passes) and passes[0]["is_known"]
+    if is_known:
+        passes = [whole for whole in passes if is_one_data_set(passes[0], whole)]
     epochs = epochs_of(job.first, passes, is_known)
     first, second, *_ = [*epochs, [], []]
-    if first and not is_known and len({*first}) <= len(first) / 2:
-        words = f"{len({*first})} different samples among {len(first)}: split by worker."
-        yield "ERROR", words
+    if first and not is_known and repeats_by_workers(job, passes[0], first):
+        words = f"{len({*first})} different samples among {len(first)}. If each worker gives "
+        yield "warning", words + "the whole stream, split it by worker."
     elif first and is_known and first == sorted(first) and draws_samples(job, passes[0]):
         yield "not seen", "the data set may draw its samples at random, whatever their order"
     elif first and is_known and first == sorted(first):
@@ -834,6 +870,18 @@ def order(job):
 def come_again(job, first, second):
     """Whether an epoch has the samples of another one, of which each rank may take a share."""
     return 2 * len({*first} & {*second}) * job.first.start["world"] >= len(second)
+
+
+def is_one_data_set(one, two):
+    """Whether two passes of a process are over one data set, or over one that was made again."""
+    return one["number"] == two["number"] or bool(is_same_data(one, two))
+
+
+def repeats_by_workers(job, whole, samples):
+    """Whether a stream gives each sample twice or more, and has several workers."""
+    fetches = [fetch for fetch in job.all("fetch") if fetch["data"] == whole["data"]]
+    workers = {fetch["worker"] for fetch in fetches} - {None}
+    return len(workers) > 1 and 2 * len({*samples}) <= len(samples)
 
 
 def draws_samples(job, whole):
@@ -891,25 +939,47 @@ def odd_batches(process):
 def samples(job):
     """Does a data set give the same sample in two validations?"""
     draws = {record["data"] for record in job.all("fetch") if record["random"]}
-    seen, repeated = {}, 0
-    for rank, process in job.ranks.items():
+    repeated = 0
+    for process in job.ranks.values():
+        seen = {}  # {(type, size, number) of a data set: {index: (hashes, number)}}
         for whole in process.passes(process.tested_passes()):
             if not whole["is_known"]:
                 continue
-            for index, *hashes in zip(whole["index"], *whole["parts"]):
-                key = (rank, whole["data"], whole["size"], index)
-                repeated += key in seen
-                if seen.setdefault(key, hashes) != hashes:
+            rows = [*zip(whole["index"], zip(*whole["parts"]))]
+            known = samples_before(seen, whole, rows)
+            for index, hashes in rows:
+                repeated += index in known
+                before, number = known.setdefault(index, (hashes, whole["number"]))
+                if before != hashes:
                     words = f"sample {index} of {whole['data']} has other bytes later. "
                     if whole["data"] in draws:
                         why = "Is it augmented? Augment only what is trained on."
                         yield "warning", words + why
+                    elif number != whole["number"]:
+                        yield "warning", words + "Is it the same data set, made again?"
                     else:
                         yield "ERROR", words + "Copy it. Something writes to it."
                     return
     if repeated:
         yield "ok", f"{repeated} samples were validated again with the same bytes"
     yield "not seen", "no sample is validated twice by a DataLoader"
+
+
+def samples_before(seen, whole, rows):
+    """Returns what is known of the samples of a data set, also if it was made again.
+
+    Then at least half of the samples must be as before, since it may be another one of its type.
+    """
+    key = (whole["data"], whole["size"], whole["number"])
+    if key in seen:
+        return seen[key]
+    for other, known in seen.items():
+        alike = [known[index][0] == hashes for index, hashes in rows if index in known]
+        if other[:2] == key[:2] and 0 < len(alike) <= 2 * sum(alike):
+            seen[key] = known
+            return known
+    seen[key] = {}
+    return seen[key]
 
 
 def augmentation(job):
@@ -975,7 +1045,8 @@ def validation(job):
         tests += process.passes(process.tested_passes())[:1]
     leaked = leaked_samples(job, tests)
     if leaked:
-        yield "ERROR", f"{leaked} of its samples are trained on. Seed random_split()."
+        level = level_of_leak(job, tests[0])
+        yield level, f"{leaked} of its samples are trained on. Seed random_split()."
     tests = [whole for whole in tests if is_whole(whole)]
     counts = Counter(index for whole in tests for index in whole["index"])
     if tests and counts:
@@ -1010,15 +1081,30 @@ def leaked_samples(job, tests):
     """
     if not tests or not tests[0]["split"]:
         return None
-    trains = []
-    for process in job.ranks.values():
-        trains += process.passes(process.trained_passes())
-    trains = [whole for whole in trains if whole["split"] == tests[0]["split"]]
+    trains = passes_of_split(job, tests[0])
     if not trains or trains[0]["size"] == tests[0]["size"]:
         return None
     trained = {index for whole in trains for index in whole["index"]} - {None}
     tested = {index for whole in tests for index in whole["index"]} - {None}
     return len(trained & tested) if trained and tested else None
+
+
+def passes_of_split(job, test):
+    """Returns the passes that train on another part of the data set of a validation.
+
+    If none is over this data set itself: those over one that is alike, and has the same samples.
+    """
+    trains = []
+    for process in job.ranks.values():
+        trains += process.passes(process.trained_passes())
+    alike = [whole for whole in trains if whole["split"] == test["split"]]
+    same = [whole for whole in alike if whole["number"] == test["number"]]
+    return same or [whole for whole in alike if have_same_rows(whole, test)]
+
+
+def level_of_leak(job, test):
+    numbers = {whole["number"] for whole in passes_of_split(job, test)}
+    return "ERROR" if test["number"] in numbers else "warning"
 
 
 def snapshot(job):
@@ -1028,8 +1114,11 @@ def snapshot(job):
         saves[record["path"]].append(record["writer"])
     for path, writers in saves.items():
         name, count = os.path.basename(path), len({*writers})
-        if count > 1:
+        hosts = {writer.rpartition("-")[0] for writer in writers}
+        if count > len(hosts):
             yield "ERROR", f"{count} processes write {name}. Let rank 0 alone write it."
+        elif count > 1:
+            yield "warning", f"{count} machines write {name}. Has each a disk of its own?"
         elif path not in moved and len(writers) > 1:
             yield "warning", f"{name} is written over in place. Write a .tmp, then move it."
     if saves:
@@ -1045,14 +1134,14 @@ def against(job, other):
 
 def resume(whole, stopped, again):
     """Does a job that was stopped and started again take the steps of the undisturbed one?"""
-    states, done = whole.first.states(0), stopped.steps
+    states, done = whole.first.states(0), stopped.steps_done
     if not done:
         yield "not seen", "the run that was to be stopped took no step"
         return
     if done >= max(states):
         yield "not seen", f"stopped only at step {done}: try more --steps"
         return
-    if not again.ranks or not again.steps:
+    if not again.ranks or not again.steps_done:
         yield "ERROR", f"stopped at step {done}, it takes no step. Save all."
         return
     news = again.first.states(0)

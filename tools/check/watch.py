@@ -114,6 +114,8 @@ batch      a DataLoader has given a batch
   loader_pass      the number of the pass
   data, size       the type of the data set, or if it is a Subset, of the whole; the length of the
                    loader's data set (null: it has none)
+  number           of the data set itself, or of the whole, in the order of first batches of this
+                   process. One that is made again has another number
   split            of a Subset, as by random_split(): [type, length] of the whole; false without it
   index            of each sample in the data set; null: not known
   batches          of the whole pass; null: not known
@@ -150,6 +152,7 @@ import functools
 import gc
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -173,22 +176,31 @@ UNOWNED_STEP = 2  # after it, weights that have a gradient and no optimizer are 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 ROWS_READ = 64  # of what cross_entropy is given
 SUM_DIGIT = 0.01  # in 16 bits, shares may add up to a sum that is so far from 1
-# Flags that name a process, such as --local_rank 1 of torchrun, and --worker-id=3f of Ray.
-NAMES_OF_RANKS = r"\S*(rank|worker[-_]id|worker[-_]launch)\S*( \d+)?"
+# Flags that name a process, such as --local_rank 1 of torchrun, and --worker-id=3f of Ray. A flag
+# such as --lora_rank 8 names none.
+NAMES_OF_RANKS = r"(?<!\S)-{0,2}"
+NAMES_OF_RANKS += r"(((local|node|global|machine)[-_])?rank[= ]\d+"
+NAMES_OF_RANKS += r"|worker[-_](id|launch\S*?)[= ]\S+)(?!\S)"
 BLOCK = 1 << 16  # so many numbers of a row are multiplied at once, by cached vectors as long
+BLOCKS = 16  # of a weight: so many blocks at once, since each call takes its time on a GPU
 
 watch = None  # of this process; install() makes it
 
 
 def install():
     """Puts the hooks in. PyTorch calls this at the end of `import torch`."""
-    global watch, torch, DDP, hash_tensor, change_type
+    global watch, torch, DDP, change_type
     import torch
 
     watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
-    # A training may replace these two by its own.
-    hash_tensor, change_type = getattr(torch, "hash_tensor", None), torch.Tensor.to
+    change_type = torch.Tensor.to  # a training may replace it by its own
     watch.open_file()
+    # A child has no thread of the timer, and would wait for it for ever if it set it again.
+    os.register_at_fork(
+        before=faulthandler.cancel_dump_traceback_later,
+        after_in_parent=watch.start_timer,
+        after_in_child=careful(watch.open_file),
+    )
     hooks = [hook_modules, hook_functions, hook_optimizers, hook_loaders, hook_schedulers]
     if torch.distributed.is_available():
         hooks.append(hook_exchanges)
@@ -396,6 +408,8 @@ class Watch:
         self.steps_before_scaler = 0
         self.passes = 0  # over data
         self.current_pass = None
+        self.data_sets = {}  # by the id of a data set: its number, and a weak reference to it
+        self.data_sets_seen = 0
 
     # == Records ==
     def open_file(self):
@@ -410,8 +424,12 @@ class Watch:
             self.open_file()
         line = json.dumps({"kind": kind, **values}, default=lambda tensor: tensor.tolist())
         self.file.write(line + "\n")
-        if kind in ("loss", "step", "batch"):
-            faulthandler.dump_traceback_later(HANG_SECONDS, file=self.stack)
+        if kind in ("process", "loss", "step", "batch"):
+            self.start_timer()
+
+    def start_timer(self):
+        """Where no progress is recorded for long, Python writes where it stands."""
+        faulthandler.dump_traceback_later(HANG_SECONDS, file=self.stack)
 
     # == Calls of modules ==
     def before_module(self, module, args):
@@ -608,7 +626,7 @@ class Watch:
         """Returns whether all gradients are zeros, or there are none."""
         weights = weights_of(known.optimizer())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        are_zeroed = not any(bits_of(gradient).item() for gradient in gradients)
+        are_zeroed = not any(has_numbers(local(gradient)) for gradient in gradients)
         known.began = "zeroed" if are_zeroed or known.began == "zeroed" else "old"
         turn = self.turn
         is_alone = len(self.optimizers) == 1 and not self.stepping
@@ -991,9 +1009,11 @@ class Watch:
         if about is None or self.steps_done >= NUM_STEPS:
             return
         self.current_pass = about["loader_pass"]
-        index = iterator._check_indices.pop(0)  # also with workers, batches come in this order
+        index = iterator._check_indices.pop(0)
         index = list(index) if hasattr(index, "__iter__") else [index]
         index = [int(i) if hasattr(i, "__index__") else None for i in index]
+        if not getattr(iterator, "_in_order", True):
+            index = [None] * len(index)  # workers may give their batches in another order
         whole = data
         while isinstance(whole, torch.utils.data.Subset):  # as of random_split()
             index = [None if i is None else int(whole.indices[i]) for i in index]
@@ -1004,7 +1024,21 @@ class Watch:
         rows = [len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()]
         hashes = self.keep_batch(batch)
         values = {"index": index, "split": split, "data": type(whole).__name__, "rows": rows}
+        values["number"] = self.number_of(whole)
         self.record("batch", **about, **values, parts=hashes[:3])
+
+    def number_of(self, data):
+        """Returns the number of a data set. A new one gets the next number."""
+        number, known = self.data_sets.get(id(data), (None, None))
+        known = known() if isinstance(known, weakref.ref) else known
+        if known is not data:  # one that is gone may have had this id
+            number = self.data_sets_seen
+            self.data_sets_seen += 1
+            try:
+                self.data_sets[id(data)] = number, weakref.ref(data)
+            except TypeError:  # a list has no weak references: so it is kept
+                self.data_sets[id(data)] = number, data
+        return number
 
     def keep_batch(self, batch):
         """Keeps hashes of the rows of a batch, and returns them for each tensor."""
@@ -1030,9 +1064,11 @@ class Watch:
         while isinstance(data, torch.utils.data.Subset):
             data = data.dataset
         worker = torch.utils.data.get_worker_info()
+        # Where a server forks the workers, it is their parent for the system.
+        pid = multiprocessing.parent_process().pid if worker else os.getpid()
         self.record(
             "fetch",
-            parent=process_name(os.getppid() if worker else os.getpid()),
+            parent=process_name(pid),
             data=type(data).__name__,
             worker=worker.id if worker else None,
             at=time.time(),
@@ -1078,7 +1114,7 @@ def values_of_place(weights):
     machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     if device.type != "cpu":
         machine = getattr(torch.get_device_module(device), "get_device_name", str)()
-    words = " ".join([*sys.argv[1:], torch.__version__, sys.version])
+    words = " ".join([*sys.argv[1:], torch.__version__, sys.version.split()[0]])
     are_shared = device.type == "cpu" and all(local(weight).is_shared() for weight in weights)
     return {
         "place": [socket.gethostname(), str(device), torch.accelerator.device_count()],
@@ -1195,17 +1231,25 @@ def bits_of(tensor):
     tensor = local(tensor)
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     flat = tensor.contiguous().flatten().view(torch.uint8)
-    flat = flat.clone() if flat.storage_offset() % 8 else flat  # the next view() needs this
-    flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
-    if hash_tensor and flat.numel() and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
-        return change_type(hash_tensor(flat), torch.int64)
-    return flat.long().sum()
+    flat = flat.clone() if flat.storage_offset() % 4 else flat  # the next view() needs this
+    flat = flat.view(torch.int8 if len(flat) % 4 else torch.int32)
+    if len(flat) <= BLOCK:
+        return hashes_of(flat[None])[0]
+    end = len(flat) // BLOCK * BLOCK
+    parts = [*flat[:end].view(-1, BLOCK).split(BLOCKS), flat[None, end:]]
+    hashes = torch.cat([hashes_of(part) for part in parts])
+    return hashes_of(hashes[None])[0]
 
 
 def bits_of_gradient(gradient):
     """As bits_of(), but 0 for zeros of either sign. Clipping to 0 makes negative zeros."""
+    return (bits_of(gradient) | 1) * has_numbers(gradient)
+
+
+def has_numbers(gradient):
+    """Whether a gradient is not all zeros, of either sign."""
     numbers = gradient._values() if gradient.is_sparse else gradient
-    return bits_of(gradient) * numbers.any()
+    return numbers.any()
 
 
 def sketch_of(weight):
@@ -1229,7 +1273,9 @@ def row_type(rows):
 
 def hashes_of(rows):
     """A number for the bits of each row. Zeros at a row's end add nothing to it."""
-    whole = getattr(torch, f"int{min(64, 8 * rows.element_size())}")
+    # A sign is the highest bit. In words of 64 bits, two changed signs would add up to 0.
+    size = 32 if rows.is_floating_point() or rows.is_complex() else 64
+    whole = getattr(torch, f"int{min(size, 8 * rows.element_size())}")
     return add_blocks(rows.view(whole), factors(rows.device), torch.int64)[:, 0]
 
 
