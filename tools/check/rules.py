@@ -844,10 +844,8 @@ def have_same_rows(one, two):
 
 def order(job):
     """Is the order of the samples random, and another one in each epoch?"""
-    passes = job.first.passes(job.first.trained_passes())
+    passes = passes_of_one_data_set(job.first)
     is_known = bool(passes) and passes[0]["is_known"]
-    if is_known:
-        passes = [whole for whole in passes if is_one_data_set(passes[0], whole)]
     epochs = epochs_of(job.first, passes, is_known)
     first, second, *_ = [*epochs, [], []]
     if first and not is_known and repeats_by_workers(job, passes[0], first):
@@ -867,14 +865,15 @@ def order(job):
     yield "not seen", "no second epoch begins: watch more --steps"
 
 
-def come_again(job, first, second):
-    """Whether an epoch has the samples of another one, of which each rank may take a share."""
-    return 2 * len({*first} & {*second}) * job.first.start["world"] >= len(second)
-
-
-def is_one_data_set(one, two):
-    """Whether two passes of a process are over one data set, or over one that was made again."""
-    return one["number"] == two["number"] or bool(is_same_data(one, two))
+def passes_of_one_data_set(process):
+    """Returns the passes that train. Where indices are known, it leaves out those of other data."""
+    found = []
+    for whole in process.passes(process.trained_passes()):
+        first = found[0] if found else whole
+        is_one = first["number"] == whole["number"] or is_same_data(first, whole)
+        if is_one or not first["is_known"]:
+            found.append(whole)
+    return found
 
 
 def repeats_by_workers(job, whole, samples):
@@ -901,6 +900,11 @@ def epochs_of(process, passes, is_known):
         else:
             epochs.append([*zip(*whole["parts"])])
     return [samples for samples in epochs if len(samples) >= SHUFFLED_SAMPLES]
+
+
+def come_again(job, first, second):
+    """Whether an epoch has the samples of another one, of which each rank may take a share."""
+    return 2 * len({*first} & {*second}) * job.first.start["world"] >= len(second)
 
 
 def inputs(job):
