@@ -66,7 +66,7 @@ def test_inputs_of_zeros(job):
 def test_validation_without_a_split(job):
     assert row_of(rules.validation, job) == ("ok", "50 samples are validated, none twice")
     for batch in job.all("batch"):
-        batch["split"] = ["Images", 306]
+        batch |= {"split": ["Images", 306], "number": 0}
     assert "are trained on" in row_of(rules.validation, job)[1]
     for batch in job.all("batch"):
         if batch["size"] == 50:
@@ -146,13 +146,13 @@ def test_rates_that_no_scheduler_says(job):
 
 def test_rates_of_a_second_group(job):
     for record in steps_of(job):
-        record["rates"].append(0.5)
-        record["scheduled"] = record["scheduled"] and [*record["scheduled"], 0.5]
+        record["rates"] *= 2
+        record["scheduled"] *= 2
     assert row_of(rules.schedule, job)[0] == "ok"
     for record in steps_of(job):
         record["rates"][1] = 0.4
     level, words = row_of(rules.schedule, job)
-    assert level == "warning" and "uses the rate 0.4, but the schedule says 0.5" in words
+    assert level == "warning" and "uses the rate 0.4, but the schedule says 0.0495" in words
 
 
 def test_weights_are_compared_after_a_step(job):

@@ -609,7 +609,7 @@ def schedule(job):
         if calls:
             yield from findings_of_calls(calls, len(steps), skipped)
         yield from findings_of_rates(steps)
-        used += sum(bool(record["scheduled"]) for record in steps)
+        used += sum(uses_schedule(record) for record in steps)
     if count:
         words = f"schedulers step {count} times"
         yield "ok", words + (f", and the rates of {used} steps are theirs" if used else "")
@@ -633,6 +633,12 @@ def findings_of_calls(calls, steps, skipped):
     elif calls[0]["step"] == 0:
         words = "it comes before optimizer.step(): the first rate is not used."
         yield "warning", words + " Call it afterwards."
+
+
+def uses_schedule(record):
+    """Whether a scheduler says the rates that a step has used."""
+    pairs = [*zip(record["rates"], record["scheduled"])]
+    return bool(pairs) and all(abs(rate - said) <= RATE_DIGIT * abs(said) for rate, said in pairs)
 
 
 def findings_of_rates(steps):
