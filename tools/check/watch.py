@@ -182,7 +182,7 @@ NAMES_OF_RANKS = r"(?<!\S)-{0,2}"
 NAMES_OF_RANKS += r"(((local|node|global|machine)[-_])?rank[= ]\d+"
 NAMES_OF_RANKS += r"|worker[-_](id|launch\S*?)[= ]\S+)(?!\S)"
 BLOCK = 1 << 16  # so many numbers of a row are multiplied at once, by cached vectors as long
-BLOCKS = 16  # of a weight: so many blocks at once, since each call takes its time on a GPU
+BLOCKS = 4  # of a weight: so many blocks at once, which are to fit into the cache of a CPU
 
 watch = None  # of this process; install() makes it
 
@@ -1233,12 +1233,13 @@ def bits_of(tensor):
     flat = tensor.contiguous().flatten().view(torch.uint8)
     flat = flat.clone() if flat.storage_offset() % 4 else flat  # the next view() needs this
     flat = flat.view(torch.int8 if len(flat) % 4 else torch.int32)
-    if len(flat) <= BLOCK:
-        return hashes_of(flat[None])[0]
+    axis = factors(flat.device)[0][0]
     end = len(flat) // BLOCK * BLOCK
-    parts = [*flat[:end].view(-1, BLOCK).split(BLOCKS), flat[None, end:]]
-    hashes = torch.cat([hashes_of(part) for part in parts])
-    return hashes_of(hashes[None])[0]
+    rest = (flat[end:] * axis[: len(flat) - end]).sum()
+    if not end:
+        return rest
+    hashes = [(blocks * axis).sum(1) for blocks in flat[:end].view(-1, BLOCK).split(BLOCKS)]
+    return hashes_of(torch.cat([*hashes, rest[None]])[None])[0]
 
 
 def bits_of_gradient(gradient):

@@ -11,7 +11,7 @@ loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), 8, shuffle=T
 to_validate = DataLoader(TensorDataset(x.roll(1, 1)), 16)
 model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
 for epoch in range(3):
     if epoch < WARM_UP:
         for group in optimizer.param_groups:
