@@ -193,7 +193,7 @@ def test_the_order_of_samples_without_an_index(read):
         job = read()
         for batch in job.all("batch"):
             if not has_noise:
-                batch["parts"] = [batch["index"]]
+                batch["hashes"] = [batch["index"]]
             batch["index"] = [None] * len(batch["index"])
         level, words = row_of(rules.order, job)
         assert level == ("not seen" if has_noise else "ok"), words

@@ -102,10 +102,10 @@ class Process:
         for number in sorted(numbers):
             batches = [record for record in self["batch"] if record["loader_pass"] == number]
             index = [i for batch in batches for i in batch["index"]]
-            columns = zip(*[batch["parts"] for batch in batches])
-            parts = [sum(column, []) for column in columns]
+            columns = zip(*[batch["hashes"] for batch in batches])
+            hashes = [sum(column, []) for column in columns]
             whole = batches[0] | {"index": index, "is_known": None not in index}
-            whole["parts"] = [part for part in parts if len(part) == len(index)]
+            whole["hashes"] = [each for each in hashes if len(each) == len(index)]
             whole["has_ended"] = len(batches) == batches[0]["batches"]
             whole["batch_size"] = len(batches[0]["index"])
             found.append(whole)

@@ -838,7 +838,7 @@ def is_same_data(one, two):
 def have_same_rows(one, two):
     """Whether two passes have the same bytes for an index. None: no index is in both."""
     answers = []
-    for mine, theirs in zip(one["parts"], two["parts"]):
+    for mine, theirs in zip(one["hashes"], two["hashes"]):
         first, second = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
         both = [index for index in first if index in second]
         if both:
@@ -892,7 +892,7 @@ def repeats_by_workers(job, whole, samples):
 def draws_samples(job, whole):
     """Whether a data set may draw its samples at random. If it draws only crops, labels repeat."""
     fetches = [fetch for fetch in job.all("fetch") if fetch["data"] == whole["data"]]
-    are_other = [2 * len({*part}) > len(part) for part in whole["parts"]]
+    are_other = [2 * len({*part}) > len(part) for part in whole["hashes"]]
     return any(fetch["random"] for fetch in fetches) and bool(are_other) and all(are_other)
 
 
@@ -904,7 +904,7 @@ def epochs_of(process, passes, is_known):
             length, index = process.epoch_length(passes[0]), whole["index"]
             epochs += [index[i : i + length] for i in range(0, len(index), length)]
         else:
-            epochs.append([*zip(*whole["parts"])])
+            epochs.append([*zip(*whole["hashes"])])
     return [samples for samples in epochs if len(samples) >= SHUFFLED_SAMPLES]
 
 
@@ -955,7 +955,7 @@ def samples(job):
         for whole in process.passes(process.tested_passes()):
             if not whole["is_known"]:
                 continue
-            rows = [*zip(whole["index"], zip(*whole["parts"]))]
+            rows = [*zip(whole["index"], zip(*whole["hashes"]))]
             known = samples_before(seen, whole, rows)
             for index, hashes in rows:
                 repeated += index in known

@@ -122,7 +122,7 @@ batch      a DataLoader has given a batch
   replaces         whether the sampler may take a sample twice
   maker            the package of the batch sampler, or where there is none, of the sampler
   rows             the length of each tensor
-  parts            of each of the first three tensors, a hash of each row
+  hashes           of each of the first three tensors, a hash of each row
 fetch      a data set has made a batch, maybe in a worker
   parent           the process that trains
   data, worker     the type of the data set; the worker's number; null: none
@@ -1025,7 +1025,7 @@ class Watch:
         hashes = self.keep_batch(batch)
         values = {"index": index, "split": split, "data": type(whole).__name__, "rows": rows}
         values["number"] = self.number_of(whole)
-        self.record("batch", **about, **values, parts=hashes[:3])
+        self.record("batch", **about, **values, hashes=hashes[:3])
 
     def number_of(self, data):
         """Returns the number of a data set. A new one gets the next number."""
