@@ -678,15 +678,9 @@ def precision(job):
     starts = job.first["start"]
     types = Counter(dtype for start in starts for dtype in start["dtypes"])
     low = [dtype for dtype in types if dtype in TYPES_16]
-    are_flagged = False
-    for record in job.all("flags"):
-        for name, value in record["values"].items():
-            is_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
-            is_flag = re.fullmatch("(model_|torch_)?(precision|dtype)", name)
-            are_flagged |= bool(is_fp32 and is_flag)
-            if low and is_fp32 and is_flag:
-                count = types[low[0]]
-                yield "ERROR", f"{count} weights are {low[0]}, but {name} is to be {value}."
+    flags = flags_of_fp32(job)
+    for name, value in flags.items() if low else ():
+        yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
     is_one = any(record["one_autocast"] and record["step"] > 1 for record in job.first["step"])
     if "float32" in types and is_one:
         yield "ERROR", "one autocast holds all steps, with the first weights. Enter it in each."
@@ -696,9 +690,21 @@ def precision(job):
     words = f"weights are {', '.join(types)}"
     if autocasts:
         yield "ok", f"{words}, with autocast to {', '.join(autocasts)}"
-    elif are_flagged:
+    elif flags:
         yield "ok", f"{words}, as a flag says"
     yield "not seen", "no flag says fp32, and autocast is off"
+
+
+def flags_of_fp32(job):
+    """Returns {name: value} of the flags by which weights are to be fp32."""
+    found = {}
+    for record in job.all("flags"):
+        for name, value in record["values"].items():
+            is_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
+            is_flag = re.fullmatch("(model_|torch_)?(precision|dtype)", name)
+            if is_fp32 and is_flag:
+                found[name] = value
+    return found
 
 
 # == Layers ==
@@ -862,12 +868,8 @@ def order(job):
     elif first and is_known and first == sorted(first):
         numbers = ", ".join(map(str, first[:4]))
         yield "warning", f"not shuffled: {numbers}, ... If not wanted, shuffle."
-    elif second and all(a == b for a, b in zip(first, second)):
-        yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
-    elif second and (is_known or come_again(job, first, second)):
-        yield "ok", f"another order in the second epoch, compared for {len(second)} samples"
     elif second:
-        yield "not seen", "the second epoch has other samples than the first, as of augmentation"
+        yield compare_epochs(job, first, second, is_known)
     yield "not seen", "no second epoch begins: watch more --steps"
 
 
@@ -906,6 +908,15 @@ def epochs_of(process, passes, is_known):
         else:
             epochs.append([*zip(*whole["hashes"])])
     return [samples for samples in epochs if len(samples) >= SHUFFLED_SAMPLES]
+
+
+def compare_epochs(job, first, second, is_known):
+    """Returns a row for the order of the samples of two epochs."""
+    if all(a == b for a, b in zip(first, second)):
+        return "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+    if is_known or come_again(job, first, second):
+        return "ok", f"another order in the second epoch, compared for {len(second)} samples"
+    return "not seen", "the second epoch has other samples than the first, as of augmentation"
 
 
 def come_again(job, first, second):
@@ -1335,14 +1346,18 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
             why = "computation: from equal samples," if step else "start:"
             rates = [one.get("rates", "no step"), two.get("rates", "no step")]
             words = f"{why} {start['names'][index]} differs after step {step}"
-            if before:
-                words += f", by {share:.0%} of the distance that it has moved"
-            return "ERROR", f"{words}. " + (advice or f"Rates: {rates}.")
+            words += words_of_share(share, before)
+            return "ERROR", words + (advice or f"Rates: {rates}.")
     if not compared:
         return "not seen", "no step of both runs could be compared"
     rounding = "" if skip else ", to rounding"
     count = f"{len(pairs)} of {len(start['names'])} weights"
     return "ok", f"{count} are the same in {compared} steps{rounding}"
+
+
+def words_of_share(share, before):
+    """Says how far a weight is apart. At the start it has not moved, and there is no `before`."""
+    return f", by {share:.0%} of the distance that it has moved. " if before else ". "
 
 
 def share_apart(mine, theirs, before, types):
