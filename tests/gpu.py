@@ -217,7 +217,9 @@ def parts_of(count):
     several = (count,) if count > 1 else ()
     killed = {f"killed {name}": (check_killed, name) for name in [*PARALLEL][:2]}
     # An mlp: cuDNN adds up in no fixed order, so that two runs of a cnn have not the same weights.
-    resumed = (IMAGES, f"{SIZES['images']} --model mlp --snapshot {{tmp}}/s", 1, "--resume")
+    # A script looks once a second whether it is to stop: 8 steps would be over before.
+    more = ("--resume", "--steps 20")
+    resumed = (IMAGES, f"{SIZES['images']} --model mlp --snapshot {{tmp}}/s", 1, *more)
     return {
         "check": of_check(*several),
         "losses": {name: of_losses(name) for name in ("images", "gpt", "text", "translation")},

@@ -5,9 +5,10 @@ import pytest
 from programs import PROGRAMS
 from test_check import check_in_forks
 
-# They stand for the others: one process, two, shards, zeros, a schedule, rounding, a resumed run.
+# They stand for the others: one process, two, shards, zeros, a schedule, rounding, a resumed run,
+# two data sets.
 ONCE_ACCUSED = """fsdp_flat path_snapshots hidden_state_zeros local_sgd bf16_and_a_loss_module
-    scaler_skips steps_left_out nan_in_both""".split()
+    scaler_skips steps_left_out nan_in_both two_data_sets two_data_sets_split""".split()
 
 
 @pytest.mark.parametrize("name", ONCE_ACCUSED)
@@ -39,10 +40,18 @@ def test_a_fault_must_be_named_by_its_kind():
     assert programs.complaints(program, verdict, fault=True)
 
 
-def test_a_fault_that_is_named_is_no_later_one():
+def test_a_rule_that_fails_is_a_complaint_of_a_fault_too():
+    program = PROGRAMS["clipped_in_rank_0"]
+    findings = [("ERROR", "weights", "norm.bias"), ("failed", "order", "words")]
+    assert not programs.complaints(program, programs.Verdict(1, findings[:1], ""), fault=True)
+    assert programs.complaints(program, programs.Verdict(1, findings, ""), fault=True)
+
+
+@pytest.mark.parametrize("name", ["frozen_backbone_moves", "frozen_rows"])
+def test_a_fault_without_a_kind_is_not_named(name):
     """Its row must get the kind: else nothing would notice if it were no longer named."""
-    program = PROGRAMS["frozen_backbone_moves"]
-    assert program.later
+    program = PROGRAMS[name]
+    assert program.later or program.not_seen
     for level in ("ERROR", "warning"):
         named = programs.Verdict(1, [(level, "modes", "words")], "")
         assert programs.complaints(program, named, fault=True), level
@@ -57,3 +66,4 @@ def test_each_program_says_what_is_expected():
     for program in PROGRAMS.values():
         told = [program.kind, program.not_seen, program.later]
         assert sum(map(bool, told)) == program.has_fault, program.name
+        assert bool(program.words) == bool(program.kind), program.name

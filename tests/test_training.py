@@ -100,7 +100,8 @@ def check_forks(*words):
     tool.subprocess = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutExpired)
     if "CHECK_FOLDER" in os.environ:
         tool.GRACE = 0  # no other machine is waited for
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {signum: signal.getsignal(signum) for signum in signums}
     done = call(tool, *words)
     for signum, handler in handlers.items():
         signal.signal(signum, handler)

@@ -23,6 +23,8 @@ parser.add_argument("--folder", default=".", help="where the processes meet")
 parser.add_argument("--snapshot", default="")
 parser.add_argument("--weights", default="", help="a file for the weights after each step")
 args = parser.parse_args()
+# Another start method would run this script again in each worker.
+torch.multiprocessing.set_start_method("fork", force=True)
 
 
 class Images(Dataset):

@@ -5,12 +5,12 @@
     python tools/check --resume -- python train.py --snapshot {tmp}/run.pt   # {tmp}: a new folder
     CHECK_FOLDER=/shared/new python tools/check -- srun python train.py  # torchrun: on each node
 
-It changes nothing in the training, and ends it after the last step by SystemExit, so that
-`finally` blocks run, and may write: give {tmp} where it saves. Then it prints what is wrong, what
-is right, and which kinds of faults nothing has shown. tools/README.md explains each kind.
+It changes nothing in the training. After the last step it ends it by SystemExit, so `finally`
+blocks still run and may write: name {tmp} where the script saves. Then it prints what is wrong,
+what is right, and which kinds of faults nothing has shown. tools/README.md explains each kind.
 
-Status 0: no error; 1: an error; 2: nothing trained, or it could not start; 3: a part of the checker
-has failed, and its kinds were not judged.
+Status 0: no error; 1: an error; 2: nothing trained, or it could not start; 3: some kinds were not
+judged, because a part of the checker failed, or --against or --resume had nothing to compare.
 """
 
 import argparse
@@ -48,8 +48,8 @@ def load():
 '''
 
 
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM, by its number; and what is known of the job until then."""
+class Interrupted(BaseException):
+    """Ctrl-C, SIGTERM or SIGHUP, by its number; and what is known of the job until then."""
 
     job = None
 
@@ -75,6 +75,8 @@ def parse_args():
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not args.command and not args.list:
         parser.error("no command: type what starts the training after --")
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
     if args.json:
         try:
             open(args.json, "a").close()  # now, and not after the job
@@ -89,35 +91,45 @@ def main():
         for kind in KINDS:
             print(f"{kind.__name__:13}{kind.__doc__}")
         return
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, on_signal)
-    with tempfile.TemporaryDirectory() as own_folder:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as by nohup
+            signal.signal(signum, on_signal)
+    try:
+        sys.exit(check(args))
+    except Interrupted as error:  # while it judged or printed
+        sys.exit(128 + error.args[0])
+
+
+def check(args):
+    """Runs the commands, prints what is found, and returns the status."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own_folder:
         folder = Path(os.environ.get("CHECK_FOLDER", own_folder)).resolve()
         try:
             job, rows, signum = judge(args, folder)
         except OSError as error:  # the command does not exist, or a folder cannot be written
             print(f"tools/check: cannot start it: {error}", file=sys.stderr)
-            sys.exit(2)
+            return 2
     print_table(args, job, rows)
     if args.json and job.prints():
         write_json(args, job, rows)
-    sys.exit(128 + signum if signum else status_of(args, job, rows))
+    return 128 + signum if signum else status_of(args, job, rows)
 
 
 def on_signal(signum, frame):
-    for each in (signal.SIGTERM, signal.SIGINT):
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # the job is being ended now
     raise Interrupted(signum)
 
 
 def judge(args, folder):
     """Runs the commands. Returns a Job, the rows of all kinds, and the signal that ended it."""
+    refuse_old_records(folder)
     command, jobs, pairs, signum = shlex.join(args.command), [], [], 0
     try:
         jobs.append(run(command, args, folder / "whole"))
-        if jobs[0].steps and args.against:
+        if jobs[0].steps_done and args.against:
             pairs.append((against, jobs[0], run(args.against, args, folder / "against")))
-        if jobs[0].steps and args.resume:
+        if jobs[0].steps_done and args.resume:
             half = max(1, args.steps // 2)
             stopped = run(command, args, folder / "stopped", stop_at=half)
             again = run(command, args, folder / "stopped", life=2)
@@ -127,13 +139,24 @@ def judge(args, folder):
         name = signal.Signals(signum).name
         jobs.append(error.job or Job(Records(folder / "whole"), None, interrupted_by=name))
     job = jobs[0]  # if a later one was interrupted, it is not judged
-    rules = RULES if job.steps else RULES[:1]
+    rules = RULES if job.steps_done else RULES[:1]
     asked = [(rule, job) for rule in rules] + pairs
     rows = rows_of_watch(job)
     for rule, *known in asked:
         if rule.__name__ not in args.ignore:
-            rows += rows_of(rule, *known)
+            found = rows_of(rule, *known)
+            if rule in (against, resume):  # a comparison that was asked for, and cannot be made
+                found = [("failed" if row[0] == "not seen" else row[0], *row[1:]) for row in found]
+            rows += found
     return job, rows, signum
+
+
+def refuse_old_records(folder):
+    """Other machines of this start may write already, but take no step before this one is there."""
+    records = Records(folder / "whole" / "seen1")
+    records.read_new()
+    if records.all("step"):
+        raise FileExistsError(f"{folder} has steps of another run. Give each start a new folder")
 
 
 def rows_of_watch(job):
@@ -151,11 +174,11 @@ def rows_of_watch(job):
 
 def status_of(args, job, rows):
     levels = {level for level, *_ in rows}
-    if "ERROR" in levels and job.steps:
+    if "ERROR" in levels and job.steps_done:
         return 1
     if "failed" in levels:
         return 3
-    if not job.steps:
+    if not job.steps_done:
         return 2
     return int(args.fail_on_warning and "warning" in levels)
 
@@ -163,19 +186,19 @@ def status_of(args, job, rows):
 # == What is printed ==
 def print_table(args, job, rows):
     if not job.prints():
-        print("the table is with rank 0")
+        print("rank 0's machine prints the table")
         return
-    words = f"{job.steps} steps, {len(job.ranks)} process(es) that train: "
+    words = f"{job.steps_done} steps, {len(job.ranks)} process(es) that train: "
     print("\n" + textwrap.shorten(words + shlex.join(args.command), WIDTH))
     shown = ["ERROR", "warning", "failed", "ok"]
-    if not job.steps:
+    if not job.steps_done:
         shown.append("not seen")  # why nothing was seen
     for level in shown:
         for _, kind, words in [row for row in rows if row[0] == level]:
             lines = textwrap.wrap(words, WIDTH - 22, break_long_words=False)
             print(f"{level:9}{kind:13}" + f"\n{' ' * 22}".join(lines))
     unseen = [kind for level, kind, _ in rows if level == "not seen"]
-    if unseen and job.steps:
+    if unseen and job.steps_done:
         print(textwrap.fill(f"not seen: {', '.join(unseen)}", WIDTH, subsequent_indent=" " * 10))
     print(summary_of(rows))
 
@@ -192,7 +215,7 @@ def summary_of(rows):
 def write_json(args, job, rows):
     known = {
         "command": shlex.join(args.command),
-        "steps": job.steps,
+        "steps": job.steps_done,
         "processes": len(job.ranks),
         "status": status_of(args, job, rows),
         "findings": [{"level": level, "kind": kind, "text": text} for level, kind, text in rows],
@@ -206,10 +229,12 @@ def run(command, args, folder, stop_at=0, life=1):
     records = Records(folder / f"seen{life}")
     for path in (records.folder, folder / "tmp"):
         path.mkdir(parents=True, exist_ok=True)
-    install_watch(folder / "plugin")
-    words = shlex.split(command.replace("{tmp}", str(folder / "tmp")))
-    what = f"and stops it at step {stop_at}" if stop_at else f"for {args.steps} optimizer steps"
-    print(textwrap.shorten(f"tools/check starts, {what}: {command}", WIDTH), flush=True)
+    install_watch(plugin_of(folder))
+    words = [word.replace("{tmp}", str(folder / "tmp")) for word in shlex.split(command)]
+    what = f"for {args.steps} optimizer steps"
+    if stop_at:
+        what = f"to step {stop_at}, then sends SIGTERM"
+    print(textwrap.shorten(f"tools/check runs this {what}: {command}", WIDTH), flush=True)
     environment = os.environ | environment_of(args, folder, records.folder, stop_at)
     process = subprocess.Popen(words, env=environment, start_new_session=True)
     try:
@@ -228,6 +253,11 @@ def run(command, args, folder, stop_at=0, life=1):
     return read_job(records, status)
 
 
+def plugin_of(folder):
+    """Each machine has its own, since one may write it while the processes of another import it."""
+    return folder / f"plugin-{process_name(os.getpid())}"
+
+
 def install_watch(folder):
     """Makes a folder which, on PYTHONPATH, lets PyTorch load the watch in each process.
 
@@ -244,7 +274,7 @@ def install_watch(folder):
 
 
 def environment_of(args, folder, seen, stop_at):
-    paths = [str(folder / "plugin"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(plugin_of(folder)), *filter(None, [os.environ.get("PYTHONPATH")])]
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         print("tools/check sets TORCH_DEVICE_BACKEND_AUTOLOAD to 1: PyTorch loads it so")
     return {

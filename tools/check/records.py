@@ -6,6 +6,8 @@ import re
 import socket
 from collections import defaultdict, namedtuple
 
+UNKNOWN_PLACE = "an unknown line"
+
 # Ranks that train one model, each a copy or a part of it. `is_split`: a script has split the model
 # by hand, and gives all ranks the same data. `has_data`: each rank has samples of its own.
 Family = namedtuple("Family", "ranks is_split has_data")
@@ -46,7 +48,7 @@ class Process:
         return self["start"][0] if self["start"] else None
 
     @property
-    def steps(self):
+    def steps_done(self):
         return max((record["step"] for record in self["step"]), default=0)
 
     def optimizers(self):
@@ -100,10 +102,10 @@ class Process:
         for number in sorted(numbers):
             batches = [record for record in self["batch"] if record["loader_pass"] == number]
             index = [i for batch in batches for i in batch["index"]]
-            columns = zip(*[batch["parts"] for batch in batches])
-            parts = [sum(column, []) for column in columns]
+            columns = zip(*[batch["hashes"] for batch in batches])
+            hashes = [sum(column, []) for column in columns]
             whole = batches[0] | {"index": index, "is_known": None not in index}
-            whole["parts"] = [part for part in parts if len(part) == len(index)]
+            whole["hashes"] = [each for each in hashes if len(each) == len(index)]
             whole["has_ended"] = len(batches) == batches[0]["batches"]
             whole["batch_size"] = len(batches[0]["index"])
             found.append(whole)
@@ -138,7 +140,7 @@ class Process:
             is_script = not re.search("site-packages|lib/python|tools_check|<", path)
             if is_script:
                 return f"{os.path.basename(path)} line {line} in {function}"
-        return "an unknown line"
+        return UNKNOWN_PLACE
 
 
 class Records:
@@ -168,7 +170,7 @@ class Job:
         self.records, self.status, self.interrupted_by = records, status, interrupted_by
         self.ranks = self.find_ranks()
         self.first = next(iter(self.ranks.values()), None)
-        self.steps = max((process.steps for process in self.ranks.values()), default=0)
+        self.steps_done = max((process.steps_done for process in self.ranks.values()), default=0)
         self.has_ended = bool(self.all("end"))
         world = self.first.start["world"] if self.first else 1
         families = [*self.find_families()]

@@ -11,6 +11,8 @@ import os
 import re
 from collections import Counter, defaultdict
 
+from records import UNKNOWN_PLACE
+
 # How many steps, calls or samples make a finding.
 STILL_STEPS = 5  # a weight has stopped if its gradients do not move it for so many steps
 ZERO_RATE_STEPS = 2  # the last step of a schedule may have the rate 0
@@ -60,22 +62,32 @@ def rows_of(rule, *jobs):
 def ending(job):
     """Does the job neither hang nor fail before the last step that is watched?"""
     if job.interrupted_by:
-        yield "warning", f"{job.interrupted_by} has ended it after {job.steps} steps."
+        yield "warning", f"{job.interrupted_by} has ended it after {job.steps_done} steps."
         return
     if job.status is None and not job.has_ended:
-        places = [f"rank {rank} at {process.place()}" for rank, process in job.ranks.items()]
-        step = min((process.steps for process in job.ranks.values()), default=0)
-        yield "ERROR", f"it hangs after step {step}: {'; '.join(places) or '?'}."
+        step = min((process.steps_done for process in job.ranks.values()), default=0)
+        words = f"it hangs after step {step}: {'; '.join(places_of(job)) or '?'}. "
+        yield "ERROR", words + "If it is only slow, give a longer --timeout."
     if job.status and not job.has_ended:
-        yield "ERROR", f"it ended with status {job.status} after {job.steps} steps."
-    if job.steps:
-        yield "ok", f"{job.steps} steps, and no hang"
+        yield "ERROR", f"it ended with status {job.status} after {job.steps_done} steps."
+    if job.steps_done:
+        yield "ok", f"{job.steps_done} steps, and no hang"
     elif not job.records.processes:
         words = "PyTorch has loaded the watch in no process. It does so where a process imports "
-        words += "torch >= 2.5, and not by python -I or -E, with an environment that lacks "
+        words += "torch >= 2.6, and not by python -I or -E, with an environment that lacks "
         yield "not seen", words + "PYTHONPATH, or with TORCH_DEVICE_BACKEND_AUTOLOAD=0."
     else:
         yield "not seen", "no optimizer of PyTorch takes a step: are weights changed by hand?"
+
+
+def places_of(job):
+    """Says where a job hangs: its ranks, or all processes if no optimizer has begun a step."""
+    if job.ranks:
+        return [f"rank {rank} at {process.place()}" for rank, process in job.ranks.items()]
+    counts = Counter(process.place() for process in job.records.processes.values())
+    # torchrun and the workers of loaders have no line of the script itself.
+    known = {place: count for place, count in counts.items() if place != UNKNOWN_PLACE}
+    return [f"{count} process(es) at {place}" for place, count in (known or counts).items()]
 
 
 def processes(job):
@@ -92,19 +104,35 @@ def processes(job):
     if count > 1 and num_devices > 1 and device != "cpu":
         yield "ERROR", f"{count} train on {device} of {host}. Choose it by LOCAL_RANK."
     for start in starts:
-        if start["settings"] != starts[0]["settings"]:
-            yield "ERROR", f"other flags or versions in rank {start['rank']}: {start['settings']}."
+        level = level_of_settings(starts[0], start)
+        if level:
+            yield level, f"other flags or versions in rank {start['rank']}: {start['settings']}."
             break
     if len(starts) > 1:
         yield "ok", f"{len(starts)} in one group, with the same flags and versions"
 
 
+def level_of_settings(one, two):
+    """Returns the level of a finding if two processes have other flags or versions, or else "".
+
+    A process that is started by hand may get its rank, as by --gpu 1, or another number of its own.
+    """
+    settings = one["settings"], two["settings"]
+    if without_numbers(settings[0]) != without_numbers(settings[1]):
+        return "ERROR"
+    pairs = zip(*[re.split("[ =:]", text) for text in settings])
+    other = {pair for pair in pairs if pair[0] != pair[1]}
+    return "warning" if other - {(str(one["rank"]), str(two["rank"]))} else ""
+
+
 # == Weights ==
 def weights(job):
     """Are gradients averaged: has each copy of a weight the same bits in all ranks?"""
-    compared = 0
+    compared, equal = 0, []
     for family in job.families:
-        starts = job.ranks[family.ranks[0]]["start"]
+        # If the job has ended early, some ranks may not have come to a later optimizer.
+        count = min(len(job.ranks[rank]["start"]) for rank in family.ranks)
+        starts = job.ranks[family.ranks[0]]["start"][:count]
         for number, start in enumerate(starts):
             states = {rank: job.ranks[rank].states(number) for rank in family.ranks}
             steps = sorted(set.intersection(*[{*each} for each in states.values()]))
@@ -114,13 +142,13 @@ def weights(job):
                 continue  # each rank has a part of its own
             if bad:
                 yield verdict(family, start, states, bad, steps, found[bad[0]])
-            elif has_copies(family, states):
-                compared += len(steps)
+            elif steps[-1] and has_copies(family, states):
+                compared += sum(step > 0 for step in steps)
+                equal.append(family.ranks)
     if compared:
-        ranks = job.families[0].ranks
-        words = f"gradients are averaged: copies are equal in ranks {ranks}, compared "
+        words = f"gradients are averaged: copies are equal in ranks {equal[0]}, compared "
         yield "ok", words + f"{compared} times"
-    yield "not seen", "no weight has a copy in another rank"
+    yield "not seen", "no weight that has a copy in another rank was compared after a step"
 
 
 def parts_here(family, start):
@@ -325,9 +353,10 @@ def gradients(job):
         for index in without:
             if start["trainable"][index] and start["bits"][index] == end["bits"][index]:
                 unused.append(start["names"][index])
-        total += count - len(without)
+        total += sum(numbers > 0 for numbers in start["numbers"]) - len(without)
         if unused and len(without) == count and any(record["had_gradients"] for record in steps):
-            yield "ERROR", "none is left at step(): zero_grad() came first. Call it afterwards."
+            words = "no gradient is left at step(): zero_grad() came before it. "
+            yield "ERROR", words + "Call it after step()."
         elif unused:
             level = "ERROR" if len(unused) == count else "warning"
             yield level, f"{len(unused)} of {count} weights never have a gradient: {unused[0]}."
@@ -338,7 +367,7 @@ def gradients(job):
         yield from findings_of_counted_weights(start)
     if total:
         yield "ok", f"{total} weights of all optimizers have gradients"
-    yield "not seen", "no optimizer has taken a step"
+    yield "not seen", "no weight of an optimizer has a gradient in rank 0"
 
 
 def findings_of_counted_weights(start):
@@ -416,12 +445,13 @@ def owners(job):
         for record in process["step"]:
             for weight in record["weights"]:
                 holders[weight].add(record["object"])
-        num_weights += len(holders)
+        num_weights = max(num_weights, len(holders))
         num_shared += sum(len(objects) > 1 for objects in holders.values())
         num_optimizers = max(num_optimizers, len(set().union(*holders.values())))
     if num_optimizers > 1 and not num_shared:
         yield "ok", f"{num_optimizers} optimizers have none of {num_weights} weights in common"
-    yield "not seen", "one optimizer steps, or several have weights in common and own gradients"
+    words = "only one optimizer steps, or several share weights, each with its own gradients"
+    yield "not seen", words
 
 
 def moved_twice(process):
@@ -449,7 +479,8 @@ def accumulation(job):
     zeroed = 0
     for rank, process in job.ranks.items():
         for _, steps in process.optimizers():
-            zeroed += sum(record["began"] == "zeroed" for record in steps)
+            # Of the first step, it is not known.
+            zeroed += sum(record["began"] == "zeroed" for record in steps[1:])
             yield from findings_of_accumulation(rank, steps)
             if len(process["start"]) == 1:
                 yield from findings_of_passes(rank, steps)
@@ -498,10 +529,12 @@ def findings_of_passes(rank, steps):
 def finite(job):
     """Are losses and gradients finite, and is what is clipped theirs, and unscaled?"""
     yield from findings_of_clipping(job.first)
-    losses = 0
+    num_losses = num_steps = 0
     for rank, process in job.ranks.items():
-        losses += len(process["loss"])
-        for record in process["loss"]:
+        known = [record for record in process["loss"] if record["value"] is not None]
+        num_losses += len(known)
+        num_steps += len(process["step"])
+        for record in known:
             if record["value"] - record["value"] != 0:  # inf or nan
                 words = f"the loss is {record['value']} in step {record['step'] + 1}, rank {rank}."
                 yield "ERROR", words
@@ -512,8 +545,8 @@ def finite(job):
                 words = f"inf or nan in {name}'s gradient, step {record['step']}, rank {rank}."
                 yield "ERROR", words
                 break
-    if losses:
-        yield "ok", f"{losses} losses and the gradients of all steps are finite"
+    if num_steps:
+        yield "ok", f"{num_losses} losses and the gradients of {num_steps} steps are finite"
 
 
 def findings_of_clipping(process):
@@ -522,9 +555,11 @@ def findings_of_clipping(process):
     in_time = [record for record in clipped if record["clipped"] in ("right", "scaled")]
     empty = [record for record in in_time if record["clip_norm"] == 0 and any(record["gradients"])]
     if "negative" in clips:
-        yield "ERROR", "the limit of clipping is negative, which turns gradients round. Use inf."
+        words = "the limit of clipping is negative, which reverses the gradients. "
+        yield "ERROR", words + "To clip without a limit, pass inf."
     if any(each["clipped"] == "zero" and are_zeros(each["gradients"]) for each in clipped):
-        yield "ERROR", "the limit of clipping is 0, which makes all gradients 0. No limit is inf."
+        words = "the limit of clipping is 0, which makes all gradients 0. "
+        yield "ERROR", words + "To clip without a limit, pass inf."
     if "nothing" in clips:
         words = "clipping is given a generator of weights that is used up, and clips nothing. "
         yield "ERROR", words + "Give it a list."
@@ -557,7 +592,7 @@ def losses(job):
 
 def schedule(job):
     """Does a schedule step once for each step, after it, and is its rate the one that is used?"""
-    first, count = job.first, 0
+    first, count, used = job.first, 0, 0
     idle = idle_calls(first)
     for calls in idle.values():
         if len(calls) >= IDLE_CALLS:
@@ -574,8 +609,10 @@ def schedule(job):
         if calls:
             yield from findings_of_calls(calls, len(steps), skipped)
         yield from findings_of_rates(steps)
+        used += sum(uses_schedule(record) for record in steps)
     if count:
-        yield "ok", f"schedulers step {count} times, and their rates are used"
+        words = f"schedulers step {count} times"
+        yield "ok", words + (f", and the rates of {used} steps are theirs" if used else "")
     yield "not seen", "no scheduler of PyTorch steps"
 
 
@@ -598,8 +635,24 @@ def findings_of_calls(calls, steps, skipped):
         yield "warning", words + " Call it afterwards."
 
 
+def uses_schedule(record):
+    """Whether a scheduler says the rates that a step has used."""
+    pairs = [*zip(record["rates"], record["scheduled"])]
+    return bool(pairs) and all(abs(rate - said) <= RATE_DIGIT * abs(said) for rate, said in pairs)
+
+
 def findings_of_rates(steps):
-    used = [(x["step"], x["rates"][0], x["scheduled"][0]) for x in steps if x["scheduled"]]
+    """Yields a finding for the first group whose rates are not those of the schedule."""
+    for group in range(max((len(record["rates"]) for record in steps), default=0)):
+        known = [x for x in steps if group < min(len(x["rates"]), len(x["scheduled"]))]
+        rates = [(x["step"], x["rates"][group], x["scheduled"][group]) for x in known]
+        for level, words in findings_of_group(rates):
+            # A group beside the first one may have a rate of its own on purpose.
+            yield "warning" if group else level, words
+            return
+
+
+def findings_of_group(used):
     other = [each for each in used if abs(each[1] - each[2]) > RATE_DIGIT * abs(each[2])]
     if not other:
         return
@@ -610,7 +663,10 @@ def findings_of_rates(steps):
     is_warm_up = shares == sorted(shares) and max(shares, default=0) <= 1 + RATE_DIGIT
     gaps = [abs(rate - said) for _, rate, said in used]
     is_falling = gaps == sorted(gaps, reverse=True)
-    if len({rate for _, rate, _ in used}) == 1:
+    num_used = len({rate for _, rate, _ in used})
+    num_said = len({said for _, _, said in used})
+    # If both stand still, it may be an epoch of a warm-up that is made by hand.
+    if num_used == 1 and num_said > 1:
         yield "ERROR", words
     # In a warm-up, the rate may rise to the scheduled one, or fall to it, as for YOLO's biases.
     elif not (is_warm_up or is_falling):
@@ -622,19 +678,33 @@ def precision(job):
     starts = job.first["start"]
     types = Counter(dtype for start in starts for dtype in start["dtypes"])
     low = [dtype for dtype in types if dtype in TYPES_16]
-    for record in job.all("flags"):
-        for name, value in record["values"].items():
-            is_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
-            is_flag = re.fullmatch("(model_|torch_)?(precision|dtype)", name)
-            if low and is_fp32 and is_flag:
-                count = types[low[0]]
-                yield "ERROR", f"{count} weights are {low[0]}, but {name} is to be {value}."
+    flags = flags_of_fp32(job)
+    for name, value in flags.items() if low else ():
+        yield "ERROR", f"{types[low[0]]} weights are {low[0]}, but {name} is to be {value}."
     is_one = any(record["one_autocast"] and record["step"] > 1 for record in job.first["step"])
     if "float32" in types and is_one:
         yield "ERROR", "one autocast holds all steps, with the first weights. Enter it in each."
     for record in job.all("autocast")[:1]:
         yield "warning", f"autocast is on, but a {record['module']} gives {record['gives']}."
-    yield "ok", f"weights are {', '.join(types)}"
+    autocasts = sorted({call["autocast"] for call in job.first["forward"]} - {""})
+    words = f"weights are {', '.join(types)}"
+    if autocasts:
+        yield "ok", f"{words}, with autocast to {', '.join(autocasts)}"
+    elif flags:
+        yield "ok", f"{words}, as a flag says"
+    yield "not seen", "no flag says fp32, and autocast is off"
+
+
+def flags_of_fp32(job):
+    """Returns {name: value} of the flags by which weights are to be fp32."""
+    found = {}
+    for record in job.all("flags"):
+        for name, value in record["values"].items():
+            is_fp32 = re.fullmatch(r"(torch\.)?(fp|float)?_?32(-true)?", str(value).lower())
+            is_flag = re.fullmatch("(model_|torch_)?(precision|dtype)", name)
+            if is_fp32 and is_flag:
+                found[name] = value
+    return found
 
 
 # == Layers ==
@@ -653,9 +723,11 @@ def modes(job):
         if is_training and call["step"] and not stands_alone:
             yield "warning", f"{call['module']} validates in train(). Call model.eval()."
             break
-    if calls:
-        yield "ok", f"Dropout and BatchNorm are in train() in {len(calls)} calls that train"
-    yield "not seen", "no Dropout or BatchNorm is trained"
+    # What layers within the model do on their own is not looked at.
+    count = sum(not call["in_eval"] for call in calls)
+    if count:
+        yield "ok", f"the model is in train() in {count} calls that train"
+    yield "not seen", "no model with Dropout or BatchNorm trains in train()"
 
 
 def layers(job):
@@ -675,7 +747,8 @@ def layers(job):
         words = f"random numbers are drawn in the backward pass of step {record['step'] + 1}: "
         yield "warning", words + "recomputed dropout differs. Use preserve_rng_state=True."
     for ranks in job.data_groups:
-        yield from findings_of_ranks(job, ranks[0], ranks[1])
+        yield from findings_of_masks(job, ranks)
+        yield from findings_of_norms(job, ranks)
     yield "not seen", "no two ranks draw random numbers in a model"
 
 
@@ -687,23 +760,32 @@ def draws_as_before(tests):
     return len(firsts) > 1 and len({*firsts.values()}) == 1
 
 
-def findings_of_ranks(job, one, two):
-    calls = zip(job.ranks[one].training_calls(), job.ranks[two].training_calls())
-    pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
-    own = [[only_its_own(random) for random in pair] for pair in pairs]
-    for each in (pairs, own):
-        if each and each[0][0] and all(a == b for a, b in each):
-            words = f"ranks {one}, {two} draw the same masks or noise. Seed by rank."
-            yield "warning", words
-            break
-    tests = zip(job.ranks[one].test_calls(), job.ranks[two].test_calls())
-    for (a, _), (b, _) in tests:
-        if a["norms"] != b["norms"]:
-            words = f"BatchNorm's statistics differ in validation after step {a['step']}."
-            yield "warning", words + " Call the DDP object, or use SyncBatchNorm."
-            break
-    if pairs:
-        yield "ok", f"ranks {one} and {two} draw other random numbers in {len(pairs)} calls"
+def findings_of_masks(job, ranks):
+    """Compares the first rank with each other one. One finding is enough, or one row of "ok"."""
+    one, total, num_other = ranks[0], 0, 0
+    for two in ranks[1:]:
+        calls = zip(job.ranks[one].training_calls(), job.ranks[two].training_calls())
+        pairs = [(a["random"], b["random"]) for a, b in calls if a["random"] and b["random"]]
+        own = [[only_its_own(random) for random in pair] for pair in pairs]
+        for each in (pairs, own):
+            if each and each[0][0] and all(a == b for a, b in each):
+                words = f"ranks {one}, {two} draw the same masks or noise. Seed by rank."
+                yield "warning", words
+                return
+        total += len(pairs)
+        num_other += sum(a != b for a, b in pairs)
+    if num_other:
+        yield "ok", f"ranks {ranks} draw other random numbers in {num_other} of {total} calls"
+
+
+def findings_of_norms(job, ranks):
+    """Yields a finding for the first validation in which another rank has other statistics."""
+    for other in ranks[1:]:
+        for (a, _), (b, _) in zip(job.ranks[ranks[0]].test_calls(), job.ranks[other].test_calls()):
+            if a["norms"] != b["norms"]:
+                words = f"BatchNorm's statistics differ in validation after step {a['step']}."
+                yield "warning", words + " Call the DDP object, or use SyncBatchNorm."
+                return
 
 
 def only_its_own(random):
@@ -714,7 +796,7 @@ def only_its_own(random):
 # == Data ==
 def shares(job):
     """Does each rank train on samples of its own?"""
-    compared = 0
+    compared = num_equal = 0
     for ranks in job.data_groups:
         for rank in ranks[1:]:
             one, two = job.ranks[ranks[0]], job.ranks[rank]
@@ -722,9 +804,10 @@ def shares(job):
             steps = [step for step in mine if mine[step] and theirs.get(step)]
             equal = [step for step in steps if sorted(mine[step]) == sorted(theirs[step])]
             compared += len(steps)
+            num_equal += len(equal)
             yield from findings_of_shares(job, ranks[0], rank, len(equal), len(steps))
-    if compared:
-        yield "ok", f"ranks have other samples, compared in {compared} steps"
+    if compared > num_equal:
+        yield "ok", f"ranks have other samples in {compared - num_equal} of {compared} steps"
     yield "not seen", "no two ranks get samples of their own"
 
 
@@ -755,8 +838,13 @@ def is_same_data(one, two):
     """Whether an index means the same sample in two passes. None: no index is in both."""
     if one["size"] != two["size"]:
         return False
+    return have_same_rows(one, two)
+
+
+def have_same_rows(one, two):
+    """Whether two passes have the same bytes for an index. None: no index is in both."""
     answers = []
-    for mine, theirs in zip(one["parts"], two["parts"]):
+    for mine, theirs in zip(one["hashes"], two["hashes"]):
         first, second = dict(zip(one["index"], mine)), dict(zip(two["index"], theirs))
         both = [index for index in first if index in second]
         if both:
@@ -768,29 +856,45 @@ def is_same_data(one, two):
 
 def order(job):
     """Is the order of the samples random, and another one in each epoch?"""
-    passes = job.first.passes(job.first.trained_passes())
+    passes = passes_of_one_data_set(job.first)
     is_known = bool(passes) and passes[0]["is_known"]
     epochs = epochs_of(job.first, passes, is_known)
     first, second, *_ = [*epochs, [], []]
-    if first and not is_known and len({*first}) <= len(first) / 2:
-        words = f"{len({*first})} different samples among {len(first)}: split by worker."
-        yield "ERROR", words
+    if first and not is_known and repeats_by_workers(job, passes[0], first):
+        words = f"{len({*first})} different samples among {len(first)}. If each worker gives "
+        yield "warning", words + "the whole stream, split it by worker."
     elif first and is_known and first == sorted(first) and draws_samples(job, passes[0]):
         yield "not seen", "the data set may draw its samples at random, whatever their order"
     elif first and is_known and first == sorted(first):
         numbers = ", ".join(map(str, first[:4]))
         yield "warning", f"not shuffled: {numbers}, ... If not wanted, shuffle."
-    elif second and all(a == b for a, b in zip(first, second)):
-        yield "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
     elif second:
-        yield "ok", f"another order in the second epoch, compared for {len(second)} samples"
+        yield compare_epochs(job, first, second, is_known)
     yield "not seen", "no second epoch begins: watch more --steps"
+
+
+def passes_of_one_data_set(process):
+    """Returns the passes that train. Where indices are known, it leaves out those of other data."""
+    found = []
+    for whole in process.passes(process.trained_passes()):
+        first = found[0] if found else whole
+        is_one = first["number"] == whole["number"] or is_same_data(first, whole)
+        if is_one or not first["is_known"]:
+            found.append(whole)
+    return found
+
+
+def repeats_by_workers(job, whole, samples):
+    """Whether a stream gives each sample twice or more, and has several workers."""
+    fetches = [fetch for fetch in job.all("fetch") if fetch["data"] == whole["data"]]
+    workers = {fetch["worker"] for fetch in fetches} - {None}
+    return len(workers) > 1 and 2 * len({*samples}) <= len(samples)
 
 
 def draws_samples(job, whole):
     """Whether a data set may draw its samples at random. If it draws only crops, labels repeat."""
     fetches = [fetch for fetch in job.all("fetch") if fetch["data"] == whole["data"]]
-    are_other = [2 * len({*part}) > len(part) for part in whole["parts"]]
+    are_other = [2 * len({*part}) > len(part) for part in whole["hashes"]]
     return any(fetch["random"] for fetch in fetches) and bool(are_other) and all(are_other)
 
 
@@ -802,19 +906,34 @@ def epochs_of(process, passes, is_known):
             length, index = process.epoch_length(passes[0]), whole["index"]
             epochs += [index[i : i + length] for i in range(0, len(index), length)]
         else:
-            epochs.append([*zip(*whole["parts"])])
+            epochs.append([*zip(*whole["hashes"])])
     return [samples for samples in epochs if len(samples) >= SHUFFLED_SAMPLES]
+
+
+def compare_epochs(job, first, second, is_known):
+    """Returns a row for the order of the samples of two epochs."""
+    if all(a == b for a, b in zip(first, second)):
+        return "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+    if is_known or come_again(job, first, second):
+        return "ok", f"another order in the second epoch, compared for {len(second)} samples"
+    return "not seen", "the second epoch has other samples than the first, as of augmentation"
+
+
+def come_again(job, first, second):
+    """Whether an epoch has the samples of another one, of which each rank may take a share."""
+    return 2 * len({*first} & {*second}) * job.first.start["world"] >= len(second)
 
 
 def inputs(job):
     """Does each batch have a row for each sample, and is it not all zeros?"""
-    count = 0
+    count = num_zeros = 0
     for rank, process in job.ranks.items():
         # A batch may be lost between the loader and the model, so the model's inputs are judged.
         modules = {call["number"] for call in process.sample_calls()}
         calls = [call for call in process.training_calls() if call["number"] in modules]
         calls = [call for call in calls if not call["takes_result"]]
         count += len(calls)
+        num_zeros += sum(call["is_zero"] for call in calls)
         zeros = sorted({call["step"] + 1 for call in calls if call["is_zero"]})
         steps = {call["step"] for call in calls}
         if 0 < 2 * len(zeros) < len(steps) and process["batch"]:
@@ -823,9 +942,9 @@ def inputs(job):
         if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
             size, rows = odd[0]
             yield "warning", f"{size} samples have a tensor of {min(rows)} row(s). Is it stacked?"
-    if count:
-        yield "ok", f"{count} inputs, none all zeros"
-    yield "not seen", "no input of a model is known"
+    if count > num_zeros:
+        yield "ok", f"{count - num_zeros} of {count} inputs are not all zeros"
+    yield "not seen", "no input of a model is known that is not all zeros"
 
 
 def odd_batches(process):
@@ -841,19 +960,24 @@ def odd_batches(process):
 def samples(job):
     """Does a data set give the same sample in two validations?"""
     draws = {record["data"] for record in job.all("fetch") if record["random"]}
-    seen, repeated = {}, 0
-    for rank, process in job.ranks.items():
+    repeated = 0
+    for process in job.ranks.values():
+        seen = {}  # {(type, size, number) of a data set: {index: (hashes, number)}}
         for whole in process.passes(process.tested_passes()):
             if not whole["is_known"]:
                 continue
-            for index, *hashes in zip(whole["index"], *whole["parts"]):
-                key = (rank, whole["data"], whole["size"], index)
-                repeated += key in seen
-                if seen.setdefault(key, hashes) != hashes:
+            rows = [*zip(whole["index"], zip(*whole["hashes"]))]
+            known = samples_before(seen, whole, rows)
+            for index, hashes in rows:
+                repeated += index in known
+                before, number = known.setdefault(index, (hashes, whole["number"]))
+                if before != hashes:
                     words = f"sample {index} of {whole['data']} has other bytes later. "
                     if whole["data"] in draws:
                         why = "Is it augmented? Augment only what is trained on."
                         yield "warning", words + why
+                    elif number != whole["number"]:
+                        yield "warning", words + "Is it the same data set, made again?"
                     else:
                         yield "ERROR", words + "Copy it. Something writes to it."
                     return
@@ -862,24 +986,49 @@ def samples(job):
     yield "not seen", "no sample is validated twice by a DataLoader"
 
 
+def samples_before(seen, whole, rows):
+    """Returns what is known of the samples of a data set, also if it was made again.
+
+    Then at least half of the samples must be as before, since it may be another one of its type.
+    """
+    key = (whole["data"], whole["size"], whole["number"])
+    if key in seen:
+        return seen[key]
+    for other, known in seen.items():
+        alike = [known[index][0] == hashes for index, hashes in rows if index in known]
+        if other[:2] == key[:2] and 0 < len(alike) <= 2 * sum(alike):
+            seen[key] = known
+            return known
+    seen[key] = {}
+    return seen[key]
+
+
 def augmentation(job):
     """Do the random numbers of data sets differ in workers, ranks and epochs?"""
-    epochs = drawn_by_place(job)
+    epochs, compared = drawn_by_place(job), 0
     for key, states in epochs.items():
         generator, data, rank, worker = key
-        alike = [k for k in epochs if k[:2] == key[:2] and epochs[k][0] == states[0]]
+        places = [k for k in epochs if k[:2] == key[:2]]
+        alike = [k for k in places if begin_alike(epochs[k][0], states[0])]
+        has_epochs = worker is not None and len(states) > 1
+        compared += len(places) > 1 or has_epochs
         words = f"{place_of(key)} draws the same numbers"
-        is_worker = worker is not None
-        if is_worker and len(states) > 1 and states[0] == states[1]:
+        if has_epochs and begin_alike(*states[:2]):
             yield "ERROR", f"{words} in each epoch ({generator}). Seed it by torch.initial_seed()."
         if alike[0] != key:
             level = "ERROR" if alike[0][2] == rank else "warning"
             where = f"{place_of(alike[0])} ({generator})"
             yield level, f"{words} as {where}. Seed by rank and worker."
             break
-    if epochs:
-        yield "ok", f"other random numbers in each of {len(epochs)} places of data sets"
-    yield "not seen", "no data set draws random numbers"
+    if compared:
+        words = "other random numbers in other workers, ranks or epochs, compared for "
+        yield "ok", words + f"{compared} of {len(epochs)} places of data sets"
+    yield "not seen", "no data set draws random numbers in two workers, ranks or epochs"
+
+
+def begin_alike(one, two):
+    """Whether two sequences of states are equal as far as both are known."""
+    return all(first == second for first, second in zip(one, two))
 
 
 def place_of(key):
@@ -917,12 +1066,15 @@ def validation(job):
         tests += process.passes(process.tested_passes())[:1]
     leaked = leaked_samples(job, tests)
     if leaked:
-        yield "ERROR", f"{leaked} of its samples are trained on. Seed random_split()."
+        level = level_of_leak(job, tests[0])
+        yield level, f"{leaked} of its samples are trained on. Seed random_split()."
     tests = [whole for whole in tests if is_whole(whole)]
     counts = Counter(index for whole in tests for index in whole["index"])
     if tests and counts:
         yield from findings_of_counts(tests, counts, len(ranks))
-        yield "ok", f"{len(counts)} samples are validated, none twice, and none is trained on"
+        words = f"{len(counts)} samples are validated"
+        words += ", none twice" if max(counts.values()) == 1 else ""
+        yield "ok", words + (", and none is trained on" if leaked == 0 else "")
     yield "not seen", "no whole validation by a DataLoader"
 
 
@@ -944,18 +1096,36 @@ def is_whole(validation):
 
 
 def leaked_samples(job, tests):
-    """Returns how many samples of random_split() are both trained on and validated."""
+    """Returns how many samples of random_split() are both trained on and validated.
+
+    None: they cannot be compared, because it is not known which are trained on.
+    """
     if not tests or not tests[0]["split"]:
-        return 0
+        return None
+    trains = passes_of_split(job, tests[0])
+    if not trains or trains[0]["size"] == tests[0]["size"]:
+        return None
+    trained = {index for whole in trains for index in whole["index"]} - {None}
+    tested = {index for whole in tests for index in whole["index"]} - {None}
+    return len(trained & tested) if trained and tested else None
+
+
+def passes_of_split(job, test):
+    """Returns the passes that train on another part of the data set of a validation.
+
+    If none is over this data set itself: those over one that is alike, and has the same samples.
+    """
     trains = []
     for process in job.ranks.values():
         trains += process.passes(process.trained_passes())
-    trains = [whole for whole in trains if whole["split"] == tests[0]["split"]]
-    if not trains or trains[0]["size"] == tests[0]["size"]:
-        return 0
-    trained = {index for whole in trains for index in whole["index"]}
-    tested = {index for whole in tests for index in whole["index"]}
-    return len(trained & tested - {None})
+    alike = [whole for whole in trains if whole["split"] == test["split"]]
+    same = [whole for whole in alike if whole["number"] == test["number"]]
+    return same or [whole for whole in alike if have_same_rows(whole, test)]
+
+
+def level_of_leak(job, test):
+    numbers = {whole["number"] for whole in passes_of_split(job, test)}
+    return "ERROR" if test["number"] in numbers else "warning"
 
 
 def snapshot(job):
@@ -965,8 +1135,11 @@ def snapshot(job):
         saves[record["path"]].append(record["writer"])
     for path, writers in saves.items():
         name, count = os.path.basename(path), len({*writers})
-        if count > 1:
+        hosts = {writer.rpartition("-")[0] for writer in writers}
+        if count > len(hosts):
             yield "ERROR", f"{count} processes write {name}. Let rank 0 alone write it."
+        elif count > 1:
+            yield "warning", f"{count} machines write {name}. Has each a disk of its own?"
         elif path not in moved and len(writers) > 1:
             yield "warning", f"{name} is written over in place. Write a .tmp, then move it."
     if saves:
@@ -982,11 +1155,14 @@ def against(job, other):
 
 def resume(whole, stopped, again):
     """Does a job that was stopped and started again take the steps of the undisturbed one?"""
-    states, done = whole.first.states(0), stopped.steps
+    states, done = whole.first.states(0), stopped.steps_done
+    if not done:
+        yield "not seen", "the run that was to be stopped took no step"
+        return
     if done >= max(states):
         yield "not seen", f"stopped only at step {done}: try more --steps"
         return
-    if not again.ranks or not again.steps:
+    if not again.ranks or not again.steps_done:
         yield "ERROR", f"stopped at step {done}, it takes no step. Save all."
         return
     news = again.first.states(0)
@@ -1169,13 +1345,19 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
                 continue
             why = "computation: from equal samples," if step else "start:"
             rates = [one.get("rates", "no step"), two.get("rates", "no step")]
-            words = f"{why} {start['names'][index]} differs after step {step}, "
-            words += f"by {share:.0%} of its way. "
+            words = f"{why} {start['names'][index]} differs after step {step}"
+            words += words_of_share(share, before)
             return "ERROR", words + (advice or f"Rates: {rates}.")
     if not compared:
         return "not seen", "no step of both runs could be compared"
     rounding = "" if skip else ", to rounding"
-    return "ok", f"the same weights in {compared} steps{rounding}"
+    count = f"{len(pairs)} of {len(start['names'])} weights"
+    return "ok", f"{count} are the same in {compared} steps{rounding}"
+
+
+def words_of_share(share, before):
+    """Says how far a weight is apart. At the start it has not moved, and there is no `before`."""
+    return f", by {share:.0%} of the distance that it has moved. " if before else ". "
 
 
 def share_apart(mine, theirs, before, types):

@@ -37,9 +37,10 @@ start      an optimizer is about to take its first step. A list has an item for 
   bits, sketches   of the weights; see the functions of these names
 step       an optimizer has taken a step. A list has an item for each of its weights
   optimizer, step  its number; its steps until now, from 1 on
-  began            "zeroed": before a backward pass since its own last step, all gradients were 0 or
-                   None, or this is its first step; "old": they were so before none of these passes;
-                   "unchanged": there was no backward pass
+  began            "zeroed": before at least one backward pass since its own last step, all
+                   gradients were 0 or None. Its first step also gets this, though it is not known.
+                   "old": gradients were left before each of these passes. "unchanged": there was
+                   no backward pass
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
   had_gradients    whether the last backward pass has left any gradient; false if there was none
@@ -100,7 +101,7 @@ trained    a gradient has come back to the result of a call
 autocast   autocast is on, and a layer gives float32
   module, gives    the type of the layer; the type of its result
 loss       a backward pass begins
-  value            of the loss; 0 if it has several numbers
+  value            of the loss; of several losses their sum; null if one of them has several numbers
   step, loader_pass   as of forward; the pass of the last call with gradients, or of the last batch
   scale            of a GradScaler; null: none has scaled the loss
 cross_entropy   it is called with gradients
@@ -113,13 +114,15 @@ batch      a DataLoader has given a batch
   loader_pass      the number of the pass
   data, size       the type of the data set, or if it is a Subset, of the whole; the length of the
                    loader's data set (null: it has none)
+  number           of the data set itself, or of the whole, in the order of first batches of this
+                   process. One that is made again has another number
   split            of a Subset, as by random_split(): [type, length] of the whole; false without it
   index            of each sample in the data set; null: not known
   batches          of the whole pass; null: not known
   replaces         whether the sampler may take a sample twice
   maker            the package of the batch sampler, or where there is none, of the sampler
   rows             the length of each tensor
-  parts            of each of the first three tensors, a hash of each row
+  hashes           of each of the first three tensors, a hash of each row
 fetch      a data set has made a batch, maybe in a worker
   parent           the process that trains
   data, worker     the type of the data set; the worker's number; null: none
@@ -149,6 +152,7 @@ import functools
 import gc
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -172,22 +176,31 @@ UNOWNED_STEP = 2  # after it, weights that have a gradient and no optimizer are 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 ROWS_READ = 64  # of what cross_entropy is given
 SUM_DIGIT = 0.01  # in 16 bits, shares may add up to a sum that is so far from 1
-# Flags that name a process, such as --local_rank 1 of torchrun, and --worker-id=3f of Ray.
-NAMES_OF_RANKS = r"\S*(rank|worker[-_]id|worker[-_]launch)\S*( \d+)?"
+# Flags that name a process, such as --local_rank 1 of torchrun, and --worker-id=3f of Ray. A flag
+# such as --lora_rank 8 names none.
+NAMES_OF_RANKS = r"(?<!\S)-{0,2}"
+NAMES_OF_RANKS += r"(((local|node|global|machine)[-_])?rank[= ]\d+"
+NAMES_OF_RANKS += r"|worker[-_](id|launch\S*?)[= ]\S+)(?!\S)"
 BLOCK = 1 << 16  # so many numbers of a row are multiplied at once, by cached vectors as long
+BLOCKS = 4  # of a weight: so many blocks at once, which are to fit into the cache of a CPU
 
 watch = None  # of this process; install() makes it
 
 
 def install():
     """Puts the hooks in. PyTorch calls this at the end of `import torch`."""
-    global watch, torch, DDP, hash_tensor, change_type
+    global watch, torch, DDP, change_type
     import torch
 
     watch, DDP = Watch(), torch.nn.parallel.DistributedDataParallel
-    # A training may replace these two by its own.
-    hash_tensor, change_type = getattr(torch, "hash_tensor", None), torch.Tensor.to
+    change_type = torch.Tensor.to  # a training may replace it by its own
     watch.open_file()
+    # A child has no thread of the timer, and would wait for it for ever if it set it again.
+    os.register_at_fork(
+        before=faulthandler.cancel_dump_traceback_later,
+        after_in_parent=watch.start_timer,
+        after_in_child=careful(watch.open_file),
+    )
     hooks = [hook_modules, hook_functions, hook_optimizers, hook_loaders, hook_schedulers]
     if torch.distributed.is_available():
         hooks.append(hook_exchanges)
@@ -395,6 +408,8 @@ class Watch:
         self.steps_before_scaler = 0
         self.passes = 0  # over data
         self.current_pass = None
+        self.data_sets = {}  # by the id of a data set: its number, and a weak reference to it
+        self.data_sets_seen = 0
 
     # == Records ==
     def open_file(self):
@@ -409,8 +424,12 @@ class Watch:
             self.open_file()
         line = json.dumps({"kind": kind, **values}, default=lambda tensor: tensor.tolist())
         self.file.write(line + "\n")
-        if kind in ("loss", "step", "batch"):
-            faulthandler.dump_traceback_later(HANG_SECONDS, file=self.stack)
+        if kind in ("process", "loss", "step", "batch"):
+            self.start_timer()
+
+    def start_timer(self):
+        """Where no progress is recorded for long, Python writes where it stands."""
+        faulthandler.dump_traceback_later(HANG_SECONDS, file=self.stack)
 
     # == Calls of modules ==
     def before_module(self, module, args):
@@ -435,17 +454,17 @@ class Watch:
         if module not in self.modules:
             self.modules[module] = self.modules_called
             self.modules_called += 1
-        parts = [*module.modules()]
-        norms = [part for part in parts if getattr(part, "running_mean", None) is not None]
+        modules = [*module.modules()]
+        norms = [part for part in modules if getattr(part, "running_mean", None) is not None]
         if not has_grad and any(getattr(norm, "momentum", 0) is None for norm in norms):
             return  # swa_utils.update_bn() makes statistics
         values = self.values_of_call(module, norms, has_grad)
-        values |= self.values_of_layers(module, parts, norms, has_grad)
+        values |= self.values_of_layers(module, modules, norms, has_grad)
         values |= self.values_of_inputs(inputs)
         if has_grad:
             self.turn.loader_pass = values["loader_pass"]
             self.note_ids(inputs)
-        generators = [found for part in parts for found in own_generators(part, depth=0)]
+        generators = [found for part in modules for found in own_generators(part, depth=0)]
         values["random"] = random_states(generators, in_model=True)
         module.__dict__["_check"] = values, norms, generators
         self.outer = values
@@ -472,8 +491,8 @@ class Watch:
             "autocast": autocast,
         }
 
-    def values_of_layers(self, module, parts, norms, has_grad):
-        dropouts = [part for part in parts if "Dropout" in type(part).__name__]
+    def values_of_layers(self, module, modules, norms, has_grad):
+        dropouts = [part for part in modules if "Dropout" in type(part).__name__]
         layers = [layer for layer in dropouts if getattr(layer, "p", 0)]
         for norm in norms:
             is_trained = any(weight.requires_grad for weight in norm.parameters())
@@ -489,8 +508,7 @@ class Watch:
     def values_of_inputs(self, inputs):
         tensors = [local(tensor) for tensor in tensors_of(inputs)]
         tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
-        rows = [tensor for tensor in rows_of(tensors)]
-        hashed = [(tensor, hashes_of(tensor)) for tensor in rows]
+        hashed = [(tensor, hashes_of(tensor)) for tensor in matrices_of(tensors)]
         passes = [self.pass_of(tensor, hashes) for tensor, hashes in hashed]
         given = [pair for pair, number in zip(hashed, passes) if number is not None]
         samples, near = 0, 0
@@ -598,8 +616,7 @@ class Watch:
             turn.passes.clear()
         loader_pass = self.current_pass if turn.loader_pass is None else turn.loader_pass
         turn.passes.append(loader_pass)
-        loss = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
-        values = {"value": local(loss).item() if loss.numel() == 1 else 0, "scale": turn.scale}
+        values = {"value": value_of(tensors), "scale": turn.scale}
         if self.steps_done < NUM_STEPS:
             self.record("loss", **values, step=self.steps_done, loader_pass=loader_pass)
         self.in_backward, self.recomputes = True, False
@@ -609,7 +626,7 @@ class Watch:
         """Returns whether all gradients are zeros, or there are none."""
         weights = weights_of(known.optimizer())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        are_zeroed = not any(bits_of(gradient).item() for gradient in gradients)
+        are_zeroed = not any(has_numbers(local(gradient)) for gradient in gradients)
         known.began = "zeroed" if are_zeroed or known.began == "zeroed" else "old"
         turn = self.turn
         is_alone = len(self.optimizers) == 1 and not self.stepping
@@ -992,9 +1009,11 @@ class Watch:
         if about is None or self.steps_done >= NUM_STEPS:
             return
         self.current_pass = about["loader_pass"]
-        index = iterator._check_indices.pop(0)  # also with workers, batches come in this order
+        index = iterator._check_indices.pop(0)
         index = list(index) if hasattr(index, "__iter__") else [index]
         index = [int(i) if hasattr(i, "__index__") else None for i in index]
+        if not getattr(iterator, "_in_order", True):
+            index = [None] * len(index)  # workers may give their batches in another order
         whole = data
         while isinstance(whole, torch.utils.data.Subset):  # as of random_split()
             index = [None if i is None else int(whole.indices[i]) for i in index]
@@ -1005,14 +1024,28 @@ class Watch:
         rows = [len(part) for part in parts if isinstance(part, torch.Tensor) and part.dim()]
         hashes = self.keep_batch(batch)
         values = {"index": index, "split": split, "data": type(whole).__name__, "rows": rows}
-        self.record("batch", **about, **values, parts=hashes[:3])
+        values["number"] = self.number_of(whole)
+        self.record("batch", **about, **values, hashes=hashes[:3])
+
+    def number_of(self, data):
+        """Returns the number of a data set. A new one gets the next number."""
+        number, known = self.data_sets.get(id(data), (None, None))
+        known = known() if isinstance(known, weakref.ref) else known
+        if known is not data:  # one that is gone may have had this id
+            number = self.data_sets_seen
+            self.data_sets_seen += 1
+            try:
+                self.data_sets[id(data)] = number, weakref.ref(data)
+            except TypeError:  # a list has no weak references: so it is kept
+                self.data_sets[id(data)] = number, data
+        return number
 
     def keep_batch(self, batch):
         """Keeps hashes of the rows of a batch, and returns them for each tensor."""
         tensors = [local(tensor) for tensor in tensors_of(batch)]
         tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
         kept, found = {}, []
-        for tensor in rows_of(tensors):
+        for tensor in matrices_of(tensors):
             hashes = hashes_of(tensor).tolist()
             kept.setdefault(row_type(tensor), set()).update(hashes)
             found.append(hashes)
@@ -1031,9 +1064,11 @@ class Watch:
         while isinstance(data, torch.utils.data.Subset):
             data = data.dataset
         worker = torch.utils.data.get_worker_info()
+        # Where a server forks the workers, it is their parent for the system.
+        pid = multiprocessing.parent_process().pid if worker else os.getpid()
         self.record(
             "fetch",
-            parent=process_name(os.getppid() if worker else os.getpid()),
+            parent=process_name(pid),
             data=type(data).__name__,
             worker=worker.id if worker else None,
             at=time.time(),
@@ -1079,7 +1114,7 @@ def values_of_place(weights):
     machine = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     if device.type != "cpu":
         machine = getattr(torch.get_device_module(device), "get_device_name", str)()
-    words = " ".join([*sys.argv[1:], torch.__version__, sys.version])
+    words = " ".join([*sys.argv[1:], torch.__version__, sys.version.split()[0]])
     are_shared = device.type == "cpu" and all(local(weight).is_shared() for weight in weights)
     return {
         "place": [socket.gethostname(), str(device), torch.accelerator.device_count()],
@@ -1177,6 +1212,14 @@ def sum_to_1(given):
     return bool((rows >= 0).all() & is_1.all())
 
 
+def value_of(losses):
+    """Returns the sum of losses of one number each. None: it is not known."""
+    losses = tensors_of(losses)  # none of a generator, which the backward pass itself needs
+    if losses and all(loss.numel() == 1 for loss in losses):
+        return sum(local(loss).item() for loss in losses)
+    return None
+
+
 def tensors_of(tree):
     leaves = torch.utils._pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -1188,17 +1231,26 @@ def bits_of(tensor):
     tensor = local(tensor)
     tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
     flat = tensor.contiguous().flatten().view(torch.uint8)
-    flat = flat.clone() if flat.storage_offset() % 8 else flat  # the next view() needs this
-    flat = flat.view({0: torch.int64, 4: torch.int32}.get(flat.numel() % 8, torch.int8))
-    if hash_tensor and flat.numel() and flat.device.type in ("cpu", "cuda"):  # since torch 2.9
-        return change_type(hash_tensor(flat), torch.int64)
-    return flat.long().sum()
+    flat = flat.clone() if flat.storage_offset() % 4 else flat  # the next view() needs this
+    flat = flat.view(torch.int8 if len(flat) % 4 else torch.int32)
+    axis = factors(flat.device)[0][0]
+    end = len(flat) // BLOCK * BLOCK
+    rest = (flat[end:] * axis[: len(flat) - end]).sum()
+    if not end:
+        return rest
+    hashes = [(blocks * axis).sum(1) for blocks in flat[:end].view(-1, BLOCK).split(BLOCKS)]
+    return hashes_of(torch.cat([*hashes, rest[None]])[None])[0]
 
 
 def bits_of_gradient(gradient):
     """As bits_of(), but 0 for zeros of either sign. Clipping to 0 makes negative zeros."""
+    return (bits_of(gradient) | 1) * has_numbers(gradient)
+
+
+def has_numbers(gradient):
+    """Whether a gradient is not all zeros, of either sign."""
     numbers = gradient._values() if gradient.is_sparse else gradient
-    return bits_of(gradient) * numbers.any()
+    return numbers.any()
 
 
 def sketch_of(weight):
@@ -1209,7 +1261,7 @@ def sketch_of(weight):
     return project(rows)[0]
 
 
-def rows_of(tensors):
+def matrices_of(tensors):
     """Returns the tensors that are as long as the first one, as matrices of a row for a sample."""
     tensors = [tensor for tensor in tensors if tensor.dim()]
     tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
@@ -1222,7 +1274,9 @@ def row_type(rows):
 
 def hashes_of(rows):
     """A number for the bits of each row. Zeros at a row's end add nothing to it."""
-    whole = getattr(torch, f"int{min(64, 8 * rows.element_size())}")
+    # A sign is the highest bit. In words of 64 bits, two changed signs would add up to 0.
+    size = 32 if rows.is_floating_point() or rows.is_complex() else 64
+    whole = getattr(torch, f"int{min(size, 8 * rows.element_size())}")
     return add_blocks(rows.view(whole), factors(rows.device), torch.int64)[:, 0]
 
 

@@ -1,6 +1,7 @@
 """A program starts its ranks itself, and gives each an identity and a time as flags.
 
-After Ray Train, whose workers have a --worker-id and a --worker-launch-time-ms.
+After Ray Train, whose workers have a --worker-id and a --worker-launch-time-ms. --gpus: it gives
+each a --gpu, and rank 1 has another build of the same Python.
 """
 
 import os
@@ -25,6 +26,7 @@ def start_workers():
         for rank in range(WORLD):
             flags = [f"--worker-id={uuid.uuid4().hex}"]
             flags.append(f"--worker-launch-time-ms={time.time() * 1000:.0f}")
+            flags += ["--gpu", str(rank)] if "--gpus" in sys.argv else []
             known = {"RANK": str(rank), "STORE": f"file://{folder}/store"}
             command = [sys.executable, __file__, *flags]
             workers.append(subprocess.Popen(command, env=os.environ | known))
@@ -33,6 +35,8 @@ def start_workers():
 
 def train():
     rank = int(os.environ["RANK"])
+    if "--gpu" in sys.argv and rank:
+        sys.version = sys.version.replace("(", "(another build, ")
     dist.init_process_group("gloo", init_method=os.environ["STORE"], rank=rank, world_size=WORLD)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))

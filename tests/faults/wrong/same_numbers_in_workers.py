@@ -1,6 +1,7 @@
 """Random noise from numpy, in workers. --fault: each starts with the same state of numpy.
 
 stackoverflow 67180955; PyTorch's FAQ "My data loader workers return identical random numbers".
+--forkserver: a server forks the workers, as by default from Python 3.14 on.
 """
 
 import sys
@@ -29,7 +30,10 @@ def same_start(worker):
 if __name__ == "__main__":
     torch.manual_seed(0)
     start = same_start if "--fault" in sys.argv else None
-    loader = DataLoader(Data(), 16, shuffle=True, num_workers=2, worker_init_fn=start)
+    workers = {"num_workers": 2, "worker_init_fn": start}
+    if "--forkserver" in sys.argv:
+        workers["multiprocessing_context"] = "forkserver"
+    loader = DataLoader(Data(), 16, shuffle=True, **workers)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
