@@ -42,7 +42,6 @@ WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, 
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 RATE = "def learning_rate(args, done):\n"
 CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
-RUN = "# == The run: "  # begins the title of the section after the task
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
 # Files in the order in which they are run, before all others; and those whose tests share nothing.

@@ -16,6 +16,7 @@ import torch
 from conftest import ENVIRONMENT, FOLDERS, ROOT, SCRIPTS, call, load, module, rows, wait_for
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TO_HF = "examples/to_hf.py"
 TOKENS = "examples/tokens.py"
@@ -138,18 +139,17 @@ def test_tokens_without_a_network(texts, tmp_path, words):
 
 def assert_same_logits(script, snapshot, out):
     """transformers computes from a folder what the script's model computes from the snapshot."""
-    transformers = pytest.importorskip("transformers")
     settings = argparse.Namespace(**snapshot["settings"])
     model = module(script).create_model(settings, None).eval()
     model.load_state_dict(snapshot["model"])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
     torch.manual_seed(0)
     tokens = torch.randint(settings.vocab_size, (3, settings.seq_len))
     with torch.no_grad():
         expected, found = model(tokens), theirs(tokens).logits
     assert expected.std() > 0.05, "the logits differ from token to token"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    return transformers.AutoTokenizer.from_pretrained(out)
+    return AutoTokenizer.from_pretrained(out)
 
 
 def merged(path):
@@ -170,7 +170,6 @@ def test_from_tokens_to_transformers(logged, run, texts, tmp_path, script):
 
     transformers has the logits and the tokenizer of the snapshot.
     """
-    pytest.importorskip("transformers")
     flags = ("--column", "content", "--vocab_size", 300, "--out", tmp_path / "tokens")
     run(TOKENS, texts, *flags)
     snapshot, out = tmp_path / "snapshot", tmp_path / "out"
@@ -191,7 +190,6 @@ def test_from_tokens_to_transformers(logged, run, texts, tmp_path, script):
 
 def test_bytes_to_transformers(run, data, tmp_path):
     """Of a GPT on the bytes of a text, a token is a byte."""
-    pytest.importorskip("transformers")
     words = ("--dataset", data / "text.txt", "--snapshot", tmp_path / "gpt.pt")
     run("singlegpu/gpt.py", *GPT, *words)
     done = call(module(TO_HF), tmp_path / "gpt.pt", tmp_path / "out")
@@ -204,7 +202,6 @@ def test_bytes_to_transformers(run, data, tmp_path):
 
 def test_what_to_hf_refuses(tmp_path):
     """A snapshot of another model, tokens that have moved, and shards that would run code."""
-    pytest.importorskip("transformers")
     to_hf, path, out = module(TO_HF), tmp_path / "a.pt", tmp_path / "out"
     sizes = {"vocab_size": 300, "seq_len": 8, "dataset": "moved", "dropout": 0.0}
     torch.save({"model": {"fc.weight": torch.ones(2)}, "settings": {}}, path)
@@ -240,7 +237,6 @@ def test_five_commands_from_the_hub_to_elsewhere(tmp_path, folder):
 
     It is named and laid out as on the Hub: Parquet files of a configuration that README.md names.
     """
-    pytest.importorskip("transformers")
     [block] = re.findall(r"^```bash\n(python examples/tokens.*?)^```", PAGE, re.M | re.S)
     commands = block.splitlines()
     assert len(commands) == 5

@@ -85,6 +85,36 @@ def test_memory_in_16_bits(data):
     )
 
 
+TASKS = [  # scripts whose batches hold more than tensors, or whose models have no list of blocks
+    "text.py --model nbow",
+    "text.py --model transformer --precision bf16",
+    "translation.py --source number --target name --model transformer",
+    "translation.py --source number --target name --model transformer --precision bf16",
+    "translation.py --source number --target name --model lstm",
+]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_memory_of_texts_and_translations(data, task):
+    """A batch of translations holds a list of lengths. AdamW keeps two moments of each weight."""
+    script, *flags = task.split()
+    words = f"--dataset tables --data_dir {data} --seq_len 5 --batch_size 60".split()
+    done = call(module("tools/memory.py"), ROOT / "multigpu" / script, *words, *flags)
+    assert done.returncode == 0, done.stderr
+    first, _, row = done.stdout.splitlines()
+    count = int(first.split()[0].replace(",", ""))
+    weights, gradients, optimizer, gathered, activations, _ = map(float, row.split()[1:])
+    assert weights == gradients == pytest.approx(4e-9 * count, abs=1e-3) and gathered == 0
+    assert optimizer == pytest.approx(8e-9 * count, abs=1e-3) and activations > 0
+
+
+def test_inputs_that_are_no_tensors_are_not_cast():
+    """As the lengths of a translation, which go to the model with its tokens."""
+    inputs = (torch.ones(2), [5, 3], torch.ones(2, dtype=torch.int64))
+    reals, lengths, tokens = module("tools/memory.py").cast_inputs(torch.bfloat16, None, inputs)
+    assert (reals.dtype, lengths, tokens.dtype) == (torch.bfloat16, [5, 3], torch.int64)
+
+
 def test_memory_of_ones_own_script(data):
     """A script without blocks has no FSDP. A batch that is too small has a line."""
     words = f"{ROOT}/multigpu/images.py --dataset mnist --data_dir {data} --model cnn"

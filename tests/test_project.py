@@ -154,26 +154,33 @@ def write_own_files(folder):
     (folder / "task.py").write_text(task)
 
 
-def test_readme_commands(data, tmp_path):
-    """Each command with python or torchrun runs as it stands, but tiny: of blocks, then in text.
+def readme_commands():
+    """Returns the commands with python or torchrun of README.md, of blocks and in text.
 
     One with which another one begins is left out; test_mnist.py runs mnist.py, test_check.py
-    tools/check. A --pretrained network trains on photographs, and predicts. --epochs 0 gets its
-    weights alone.
+    tools/check.
     """
-    for name in (*FOLDERS, "examples", "tools", "pictures"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "multigpu").unlink()
-    shutil.copytree(ROOT / "multigpu", tmp_path / "multigpu")
-    write_own_files(tmp_path)
     lines = []
     for kind, block, words in re.findall(r"^```(\w*)\n(.*?)^```|`([^`]+)`", readme(), re.M | re.S):
         lines += block.splitlines() * (kind == "bash") + [" ".join(words.split())]
     # OMP_NUM_THREADS=1, before a command, holds for all tests.
     is_command = r"(?:\w+=\d+ )?((?:python|torchrun) (?!.*(?:mnist|tools/check|tests/)).*)"
     commands = [found[1] for line in lines if (found := re.fullmatch(is_command, line))]
+    return [each for each in commands if f"{each} " not in "\n".join(commands)]
+
+
+def test_readme_commands(data, tmp_path):
+    """Each command runs as it stands, but tiny: of blocks, then in text.
+
+    A --pretrained network trains on photographs, and predicts. --epochs 0 gets its weights alone.
+    """
+    for name in (*FOLDERS, "examples", "tools", "pictures"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "multigpu").unlink()
+    shutil.copytree(ROOT / "multigpu", tmp_path / "multigpu")
+    write_own_files(tmp_path)
+    commands = readme_commands()
     assert len(commands) > 10
-    commands = [each for each in commands if f"{each} " not in "\n".join(commands)]
     printed = ""
     for command in commands:
         command, _, target = command.partition(" > ")  # what paste.py writes
