@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, call, module
-from held import LARGE, ratio
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -43,12 +42,6 @@ def test_a_process_holds_its_share(monkeypatch):
     block = 4 * sum(weight.numel() for weight in model.blocks[0].parameters())
     assert 6.4e9 < count < 6.5e9
     assert max(4 * size for name, _, _, size in script.sent if name == "all-gather") == block
-
-
-def test_memory_is_as_told(data, tmp_path):
-    """Of DDP, whose activations differ. Weights, and FSDP, are in soak_memory.py."""
-    found = ratio("multigpu/gpt.py", LARGE["activations"], data / "words.txt", tmp_path)
-    assert found == pytest.approx(1, abs=0.1)
 
 
 def test_the_table_of_memory(data):

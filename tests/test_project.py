@@ -12,6 +12,7 @@ import torch
 from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, free_port
 from fork_server import run_all
 from PIL import Image
+from test_training import check_forks
 from torchvision.models import ResNet18_Weights, resnet18
 
 MLP = "--dataset mnist --data_dir {data} --model mlp --max_steps 6"
@@ -31,7 +32,6 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/*.md"))
 PAGES = sorted(path.name for path in ROOT.glob("*.md")) + PAGES
 OWN = ("multigpu/mine.py", "hybrid/mine.py", "multigpu/finetune.py")  # that a page makes
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
 
 
@@ -274,7 +274,7 @@ STEPS_OF_TRAIN = """    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_train_py_of_ones_own_becomes_ddp(tmp_path, processes):
+def test_a_train_py_of_ones_own_becomes_ddp(tmp_path, monkeypatch, processes):
     """The lines of multigpu's page: tools/check finds the gradients averaged, and no sample twice.
 
     Without them, it is the script of one process. Both save a model that loads without DDP.
@@ -288,14 +288,11 @@ def test_a_train_py_of_ones_own_becomes_ddp(tmp_path, processes):
         text = text.replace("torch.accelerator.set_device_index(local_rank)", "")
         text = text.replace("torch.device(local_rank)", 'torch.device("cpu")')
         text = text.replace('"nccl", device_id=device', '"gloo"')
-    (tmp_path / "train.py").write_text(text)
-    command = (
-        [sys.executable, "train.py"]
-        if processes == 1
-        else [*TORCHRUN, "--nproc_per_node=3", "train.py"]
-    )
-    command = [sys.executable, ROOT / "tools/check", "--steps", "1000", "--", *command]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    (path := tmp_path / "multinode/train.py").parent.mkdir()
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    done = check_forks("--steps", 1000, "--", processes, path)
     assert done.returncode == 0, done.stdout + done.stderr
     if processes > 1:
         for words in ("gradients are averaged", "shares "):
