@@ -231,7 +231,7 @@ def main():
     rows = {}
     try:
         plain = count(script, options.flags, options.processes)
-    except DynamicOutputShapeException as error:  # as of an LSTM, which packs texts by their lengths
+    except DynamicOutputShapeException as error:  # as of an LSTM: it packs texts
         sys.exit(f"{options.script} computes with values, and here are only shapes: {error}")
     rows["DDP"] = plain
     if plain["blocks"]:
