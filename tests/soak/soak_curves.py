@@ -14,12 +14,20 @@ RUNS = [  # as in test_training.py
     (4, PIPELINE, "gpt", "--num_stages 4 --num_microbatches 6"),
     (2, TENSOR, "gpt", "--tensor_size 2"),
 ]
+RESUMED = [(2, TENSOR, "gpt", "--precision bf16 --dropout 0.1")]
 OTHERS = [name for name in filter(TRAINING.search, SCRIPTS) if name not in WITHOUT]
 
 
 @pytest.mark.parametrize(("processes", "script", "task", "more"), RUNS)
 def test_one_loss_curve(check, data, tmp_path, processes, script, task, more):  # noqa: F811
     test_training.test_one_loss_curve(check, data, tmp_path, processes, script, task, more)
+
+
+@pytest.mark.parametrize(("processes", "script", "task", "more"), RESUMED)
+def test_a_resumed_run(check, data, tmp_path, processes, script, task, more):  # noqa: F811
+    test_training.test_a_resumed_run_has_the_weights_of_an_undisturbed_one(
+        check, data, tmp_path, processes, script, task, more
+    )
 
 
 @pytest.mark.parametrize("script", OTHERS)
