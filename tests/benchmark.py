@@ -51,8 +51,9 @@ def run_side(side, folder):
     for number, command in enumerate(side.split(" & ")):
         logs.append(Path(folder, f"{number}.jsonl"))
         logs[-1].unlink(missing_ok=True)
-        command = re.sub(r"^(\s*[A-Z_]+=\S* )*", rf"\g<0>{sys.executable} ", command)
-        command = f"{command} --log {logs[-1]}"
+        variables = re.match(r"(\s*[A-Z_]+=\S* )*", command)[0]
+        python, log = shlex.quote(sys.executable), shlex.quote(str(logs[-1]))
+        command = f"{variables}{python} {command[len(variables) :]} --log {log}"
         processes.append(subprocess.Popen(command, shell=True, stdout=subprocess.DEVNULL, cwd=ROOT))
     if any([process.wait() for process in processes]):
         sys.exit(f"failed: {side}")

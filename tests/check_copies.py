@@ -228,6 +228,14 @@ def list_problems(files):
                 yield f"OWN has {name} of {place}, which has no copy that differs"
 
 
+@functools.cache
+def changed_lines(old, new):
+    """Returns the lines of a diff, without the numbers of lines."""
+    diff = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0)
+    lines = [line.rstrip("\n") for line in diff][2:]
+    return ["@@" if line.startswith("@@") else line for line in lines]
+
+
 def differences_of(files):
     """Returns {title: lines}: how each name that may differ does so from one folder to the next."""
     found = {}
@@ -236,10 +244,7 @@ def differences_of(files):
         for name in new:
             if name.startswith("--") or old.get(name, new[name]) == new[name]:
                 continue  # a flag is a part of parse_run_args()
-            diff = difflib.unified_diff(old[name].splitlines(), new[name].splitlines(), n=0)
-            lines = [line.rstrip("\n") for line in diff][2:]
-            lines = ["@@" if line.startswith("@@") else line for line in lines]
-            found[f"== {name}: {before} -> {after}"] = lines
+            found[f"== {name}: {before} -> {after}"] = changed_lines(old[name], new[name])
     return found
 
 

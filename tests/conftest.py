@@ -42,12 +42,12 @@ WORKERS = os.environ.get("TEST_NUM_WORKERS")  # that all training scripts have, 
 TRAINING = re.compile(r"(?<!quantize)/(images|text|translation|gpt\w*)\.py$")
 RATE = "def learning_rate(args, done):\n"
 CONSTANT = {RATE: f"{RATE}    return args.learning_rate\n"}  # so --max_steps shapes no weights
-RUN = "# == The run: "  # begins the title of the section after the task
 TIMEOUT = 600  # seconds; ends what hangs, and is at least ten times what any command takes
 torch.set_num_threads(1)
-# Files in the order in which they are run, before all others; and those whose tests share nothing.
-LONGEST = """test_stops test_slurm test_hub test_project test_emulator test_flags test_mnist
-    test_quantize test_examples test_training test_check test_gpu test_launchers""".split()
+# Long files are run first, in this order. Those whose tests share nothing are run last: their tests
+# are spread over the processes of pytest, so that none waits long at the end.
+LONGEST = """test_stops test_slurm test_project test_emulator test_flags test_mnist test_quantize
+    test_examples test_copies""".split()
 APART = """test_stops test_training test_check test_gpu test_launchers test_hybrid test_hub
     test_check_programs soak_pages""".split()
 
@@ -79,7 +79,14 @@ def call(script, *arguments):
 
 def pytest_collection_modifyitems(items):
     """Sorts the tests, so that no worker waits at the end."""
-    items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
+
+    def place(item):
+        name = item.path.stem
+        if name in LONGEST:
+            return LONGEST.index(name)
+        return len(LONGEST) + (1 + APART.index(name) if name in APART else 0)
+
+    items.sort(key=place)
 
 
 class Scheduler(LoadFileScheduling):

@@ -41,9 +41,8 @@ SIZES = {  # a small case of each script
     "text": "--model transformer --seq_len 64",
     "translation": "--seq_len 16",
     "gpt2": "--vocab_size 50304 --d_model 768 --n_heads 12 --num_layers 12 --seq_len 1024",
-    "loop": "--max_steps 24",
-    "rows": "--max_steps 24 --eval_every 12",
 }
+STEPS = {"loop": "--max_steps 24", "rows": "--max_steps 24 --eval_every 12"}
 NUM_TOKENS = 1 << 22  # of a made-up text
 RANKS = (2, 4)  # processes that share a GPU
 TIMEOUT = 300  # seconds of a command
@@ -145,11 +144,14 @@ def check_losses(*cases):
     expected, wrong = None, []
     for tolerance, *command in cases:
         rows, names = run(*command)[0], ("train_loss", "val_loss")
+        device = rows[0]["device"]
+        told = f"this must run on the CPU, not on {device}"
+        assert ON_CPU not in command or device == "CPU", told
         losses = [row[name] for row in rows if row["rank"] == 0 for name in names]
         expected = expected or losses
         first, speed = f"{expected[-1]:.4f} of the first", f"{rows[-1]['samples/s']:,.0f} samples/s"
         peak = f"largest peak {max(row['peak_MB'] for row in rows):.0f} MB"
-        tell(f"- validation loss {losses[-1]:.4f} on {rows[0]['device']}, {first}; {speed}; {peak}")
+        tell(f"- validation loss {losses[-1]:.4f} on {device}, {first}; {speed}; {peak}")
         if not np.allclose(losses, expected, rtol=tolerance, atol=0):
             wrong.append(" ".join(command[:2]))
     assert not wrong, f"other losses: {', '.join(wrong)}"
@@ -159,7 +161,7 @@ def check_killed(script):
     """A process that is killed ends the run."""
     step_ends = "        bar.update()\n"
     kill = f"        (rank, step) == (1, 4) and os.kill(os.getpid(), {int(signal.SIGKILL)})\n"
-    words = f"{SIZES['images']} {SIZES['rows']}"
+    words = f"{SIZES['images']} {STEPS['rows']}"
     err = run(changed(script, step_ends, step_ends + kill), words, 2, status=None)[2]
     told = re.findall(r".*\bSIGKILL\b.*", err) or ["nothing"]
     tell(f"- it said: {told[-1].strip()[:200]}")
@@ -168,7 +170,7 @@ def check_killed(script):
 def check_gpt(batch):
     """GPT-2 (124 M) in bf16, compiled, beside a loop of the same model without our timers."""
     size = f"{SIZES['gpt2']} --batch_size {batch}"
-    loop = ("tests/helpers/plain_gpt.py", f"{size} {SIZES['loop']}")
+    loop = ("tests/helpers/plain_gpt.py", f"{size} {STEPS['loop']}")
     steps = "--max_steps 72 --eval_every 24"  # the last row counts
     ours = (GPT, f"{size} --dataset tokens --precision bf16 --compile {steps}")
     before, row, after = (run(*command)[0][-1] for command in (loop, ours, loop))
@@ -197,7 +199,7 @@ def of_check(*counts):
 
 def of_losses(name):
     """A script on the CPU, in each precision, and compiled."""
-    script, words = f"singlegpu/{name}.py", f"{SIZES[name]} {SIZES['rows']}"
+    script, words = f"singlegpu/{name}.py", f"{SIZES[name]} {STEPS['rows']}"
     cases = [(1, script, f"{words} --precision fp32", 1, ON_CPU)]
     cases += [(bound, script, f"{words} --precision {each}") for each, bound in PRECISIONS.items()]
     return check_losses, *cases, (1e-2, script, f"{words} --compile")
@@ -207,7 +209,7 @@ def of_processes(*counts):
     """Each script with so many processes on the CPU, and on GPUs."""
     checks = {}
     for script, words, n in cases_of(*counts):
-        command = (script, f"{words} {SIZES['rows']} --precision fp32", n)
+        command = (script, f"{words} {STEPS['rows']} --precision fp32", n)
         checks[f"{script} {n}"] = (check_losses, (1, *command, ON_CPU), (2e-2, *command))
     return checks
 
@@ -228,6 +230,15 @@ def parts_of(count):
         "ranks": of_check(2) | killed | of_processes(*RANKS),
         "gpt": {str(batch): (check_gpt, batch) for batch in (8, 32, 64)},
     }
+
+
+def checks_of(parts, name):
+    """Returns the checks of a part, or those of part:check. None: there are none of this name."""
+    part, _, word = name.partition(":")
+    checks = parts.get(part)
+    if word and checks:
+        checks = {each: check for each, check in checks.items() if word in each.split()}
+    return checks or (None if word else checks)
 
 
 def run_part(name, checks):
@@ -264,14 +275,17 @@ def main(words=None):
     if not count:
         parser.error("torch sees no GPU here")
     parts, failures = parts_of(count), []
+    chosen = {name: checks_of(parts, name) for name in options.only or parts}
+    for name, checks in chosen.items():
+        if checks is None:
+            parser.error(f"there is no {name}")
     tell("", f"## {count} x {gpu}, torch {torch.__version__}, NCCL {nccl}, {date.today()}", "")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("tokens").mkdir()  # random ones, 0 to 15
         for name, size in {"train": NUM_TOKENS, "val": 1 << 14}.items():
             np.save(f"tokens/{name}.npy", np.random.randint(16, size=size, dtype=np.uint16))
-        for name in options.only or parts:
-            part, _, word = name.partition(":")
-            checks = {each: c for each, c in parts[part].items() if word in ("", *each.split())}
+        for name, checks in chosen.items():
+            part = name.partition(":")[0]
             options.sharing = part == "ranks"
             if options.sharing and (count > 1 or nccl < 23000):
                 tell("", "- left out: ranks, which is for one GPU and NCCL 2.30")

@@ -68,6 +68,13 @@ def test_nonsense_is_refused(monkeypatch, capsys, words):
     assert capsys.readouterr().err.endswith(f"error: {REFUSED[words]}\n")
 
 
+@pytest.mark.parametrize("words", [("--min_bytes", 6), ("--max_bytes", "many"), ("--such", 1)])
+def test_wrong_flags_are_told_once(attempt, words):
+    """By one of three processes. The launcher then ends the others."""
+    status, out, err = attempt(SCRIPT, *words, processes=3)
+    assert (status, out, err.count("error: ")) == (2, "", 1), err
+
+
 def test_a_missing_folder_is_found_before_the_measurement(attempt, tmp_path):
     """In one line, by one process. The others, which wait for it, end as well."""
     words = (*SIZES, "--out", tmp_path / "missing/link.json")

@@ -1,5 +1,10 @@
 """benchmark.py compares commands, at a tiny size. Its commands on links: tests/soak."""
 
+import sys
+from pathlib import Path
+
+from conftest import module
+
 NANOGPT = """
 print("iter 1: loss 1.0, time 9.00ms, mfu 0%")
 print("iter 2: loss 1.0, time 5.00ms, mfu 0%")
@@ -24,3 +29,14 @@ def test_sides_of_a_ratio(run, tmp_path):
         [sides[1], "4800.0", "2.000 (2.00 to 2.00)", "nan"],
         [sides[2], "1200.0", "0.500 (0.50 to 0.50)", "2.5"],
     ]
+
+
+def test_a_python_in_a_folder_with_a_space(monkeypatch, tmp_path):
+    """As of a virtual environment, and the log, too."""
+    (folder := tmp_path / "my venv").symlink_to(sys.prefix)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (logs := tmp_path / "my logs").mkdir()
+    monkeypatch.setattr(sys, "executable", str(folder / "bin" / Path(sys.executable).name))
+    side = f"SPEED=1200 {tmp_path}/script.py"
+    [row] = module("tests/benchmark.py").run_side(side, logs)
+    assert row == {"rank": 0, "samples/s": 1200, "forward": 2.5}

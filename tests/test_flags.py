@@ -1,5 +1,6 @@
 """Flags are tested by their effect, as probe.py sees it. A flag of a section is proven once."""
 
+import ast
 import functools
 import json
 import re
@@ -7,11 +8,27 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT, SCRIPTS, curve, rows
+from test_project import readme_commands
+
+
+def strings_of(source):
+    """Returns the strings of a source, but for docstrings and what is compared with a text."""
+    left_out, strings = set(), []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr):
+            left_out.add(node.value)
+        elif isinstance(node, ast.Compare):
+            left_out |= {node.left, *node.comparators}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.append(node)
+    return [node.value for node in strings if node not in left_out]
 
 
 def test_each_flag_is_given_in_a_test():
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
-    given = {*re.findall(r"--\w+", tests)}
+    """In a string of a test, or in a command of README.md, which test_project.py runs."""
+    files = [path for name in ("test_", "soak_") for path in (ROOT / "tests").rglob(f"{name}*.py")]
+    given = [text for path in files for text in strings_of(path.read_text())] + readme_commands()
+    given = {*re.findall(r"--\w+", " ".join(given))}
     command = ROOT / "tools/check/__main__.py"
     for path in (*map(ROOT.joinpath, SCRIPTS), *ROOT.glob("tools/*.py"), command):
         flags = {*re.findall(r'\badd(?:_argument)?\("(--\w+)"', path.read_text())}
@@ -127,6 +144,7 @@ def test_effects(seen, flags, script):
     runs = [seen(f"{script}.py", f"{EACH} {more}", processes) for more in ("", flags)]
     (plain, expected), (found, logged) = runs
     assert losses_of(logged) == pytest.approx(losses_of(expected), rel=0.02)
+    assert len(plain) == len(found) == processes
     for before, after in zip(plain, found):
         EFFECTS[flags][0](before[1], after[1])
 

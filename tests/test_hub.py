@@ -7,15 +7,15 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, FOLDERS, ROOT, SCRIPTS, call, load, module, rows, wait_for
+from conftest import ENVIRONMENT, ROOT, SCRIPTS, call, load, module, rows, wait_for
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TO_HF = "examples/to_hf.py"
 TOKENS = "examples/tokens.py"
@@ -138,18 +138,17 @@ def test_tokens_without_a_network(texts, tmp_path, words):
 
 def assert_same_logits(script, snapshot, out):
     """transformers computes from a folder what the script's model computes from the snapshot."""
-    transformers = pytest.importorskip("transformers")
     settings = argparse.Namespace(**snapshot["settings"])
     model = module(script).create_model(settings, None).eval()
     model.load_state_dict(snapshot["model"])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(out).eval()
     torch.manual_seed(0)
     tokens = torch.randint(settings.vocab_size, (3, settings.seq_len))
     with torch.no_grad():
         expected, found = model(tokens), theirs(tokens).logits
     assert expected.std() > 0.05, "the logits differ from token to token"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    return transformers.AutoTokenizer.from_pretrained(out)
+    return AutoTokenizer.from_pretrained(out)
 
 
 def merged(path):
@@ -170,7 +169,6 @@ def test_from_tokens_to_transformers(logged, run, texts, tmp_path, script):
 
     transformers has the logits and the tokenizer of the snapshot.
     """
-    pytest.importorskip("transformers")
     flags = ("--column", "content", "--vocab_size", 300, "--out", tmp_path / "tokens")
     run(TOKENS, texts, *flags)
     snapshot, out = tmp_path / "snapshot", tmp_path / "out"
@@ -191,7 +189,6 @@ def test_from_tokens_to_transformers(logged, run, texts, tmp_path, script):
 
 def test_bytes_to_transformers(run, data, tmp_path):
     """Of a GPT on the bytes of a text, a token is a byte."""
-    pytest.importorskip("transformers")
     words = ("--dataset", data / "text.txt", "--snapshot", tmp_path / "gpt.pt")
     run("singlegpu/gpt.py", *GPT, *words)
     done = call(module(TO_HF), tmp_path / "gpt.pt", tmp_path / "out")
@@ -204,7 +201,6 @@ def test_bytes_to_transformers(run, data, tmp_path):
 
 def test_what_to_hf_refuses(tmp_path):
     """A snapshot of another model, tokens that have moved, and shards that would run code."""
-    pytest.importorskip("transformers")
     to_hf, path, out = module(TO_HF), tmp_path / "a.pt", tmp_path / "out"
     sizes = {"vocab_size": 300, "seq_len": 8, "dataset": "moved", "dropout": 0.0}
     torch.save({"model": {"fc.weight": torch.ones(2)}, "settings": {}}, path)
@@ -232,44 +228,6 @@ def python_blocks(title):
     """Returns the blocks of Python in a section of the page."""
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
     return re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
-
-
-@pytest.mark.parametrize("folder", ["multigpu"])  # soak_hub.py has singlegpu
-def test_five_commands_from_the_hub_to_elsewhere(tmp_path, folder):
-    """Those of the page, as they are typed, but small. The data set is a local one.
-
-    It is named and laid out as on the Hub: Parquet files of a configuration that README.md names.
-    """
-    pytest.importorskip("transformers")
-    [block] = re.findall(r"^```bash\n(python examples/tokens.*?)^```", PAGE, re.M | re.S)
-    commands = block.splitlines()
-    assert len(commands) == 5
-    name = "wikitext-103-raw-v1"
-    hub = tmp_path / "Salesforce/wikitext"
-    write_texts(hub, 2500)
-    files = f"  - split: train\n    path: {name}/train-*\n"
-    about = f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n"
-    (hub / "README.md").write_text(about)
-    (hub / "data").rename(hub / name)
-    for linked in (*FOLDERS, "examples", "tools"):
-        (tmp_path / linked).symlink_to(ROOT / linked)
-    small = "--d_model 16 --n_heads 2 --num_layers 2 --seq_len 32 --max_steps 20 --batch_size 12"
-    printed = []
-    for command in commands:
-        command = command.replace("multigpu", folder)
-        if "tokens.py" in command:
-            command += " --column content --vocab_size 300"
-        command = re.sub(r"--d_model.*_layers 12", small, command)
-        env = ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        how = {"capture_output": True, "text": True, "cwd": tmp_path, "env": env}
-        done = subprocess.run(command, shell=True, **how)
-        assert done.returncode == 0, (command, done.stderr)
-        printed.append(done.stdout)
-    assert "FSDP, checkpoints" in printed[1]
-    assert re.search(r"^step 20 .*tokens/s \d", printed[2].replace("\n", " "), re.M), printed[2]
-    assert "'generated_text': 'The" in printed[4]
-    assert_same_logits("singlegpu/gpt.py", load(tmp_path / "gpt.pt"), tmp_path / "my_gpt")
 
 
 def test_a_trace_of_kernels(run, changed, data, tmp_path):

@@ -60,6 +60,7 @@ def test_who_is_late_is_named(run, changed, flags, tmp_path, name):
     ratio = float(re.search(r"^R = .* / sending = ([\d.]+): \d processes would", out, re.M)[1])
     assert ratio == pytest.approx(sums(*phases).mean() / sending, abs=0.051)
     table = dict(re.findall(r"^(\w+) +([\d.]+) s +\d+%$", out, re.M))  # of the whole start
+    assert {"forward", "backward", "optimizer"} <= table.keys(), out
     for phase, mean in table.items():
         assert float(mean) == pytest.approx(sums(phase).mean(), abs=0.001)
     lines = [line.strip("| ") for line in out.splitlines() if line[:1] == "|"]

@@ -2,14 +2,13 @@
 
 import functools
 import re
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, replaced
+from conftest import ROOT
 
 TENSOR = "hybrid, tensor"  # hybrid/mnist_tensor.py, as its row calls it
 # Processes, by what the first cell of the row says: the folder.
@@ -95,6 +94,15 @@ def test_without_its_timing(run, data, trained, tmp_path, folder):
     assert not times(out)
 
 
+def assert_quantized(out, printed):
+    """int8 is smaller, and as good. fp32 has the accuracy that the training has printed."""
+    found = re.findall(r"^\| quantize \| (\w+) \| (.*) \|$", out, re.M)
+    rows = {precision: list(map(float, cells.split(" | "))) for precision, cells in found}
+    (fp32_size, fp32_acc, *speeds), (int8_size, int8_acc, *_) = rows["fp32"], rows["int8"]
+    assert int8_size < fp32_size / 3 and abs(int8_acc - fp32_acc) < 0.02 and min(speeds) > 0
+    assert fp32_acc == pytest.approx(numbers("val_acc", printed)[-1], abs=1e-4)
+
+
 def test_int8_where_pytorch_has_none(run, data, tmp_path, trained):
     """A PyTorch without torch.ao.quantization: torchao's int8 is as small, and as good."""
     hide = "import sys\nsys.modules['torch.ao.quantization'] = None\n"
@@ -109,36 +117,9 @@ def test_int8_where_pytorch_has_none(run, data, tmp_path, trained):
     assert float(int8_acc) == pytest.approx(float(fp32_acc), abs=0.02)
 
 
-def test_make_demo_and_int8(run, data, tmp_path, trained):
-    """`make demo`: one process, two, the speedup, and int8. The images can be learned, not at once.
-
-    There are a fifth as many images as for a user, and speeds are measured once. The environment is
-    there already (-o). Quantized, the images and the network are those of the training.
-    """
-    (folder := tmp_path / "my folder").mkdir()
-    for name in ("singlegpu", "multigpu", "quantize"):
-        (folder / name).mkdir()
-        text = replaced((ROOT / name / "mnist.py").read_text(), {"60_000 if": "12_000 if"})
-        (folder / name / "mnist.py").write_text(text.replace("range(20)", "range(1)"))
-    shutil.copy(ROOT / "Makefile", folder)
-    (folder / "tests/helpers").mkdir(parents=True)
-    shutil.copy(ROOT / "tests/helpers/demo.awk", folder / "tests/helpers")
-    (folder / ".venv").symlink_to(sys.prefix)
-    command = "make -o .venv/installed demo".split()
-    command.append("DEMO=--synthetic --epochs 1 --batch_size 120")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    totals = re.findall(r"^total +([\d.]+)", done.stdout, re.M)
-    [told] = numbers("Two processes are", done.stdout)
-    assert told == pytest.approx(float(totals[0]) / float(totals[1]), abs=0.01)
-    assert 0.5 < numbers("train_loss", done.stdout)[0]
-    assert 0.9 < numbers("val_acc", done.stdout)[-1] < 0.999
+def test_int8(run, changed, data, tmp_path, trained):
+    """Quantized, the images and the network are those of the training. Speeds are measured once."""
     place, printed = trained("singlegpu")
-    words = ("--data_dir", data, "--model", place / "mnist.pt")
-    quantized = run(folder / "quantize/mnist.py", *words, cwd=tmp_path)
-    for before, out in (printed, quantized), (done.stdout, done.stdout):
-        found = re.findall(r"^\| quantize \| (\w+) \| (.*) \|$", out, re.M)
-        rows = {precision: list(map(float, cells.split(" | "))) for precision, cells in found}
-        (fp32_size, fp32_acc, *speeds), (int8_size, int8_acc, *_) = rows["fp32"], rows["int8"]
-        assert int8_size < fp32_size / 3 and abs(int8_acc - fp32_acc) < 0.02 and min(speeds) > 0
-        assert fp32_acc == pytest.approx(numbers("val_acc", before)[-1], abs=1e-4)
+    script = changed("quantize/mnist.py", {"range(20)": "range(1)"})
+    out = run(script, "--data_dir", data, "--model", place / "mnist.pt", cwd=tmp_path)
+    assert_quantized(out, printed)

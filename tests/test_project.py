@@ -12,6 +12,7 @@ import torch
 from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, free_port
 from fork_server import run_all
 from PIL import Image
+from test_training import check_forks
 from torchvision.models import ResNet18_Weights, resnet18
 
 MLP = "--dataset mnist --data_dir {data} --model mlp --max_steps 6"
@@ -31,7 +32,6 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/*.md"))
 PAGES = sorted(path.name for path in ROOT.glob("*.md")) + PAGES
 OWN = ("multigpu/mine.py", "hybrid/mine.py", "multigpu/finetune.py")  # that a page makes
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
 
 
@@ -154,26 +154,33 @@ def write_own_files(folder):
     (folder / "task.py").write_text(task)
 
 
-def test_readme_commands(data, tmp_path):
-    """Each command with python or torchrun runs as it stands, but tiny: of blocks, then in text.
+def readme_commands():
+    """Returns the commands with python or torchrun of README.md, of blocks and in text.
 
     One with which another one begins is left out; test_mnist.py runs mnist.py, test_check.py
-    tools/check. A --pretrained network trains on photographs, and predicts. --epochs 0 gets its
-    weights alone.
+    tools/check.
     """
-    for name in (*FOLDERS, "examples", "tools", "pictures"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "multigpu").unlink()
-    shutil.copytree(ROOT / "multigpu", tmp_path / "multigpu")
-    write_own_files(tmp_path)
     lines = []
     for kind, block, words in re.findall(r"^```(\w*)\n(.*?)^```|`([^`]+)`", readme(), re.M | re.S):
         lines += block.splitlines() * (kind == "bash") + [" ".join(words.split())]
     # OMP_NUM_THREADS=1, before a command, holds for all tests.
     is_command = r"(?:\w+=\d+ )?((?:python|torchrun) (?!.*(?:mnist|tools/check|tests/)).*)"
     commands = [found[1] for line in lines if (found := re.fullmatch(is_command, line))]
+    return [each for each in commands if f"{each} " not in "\n".join(commands)]
+
+
+def test_readme_commands(data, tmp_path):
+    """Each command runs as it stands, but tiny: of blocks, then in text.
+
+    A --pretrained network trains on photographs, and predicts. --epochs 0 gets its weights alone.
+    """
+    for name in (*FOLDERS, "examples", "tools", "pictures"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "multigpu").unlink()
+    shutil.copytree(ROOT / "multigpu", tmp_path / "multigpu")
+    write_own_files(tmp_path)
+    commands = readme_commands()
     assert len(commands) > 10
-    commands = [each for each in commands if f"{each} " not in "\n".join(commands)]
     printed = ""
     for command in commands:
         command, _, target = command.partition(" > ")  # what paste.py writes
@@ -267,7 +274,7 @@ STEPS_OF_TRAIN = """    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_train_py_of_ones_own_becomes_ddp(tmp_path, processes):
+def test_a_train_py_of_ones_own_becomes_ddp(tmp_path, monkeypatch, processes):
     """The lines of multigpu's page: tools/check finds the gradients averaged, and no sample twice.
 
     Without them, it is the script of one process. Both save a model that loads without DDP.
@@ -281,14 +288,11 @@ def test_a_train_py_of_ones_own_becomes_ddp(tmp_path, processes):
         text = text.replace("torch.accelerator.set_device_index(local_rank)", "")
         text = text.replace("torch.device(local_rank)", 'torch.device("cpu")')
         text = text.replace('"nccl", device_id=device', '"gloo"')
-    (tmp_path / "train.py").write_text(text)
-    command = (
-        [sys.executable, "train.py"]
-        if processes == 1
-        else [*TORCHRUN, "--nproc_per_node=3", "train.py"]
-    )
-    command = [sys.executable, ROOT / "tools/check", "--steps", "1000", "--", *command]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    (path := tmp_path / "multinode/train.py").parent.mkdir()
+    path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    done = check_forks("--steps", 1000, "--", processes, path)
     assert done.returncode == 0, done.stdout + done.stderr
     if processes > 1:
         for words in ("gradients are averaged", "shares "):

@@ -1,4 +1,4 @@
-"""Job files of each folder on a real Slurm of two nodes on this machine; all in the soak."""
+"""A job on a real Slurm of two nodes on this machine, and what sweep.sh submits. More: the soak."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights, module, rows, wait_for
+from conftest import ENVIRONMENT, FOLDERS, ROOT, assert_same_weights, module, wait_for
 
 CLUSTER = ["bash", ROOT / "tests/helpers/slurm_cluster.sh"]
 COMMON = "--batch_size 64 --max_steps 10 --eval_every 5".split()
@@ -77,25 +77,6 @@ def site(tmp_path, cluster):
     yield site
     subprocess.run(["scancel", "--user=root", "--quiet"], env=cluster)
     wait_for(lambda: not site.command("squeue", "--noheader"), pause=0.5)
-
-
-def test_jobs_of_a_sweep_train_and_are_reported(site, data):
-    """Jobs of singlegpu, multigpu and multinode, and their report, submitted inside salloc."""
-    inside = ("salloc", "--quiet", "--gpus=1", "--mem-per-cpu=100", "bash", "slurm/sweep.sh")
-    words = ("--gpus", "1 2 2x1", "--batch_sizes", 32, "--out", "sweep", "--sbatch", "--mem=4000")
-    told = site.command(*inside, *words, "gpt", *GPT, "--dataset", data / "text.txt")
-    out = site.folder / "sweep"
-    assert site.wait(re.search(r"job (\d+) writes", told)[1]) == "COMPLETED"
-    cases = ("singlegpu_1", 1, 1), ("multigpu_2", 2, 1), ("multinode_2x1", 2, 2)
-    for name, processes, nodes in cases:
-        logged = rows(out / f"{name}_32.jsonl")
-        assert len(logged) == 2 * processes
-        assert {(row["processes"], row["nodes"]) for row in logged} == {(processes, nodes)}
-    report = (out / "report.md").read_text()
-    assert report.count("## strong scaling") == 1 and "not compared" not in report, report
-    assert "global batch 32" in report
-    assert len(re.findall(r"^\| +[12] \| +[12] \| +7 \|", report, re.M)) == 3, report
-    assert list(out.glob("scaling*.png"))
 
 
 def test_jobs_train_stop_and_fail(site, run, data):

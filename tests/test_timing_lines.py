@@ -173,3 +173,14 @@ def test_too_few_steps(run, tmp_path):
     out = run(train, processes=1, cwd=tmp_path)
     assert "too few steps to time: the first three are the warmup\n" in out
     assert re.findall(r"^(\w+) +[\d.]+ s", out, re.M) == ["warmup", "total"]
+
+
+def test_a_log_without_a_model(run, tmp_path):
+    """The table and the log are written. predict.py, which needs the gradients' size, says so."""
+    train = write_train(tmp_path / "multinode", replaced(TRAIN, {" model=model,": ""}))
+    out = run(train, processes=1, cwd=tmp_path)
+    assert re.search(r"^samples/s: [\d.]+$", out, re.M)
+    log = tmp_path / "run.jsonl"
+    assert json.loads(log.read_text())["parameters"] == 0
+    told = call(module("tools/predict.py"), log, "--link", "1Gbit")
+    assert told.returncode == 1 and "give it to print_marks()" in told.stderr

@@ -27,8 +27,18 @@ import torch.distributed as dist
 ON_GPU = torch.accelerator.is_available()  # a GPU of any maker
 
 
+class Parser(argparse.ArgumentParser):
+    """Processes of one command read the same flags. One of them says what is wrong with these."""
+
+    def error(self, message):
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+        if rank != "0":
+            time.sleep(10)  # until then, torchrun or srun ends this process if rank 0 has failed
+        super().error(message)
+
+
 def parse_args():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--min_bytes", type=int, default=1 << 12, help="smallest size in bytes")
     add("--max_bytes", type=int, default=1 << 30, help="largest size in bytes")
@@ -182,7 +192,7 @@ def print_pairs(rates, hosts, expect):
     return 1 if slow else 0
 
 
-def watch(store, rank, world_size, timeout, progress, done):
+def watch_for_hang(store, rank, world_size, timeout, progress, done):
     """Runs in a thread. Ends this process if nothing goes on; one process says who is missing."""
     beats = [f"beat {each}" for each in range(world_size)]
     pool = ThreadPoolExecutor(1)  # it asks the store, which is rank 0's and may not answer
@@ -239,7 +249,7 @@ def main(args):
     store = dist.TCPStore(*address, world_size, is_server, wait, wait_for_workers=False)
     progress, done = {"moment": time.monotonic()}, threading.Event()
     words = store.clone(), rank, world_size, args.timeout, progress, done
-    watcher = threading.Thread(target=watch, args=words, daemon=True)
+    watcher = threading.Thread(target=watch_for_hang, args=words, daemon=True)
     watcher.start()
     if rank == 0 and args.out and not os.access(Path(args.out).absolute().parent, os.W_OK):
         sys.exit(f"cannot write {args.out}: its folder is missing or read-only")
@@ -258,7 +268,7 @@ def main(args):
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        time.sleep(1e9)  # a peer is gone: watch() says which one, and ends this process
+        time.sleep(1e9)  # a peer is gone: watch_for_hang() says which one, and ends this process
 
     # The end.
     done.set()

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pandas as pd
 
-# These together tell one run from another: `run` does not, as a copied snapshot keeps it. From
+# How a model and a batch are split, which does not change the loss.
+LAUNCH = "num_stages shard_size grad_accum_steps num_microbatches schedule".split()
+LAUNCH += ["checkpoint_activations", "tensor_size"]
+# All of these together identify a run. `run` alone does not: a copied snapshot keeps it. From
 # comm_hook on, a resumed run may have others.
-RUN = "run snapshot script processes nodes comm_hook compile num_workers num_stages".split()
-RUN += "shard_size grad_accum_steps num_microbatches schedule checkpoint_activations".split()
-RUN += ["tensor_size"]
-LAUNCH = RUN[8:]  # how a model and a batch are split, which does not change the loss
+RUN = "run snapshot script processes nodes comm_hook compile num_workers".split() + LAUNCH
 PHASES = ["data", "forward", "backward", "bubble", "comm", "optimizer"]  # of a step
 COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter", "sum"]  # what processes do together
 

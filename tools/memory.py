@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -116,7 +116,7 @@ def take_step(script, args, data, batch, checkpoints, is_sharded=False):
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, torch.device(device):
         model = create_model(script, args, data, dtype if is_sharded else None)
-        batch = tree_map(lambda x: torch.empty_like(fake.from_tensor(x), device=device), batch)
+        batch = tree_map(partial(without_memory, fake, device), batch)
         optimizer = script.create_optimizer(model, args)
         for weight in model.parameters():  # DDP keeps the gradients between steps
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
@@ -135,6 +135,13 @@ def take_step(script, args, data, batch, checkpoints, is_sharded=False):
     return model, optimizer, live.most
 
 
+def without_memory(fake, device, value):
+    """Returns a tensor of this shape and type without memory, and other values as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_like(fake.from_tensor(value), device=device)
+
+
 def create_model(script, args, data, dtype):
     """Returns the script's model, in this type if there is one, as FSDP computes with it."""
     default = torch.get_default_dtype()
@@ -147,8 +154,13 @@ def create_model(script, args, data, dtype):
 
 
 def cast_inputs(dtype, model, inputs):
-    """Casts the inputs of a model that are no whole numbers, as FSDP does."""
-    return tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+    """Casts the inputs of a model that are tensors, and no whole numbers, as FSDP does."""
+
+    def cast(value):
+        is_cast = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_cast else value
+
+    return tree_map(cast, inputs)
 
 
 def count(script, flags, processes=1, checkpoints=False):
@@ -161,12 +173,14 @@ def count(script, flags, processes=1, checkpoints=False):
     args = parse_flags(script, flags)
     args.num_workers = 0
     data, batch = read_batch(script, args, processes)
-    *_, of_shards = take_step(script, args, data, batch, checkpoints, is_sharded=True)
     model, optimizer, activations = take_step(script, args, data, batch, checkpoints)
     states = [value for state in optimizer.state.values() for value in tensors_in(state)]
     learned = [weight for weight in model.parameters() if weight.requires_grad]
     kept = [*model.parameters(), *model.buffers()]
     blocks = getattr(model, "blocks", ())
+    of_shards = 0
+    if blocks:  # which FSDP needs
+        *_, of_shards = take_step(script, args, data, batch, checkpoints, is_sharded=True)
     in_blocks = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
     dtype = TYPES.get(args.precision, torch.float32)
     counted = {
@@ -192,7 +206,7 @@ def divided(counted, processes):
     gradients of all that is in no block. They have the type of the computation.
     """
     found = {name: counted[name] / processes for name in COLUMNS}
-    largest = max(counted["blocks"], default=0)
+    largest = max(counted["blocks"])
     gathered = 3 * largest + 2 * counted["others"]
     found["gathered"] = gathered * counted["bytes of a gathered weight"]
     found["activations"] = counted["activations of shards"]
@@ -215,7 +229,10 @@ def main():
 
     # DDP. If the model has blocks, also DDP with checkpoints, and FSDP without and with them.
     rows = {}
-    plain = count(script, options.flags, options.processes)
+    try:
+        plain = count(script, options.flags, options.processes)
+    except DynamicOutputShapeException as error:  # as of an LSTM: it packs texts
+        sys.exit(f"{options.script} computes with values, and here are only shapes: {error}")
     rows["DDP"] = plain
     if plain["blocks"]:
         spared = count(script, options.flags, options.processes, checkpoints=True)

@@ -492,6 +492,8 @@ def main():
     singles = singles.drop_duplicates(["same", *LAUNCH, "batch_size"], keep="last")
     if singles.empty:
         sys.exit("no run of one process holds a whole model and has steps after its warmup")
+    if (singles["parameters"] == 0).any():
+        sys.exit("a log does not say how large its model is: give it to print_marks()")
     for number, (_, alike) in enumerate(singles.groupby(["same", *LAUNCH], sort=False), start=1):
         for run in alike.to_dict("records"):
             report_on(run, alike, runs, number, args)

@@ -23,8 +23,8 @@ backward pass. For its comm to begin with the last gradient, let each gradient m
 
 The phases of a step are data, forward, backward, comm and optimizer. You may mark others, such as
 "eval", "save" or "other". report.py and predict.py do not count those in the time of a step.
-batch_size is that of all processes together. Pass other settings that tell your runs apart as
-keyword arguments.
+batch_size is that of all processes together. predict.py needs the model. Pass other settings that
+tell your runs apart as keyword arguments.
 """
 
 import itertools
@@ -119,12 +119,14 @@ def columns_of_log(spans, steps, model, settings):
     get_name = getattr(torch.get_device_module(device), "get_device_name", device.type.upper)
     ends = [number + 1 for number, span in enumerate(spans) if span[0] == "optimizer"]
     last_step = spans[slice(*ends[-2:])] if len(ends) > 1 else []
+    weights = () if model is None else model.parameters()
+    learned = [each for each in weights if each.requires_grad]
     return {
         "settings": settings,
         "script": "/".join(Path(sys.argv[0]).resolve().parts[-2:]),
         "device": get_name(),
         "threads": torch.get_num_threads(),
-        "parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
+        "parameters": sum(each.numel() for each in learned),
         "step": steps + WARMUP_STEPS,
         "steps_per_epoch": steps + WARMUP_STEPS,  # as if this were an epoch
         "last_step": [[*span, 0] for span in last_step if span[0] in STEP_PHASES],

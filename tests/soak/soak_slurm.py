@@ -100,6 +100,25 @@ def test_jobs_that_are_not_queued_again(site, data):  # noqa: F811
         assert (site.show(each)["JobState"], site.show(each)["Restarts"]) == (state, "0")
 
 
+def test_jobs_of_a_sweep_train_and_are_reported(site, data):  # noqa: F811
+    """Jobs of singlegpu, multigpu and multinode, and their report, submitted inside salloc."""
+    inside = ("salloc", "--quiet", "--gpus=1", "--mem-per-cpu=100", "bash", "slurm/sweep.sh")
+    words = ("--gpus", "1 2 2x1", "--batch_sizes", 32, "--out", "sweep", "--sbatch", "--mem=4000")
+    told = site.command(*inside, *words, "gpt", *GPT, "--dataset", data / "text.txt")
+    out = site.folder / "sweep"
+    assert site.wait(re.search(r"job (\d+) writes", told)[1]) == "COMPLETED"
+    cases = ("singlegpu_1", 1, 1), ("multigpu_2", 2, 1), ("multinode_2x1", 2, 2)
+    for name, processes, nodes in cases:
+        logged = rows(out / f"{name}_32.jsonl")
+        assert len(logged) == 2 * processes
+        assert {(row["processes"], row["nodes"]) for row in logged} == {(processes, nodes)}
+    report = (out / "report.md").read_text()
+    assert report.count("## strong scaling") == 1 and "not compared" not in report, report
+    assert "global batch 32" in report
+    assert len(re.findall(r"^\| +[12] \| +[12] \| +7 \|", report, re.M)) == 3, report
+    assert list(out.glob("scaling*.png"))
+
+
 def test_a_study_trains_and_is_reported(site):  # noqa: F811
     """All runs, then their report; the GPT is quantized. If its training fails, nothing waits."""
     jobs, small = [], ("--gpus", 1, "--batch_sizes", 8, "--sbatch", "--cpus-per-task=1", "--out")
