@@ -250,10 +250,16 @@ def split_weights(model):
     found = {}
     for block in model.blocks:
         for name, how in SPLITS.items():
-            if getattr(block, name).bias is not None:  # it would count in each part, or is not cut
-                exit_all(f"{name} must have no bias")
             found[getattr(block, name).weight] = how
     return found
+
+
+def check_biases(model):
+    """Ends the run if a split layer has a bias: it would not be cut, or count in each part."""
+    for block in model.blocks:
+        for name in SPLITS:
+            if getattr(block, name).bias is not None:
+                exit_all(f"{name} must have no bias")
 
 
 def cut(whole, dim, num_matrices, group):
@@ -403,6 +409,7 @@ def main(args):  # runs in each process: torchrun or srun starts it
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     settings |= {"steps_per_epoch": steps_per_epoch, "num_samples": len(train_data)}
     model = create_model(args, train_data).train()  # whole, and on the CPU
+    check_biases(model)
     optimizer = create_optimizer(model, args)
     # A group of parameters with a rate of its own keeps its ratio to --learning_rate.
     lr_scales = [group["lr"] / (args.learning_rate or 1) for group in optimizer.param_groups]
