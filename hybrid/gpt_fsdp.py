@@ -374,9 +374,9 @@ def init_process(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # Downloads what is missing. On GPUs, the others wait ten minutes below.
+    if rank == 0:  # the others wait for it below, on GPUs for ten minutes
         print(f"{world_size} processes, rank 0 on {device}", flush=True)
-        read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
+        read_data(argparse.Namespace(**vars(args)))  # downloads. It may add to its copy of args
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     # No device_id here: with one, a mesh would make its groups by splitting this one, and not all
     # backends can do that.

@@ -555,9 +555,9 @@ def init_process(args):
         torch.accelerator.set_device_index(device.index)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # Downloads what is missing. On GPUs, the others wait ten minutes below.
+    if rank == 0:  # the others wait for it below, on GPUs for ten minutes
         print(f"{world_size} processes, rank 0 on {device}", flush=True)
-        read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
+        read_data(argparse.Namespace(**vars(args)))  # downloads. It may add to its copy of args
     backend = dist.get_default_backend_for_device(device)  # nccl for NVIDIA GPUs, gloo for CPUs
     own = {"rank": rank, "world_size": world_size, "device_id": device if ON_GPU else None}
     dist.init_process_group(backend, **own)  # they meet
@@ -583,7 +583,7 @@ def check_flags(args, num_samples):
         exit_all(f"--num_stages must divide --num_layers and the {world_size} processes")
     divisor = world_size // args.num_stages * args.num_microbatches
     if args.batch_size % divisor != 0 or args.batch_size > num_samples:
-        must = f"must be a multiple of {divisor} (processes x micro-batches), up to {num_samples}"
+        must = f"must be a multiple of {divisor} (pipelines x micro-batches), up to {num_samples}"
         exit_all(f"--batch_size {args.batch_size} {must}")
     for path in (args.snapshot, args.log):
         if path and not os.access(Path(path).absolute().parent, os.W_OK):

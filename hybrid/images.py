@@ -480,9 +480,9 @@ def init_process(args):
         torch.accelerator.set_device_index(first)  # this process's default from now on
     if num_nodes == 1:  # stay on this machine
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if rank == 0:  # Downloads what is missing. The others wait for half an hour below.
+    if rank == 0:  # the others wait for it below, for half an hour
         print(f"{world_size} processes, rank 0 on {', '.join(map(str, devices))}", flush=True)
-        read_data(argparse.Namespace(**vars(args)))  # a copy of args, to which it may add
+        read_data(argparse.Namespace(**vars(args)))  # downloads. It may add to its copy of args
     dist.init_process_group("gloo", rank=rank, world_size=world_size)  # they meet
     copies = {devices[0]: dist.group.WORLD}  # of CPUs
     if ON_GPU:  # a group of nccl is bound to one device

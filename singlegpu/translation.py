@@ -438,7 +438,7 @@ def check_flags(args, num_samples):
     """Ends the run if a flag cannot work here."""
     divisor = args.grad_accum_steps
     if args.batch_size % divisor != 0 or args.batch_size > num_samples:
-        must = f"must be a multiple of {divisor} (processes x micro-batches), up to {num_samples}"
+        must = f"must be a multiple of {divisor} (micro-batches), up to {num_samples}"
         sys.exit(f"--batch_size {args.batch_size} {must}")
     for path in (args.snapshot, args.log):
         if path and not os.access(Path(path).absolute().parent, os.W_OK):

@@ -546,7 +546,8 @@ def finite(job):
                 yield "ERROR", words
                 break
     if num_steps:
-        yield "ok", f"{num_losses} losses and the gradients of {num_steps} steps are finite"
+        losses_too = f"{num_losses} losses and " if num_losses else ""
+        yield "ok", f"{losses_too}the gradients of {num_steps} steps are finite"
 
 
 def findings_of_clipping(process):
