@@ -99,7 +99,8 @@ def test_right_programs(command, tmp_path):
     status, lines, before = check_in_forks(command.split(), tmp_path)
     assert status == 0 and problems(lines) == [], (lines, before[-2000:])
     count = sum(line.startswith("ok") for line in lines)
-    assert count >= programs.AT_LEAST, lines
+    # mnist.py in one process has no copies, no schedule, no dropout and no flag of a type.
+    assert count >= programs.AT_LEAST - command.startswith("1 "), lines
 
 
 def test_a_command_as_it_is_typed(tmp_path):
