@@ -180,8 +180,8 @@ RESUMED = [  # processes, script, task, more flags
     # Of three, gloo adds up in another order in the first step, before DDP makes its buckets anew.
     (2, "multinode/images.py", "mlp", "--grad_accum_steps 2 --precision fp16"),
     (2, "hybrid/images.py", "mlp", "--num_stages 2 --precision fp16"),
-    (2, PIPELINE, "gpt", "--num_stages 2 --precision fp16"),
-    (2, FSDP, "gpt", "--precision bf16"),
+    (2, PIPELINE, "gpt", "--num_stages 2 --precision fp16 --batch_size 24"),
+    (2, FSDP, "gpt", "--precision bf16 --batch_size 24"),
 ]  # another: the soak
 
 

@@ -96,8 +96,8 @@ RESUMED = {  # the test of test_training.py that resumes a run of this script
     IMAGES: "2-multigpu/images.py-mlp---num_workers 1 --precision fp16",
     "multinode/images.py": "2-multinode/images.py-mlp---grad_accum_steps 2 --precision fp16",
     HYBRID: "2-hybrid/images.py-mlp---num_stages 2 --precision fp16",
-    PIPELINE: "2-hybrid/gpt_pipeline.py-gpt---num_stages 2 --precision fp16",
-    FSDP: "2-hybrid/gpt_fsdp.py-gpt---precision bf16",
+    PIPELINE: "2-hybrid/gpt_pipeline.py-gpt---num_stages 2 --precision fp16 --batch_size 24",
+    FSDP: "2-hybrid/gpt_fsdp.py-gpt---precision bf16 --batch_size 24",
 }
 SNAPSHOT = [  # what is left out at a resume, and the change in a script; in gpt_fsdp.py another
     ("the snapshot has no optimizer", '"optimizer": optimizer, "scaler": scaler}',
