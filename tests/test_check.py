@@ -12,7 +12,7 @@ import faults
 import programs
 import pytest
 import torch
-from conftest import LOOPBACK, Job, call, free_port, module, wait_for
+from conftest import LOOPBACK, Job, free_port, module, wait_for
 from test_training import check_forks
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
@@ -191,7 +191,7 @@ def test_what_is_printed(tmp_path):
     (tmp_path / "train.py").write_text(text)
     file = tmp_path / "found.json"
     command = ["--", sys.executable, tmp_path / "train.py"]
-    done = start_check("--steps", 5, "--json", file, *command)
+    done = check_forks("--steps", 5, "--json", file, *command)
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and "for 5 optimizer steps" in lines[0]
     levels = [line.split()[0] for line in lines if re.match(r"(ERROR|warning|ok) ", line)]
@@ -202,7 +202,7 @@ def test_what_is_printed(tmp_path):
     assert known["status"] == 1 and known["steps"] == 5
     [error] = [each for each in known["findings"] if each["level"] == "ERROR"]
     assert error["kind"] == "accumulation"
-    done = start_check("--steps", 5, "--ignore", "accumulation", *command)
+    done = check_forks("--steps", 5, "--ignore", "accumulation", *command)
     assert done.returncode == 0 and "accumulation" not in done.stdout
 
 
@@ -210,8 +210,8 @@ def test_a_warning_may_be_a_failure(tmp_path):
     text = SMALL.replace("model.parameters()", "[model.weight]")
     (tmp_path / "train.py").write_text(text)
     command = ["--steps", 5, "--", sys.executable, tmp_path / "train.py"]
-    assert start_check(*command).returncode == 0
-    done = start_check("--fail_on_warning", *command)
+    assert check_forks(*command).returncode == 0
+    done = check_forks("--fail_on_warning", *command)
     assert done.returncode == 1 and "0 errors, 1 warning" in done.stdout
 
 
@@ -223,9 +223,9 @@ def test_a_rule_that_fails_is_no_ok(monkeypatch, tmp_path):
         raise ValueError("of the rule itself")
 
     rules = [order if rule.__name__ == "order" else rule for rule in tool.RULES]
-    monkeypatch.setattr(tool, "RULES", rules)
+    monkeypatch.setattr(sys.modules["rules"], "RULES", rules)
     (tmp_path / "train.py").write_text(SMALL)
-    done = call(tool, "--steps", 5, "--", sys.executable, tmp_path / "train.py")
+    done = check_forks("--steps", 5, "--", sys.executable, tmp_path / "train.py")
     assert done.returncode == 3 and "of the rule itself" in done.stdout, done.stdout
     assert re.search(r"^failed +order", done.stdout, re.M) and "1 failure" in done.stdout
 
@@ -343,7 +343,7 @@ def test_optimizers_that_are_made_anew(tmp_path):
     loop = "for step in range(100):\n    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
     text = re.sub(r"for step in .*\n", loop, SMALL)
     (tmp_path / "train.py").write_text(text)
-    done = start_check("--steps", 5, "--", sys.executable, tmp_path / "train.py")
+    done = check_forks("--steps", 5, "--", sys.executable, tmp_path / "train.py")
     assert done.returncode == 0 and "\n5 steps" in done.stdout, done.stdout
 
 

@@ -1,4 +1,4 @@
-"""More signals at any moment: for one process that starts, and for torchrun."""
+"""More signals at any moment: for one process that starts, for a group, and for torchrun."""
 
 import signal
 
@@ -8,6 +8,7 @@ from test_stops import AGAIN
 
 STOPS = {  # as in test_stops.py
     "singlegpu": [("torch is imported", signal.SIGUSR2, "parent", AGAIN)],
+    "multigpu": [("training", signal.SIGUSR2, "group", AGAIN)],
     "multinode": [("training", signal.SIGTERM, "parent", 1)],  # torchrun's status
 }
 
