@@ -37,6 +37,7 @@ SMALL = {  # words of a command: the flags that make it small. The first that fi
     "quantize/mnist.py": "",
     "quantize/gpt.py": "--rounds 1 --eager --num_samples 8",
     "/mnist.py": "--epochs 1 --batch_size 6000",
+    "/mnist_tensor.py": "--epochs 1 --batch_size 6000",
     "/make_bigmnist.py": "--num_images 600 --versions 1 --copies 1",
     "--pretrained --epochs 0": "--image_size 32 --batch_size 6",
     "/images.py --dataset path/to/photos": "--image_size 32 --batch_size 6 --epochs 1",
