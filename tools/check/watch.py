@@ -510,9 +510,12 @@ class Watch:
         tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
         hashed = [(tensor, hashes_of(tensor)) for tensor in matrices_of(tensors)]
         passes = [self.pass_of(tensor, hashes) for tensor, hashes in hashed]
-        given = [pair for pair, number in zip(hashed, passes) if number is not None]
+        given = [pair for pair, number in zip(hashed, passes) if number is not None] or hashed
+        have_values = [not are_beginnings(tensor) for tensor, _ in given]
         samples, near = 0, 0
-        for place, (tensor, hashes) in enumerate(given or hashed):
+        for place, (tensor, hashes) in enumerate(given):
+            if any(have_values) and not have_values[place]:
+                continue
             samples += (place * 2 + 1) * hashes
             near += projections_of(tensor)
         results = [tensor for tensor in tensors_of(inputs) if tensor.grad_fn is not None]
@@ -523,7 +526,7 @@ class Watch:
             # is in the batches of both. So the earliest pass counts.
             "loader_pass": min(known, default=self.current_pass),
             "takes_result": bool(results),
-            "from_loader": bool(given),
+            "from_loader": bool(known),
             "is_zero": bool(long) and not any(tensor.any() for tensor in tensors),
             "samples": samples,
             "near": near,
@@ -1266,6 +1269,20 @@ def matrices_of(tensors):
     tensors = [tensor for tensor in tensors if tensor.dim()]
     tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
     return [tensor.reshape(len(tensor), -1).contiguous() for tensor in tensors]
+
+
+def are_beginnings(rows):
+    """Whether these numbers say where each sample of a batch begins, or to which one a row belongs.
+
+    They count from the first sample of the batch, so that they are no values of a sample. Such are
+    the offsets of nn.EmbeddingBag, and the vector `batch` of a batch of graphs.
+    """
+    is_whole = not rows.is_floating_point() and not rows.is_complex()
+    if not is_whole or rows.dtype == torch.bool or rows.shape[1] != 1 or len(rows) < 2:
+        return False
+    numbers = rows[:, 0]
+    grows = (numbers[1:] >= numbers[:-1]).all() & (numbers[0] == 0) & (numbers[-1] > 0)
+    return bool(grows)
 
 
 def row_type(rows):
