@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, free_port
+from conftest import FOLDERS, LOOPBACK, ROOT, SCRIPTS, TRAINING, free_port, module
 from fork_server import run_all
 from PIL import Image
 from test_training import check_forks
@@ -47,6 +47,15 @@ def test_scripts_stand_alone():
             names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
             tops = {name.split(".")[0] for name in names}
             assert tops <= {*LIBRARIES.split(), *sys.stdlib_module_names}, (script, tops)
+
+
+def test_each_phase_is_known_to_the_tools():
+    """report.py and predict.py add up the phases of a step, and draw each in a colour."""
+    tools = module("tools/logs.py")
+    for script in filter(TRAINING.search, SCRIPTS):
+        [phases] = re.findall(r"^STEP_PHASES = (\(.*\))", (ROOT / script).read_text(), re.M)
+        phases = {*ast.literal_eval(phases)}
+        assert phases <= {*tools.PHASES} and phases <= tools.COLOURS.keys(), script
 
 
 def test_each_script_has_its_job_file(tmp_path):

@@ -34,6 +34,9 @@ LIST = "tests/pages.toml"
 QUICK = [
     Guard(ALONE, "an import of ours", GPT, "import argparse\n", "import argparse, multigpu\n",
           f"{P}test_scripts_stand_alone"),
+    Guard("each phase is known to the tools", "a phase that report.py does not add up",
+          "hybrid/gpt_fsdp.py", 'STEP_PHASES = ("data", ', 'STEP_PHASES = ("data", "clip", ',
+          f"{P}test_each_phase_is_known_to_the_tools"),
     Guard(JOBS, "a job file is missing", "slurm/singlegpu_gpt.slurm", "", None, JOB),
     Guard(JOBS, "Bash cannot read one", "slurm/quantize_gpt.slurm", "", "if true\n", JOB),
     Guard(JOBS, "one is not queued again", "slurm/multigpu_gpt.slurm", " --requeue", "", JOB),

@@ -510,14 +510,8 @@ class Watch:
         tensors = [tensor for tensor in tensors if tensor.numel() and not tensor.is_sparse]
         hashed = [(tensor, hashes_of(tensor)) for tensor in matrices_of(tensors)]
         passes = [self.pass_of(tensor, hashes) for tensor, hashes in hashed]
-        given = [pair for pair, number in zip(hashed, passes) if number is not None] or hashed
-        have_values = [not are_beginnings(tensor) for tensor, _ in given]
-        samples, near = 0, 0
-        for place, (tensor, hashes) in enumerate(given):
-            if any(have_values) and not have_values[place]:
-                continue
-            samples += (place * 2 + 1) * hashes
-            near += projections_of(tensor)
+        given = [pair for pair, number in zip(hashed, passes) if number is not None]
+        samples, near = numbers_of_samples(given or hashed)
         results = [tensor for tensor in tensors_of(inputs) if tensor.grad_fn is not None]
         long = [tensor for tensor in tensors if tensor.numel() > 1]
         known = [number for number in passes if number is not None]
@@ -1269,6 +1263,17 @@ def matrices_of(tensors):
     tensors = [tensor for tensor in tensors if tensor.dim()]
     tensors = [tensor for tensor in tensors if len(tensor) == len(tensors[0])]
     return [tensor.reshape(len(tensor), -1).contiguous() for tensor in tensors]
+
+
+def numbers_of_samples(columns):
+    """Returns a hash and a projection of each sample: of its rows in these (tensor, hashes)."""
+    are_values = [not are_beginnings(tensor) for tensor, _ in columns]
+    samples, near = 0, 0
+    for place, (tensor, hashes) in enumerate(columns):
+        if are_values[place] or not any(are_values):
+            samples += (place * 2 + 1) * hashes
+            near += projections_of(tensor)
+    return samples, near
 
 
 def are_beginnings(rows):
