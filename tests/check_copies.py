@@ -16,7 +16,7 @@ A training script has sections, under the titles of SECTIONS. These rules hold:
   forgets a folder changes that difference, and is seen.
 - The job files of a folder differ in names, and in the lines that are marked EDIT.
 
---fix carries the text that is new since the last commit, if only one text of its copies is new.
+--fix carries the text that is new since the last commit, if it has all edits of its copies.
 """
 
 import ast
@@ -314,15 +314,25 @@ def fixed(files, old):
             return files
         name, copies = left[0]
         tried.add((name, *copies))
-        before = {}
-        for path in copies:
+        edits = {}  # of each text that is new
+        for path, text in copies.items():
             pieces = {piece: text for _, piece, text in pieces_of(path, old.get(path, ""))}
-            before[path] = pieces.get(name)
-        new = {text for path, text in copies.items() if text and text != before[path]}
-        if len(new) == 1 and all(copies.values()):
-            [text] = new
+            if text and text != pieces.get(name):
+                edits[text] = edits_between(pieces.get(name) or "", text)
+        # One edit may have been carried before, and another one come to it in one of the copies.
+        all_edits = set().union(*edits.values())
+        whole = [text for text, some in edits.items() if some == all_edits]
+        if len(whole) == 1 and all(copies.values()):
             for path in copies:
-                files[path] = files[path].replace(copies[path], text, 1)
+                files[path] = files[path].replace(copies[path], whole[0], 1)
+
+
+def edits_between(old, new):
+    """Returns the edits that make one text of the other: the lines that are left out, and added."""
+    old, new = old.splitlines(), new.splitlines()
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    edits = [edit for edit in matcher.get_opcodes() if edit[0] != "equal"]
+    return {(first, last, *new[start:end]) for _, first, last, start, end in edits}
 
 
 def committed(files):

@@ -135,6 +135,20 @@ def test_an_edit_is_carried_to_its_copies(name):
     assert [*check_copies.copy_problems(left)]
 
 
+def test_a_second_edit_is_carried_too():
+    """In a folder to which an edit of another folder was carried, before it had its own."""
+    other = "multigpu/gpt.py"
+    edited = FILES | {other: with_edit(other, "means")}
+    carried = check_copies.fixed(edited, FILES)
+    own = "multinode/gpt.py"
+    node, text = edits_of(carried[own])["main"]
+    twice = carried | {own: with_lines(carried[own], node, text)}
+    fixed = check_copies.fixed(twice, FILES)
+    folder = [path for path in FILES if re.match(r"multinode/(images|text|translation|gpt)", path)]
+    assert all(fixed[path] != carried[path] for path in folder) and len(folder) == 4
+    assert not [*check_copies.copy_problems(fixed)]
+
+
 def without(text, pattern):
     """The text without what the pattern matches, which must be there once."""
     found, count = re.subn(pattern, "", text, flags=re.M | re.S)
