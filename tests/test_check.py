@@ -13,7 +13,7 @@ import programs
 import pytest
 import torch
 from conftest import LOOPBACK, Job, free_port, module, wait_for
-from test_training import check_forks
+from test_training import check_forks, flags_of
 
 ROOT, TRAIN = faults.ROOT, faults.FOLDER / "train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -294,6 +294,32 @@ def test_a_comparison_that_cannot_be_made(tmp_path):
     assert done.returncode == 3, done.stdout + done.stderr
     assert re.search("^failed +against +the other run took no step", done.stdout, re.M)
     assert done.stdout.splitlines()[-1].endswith("1 failure")
+
+
+def test_dropout_is_no_difference_of_two_runs(data):
+    """No two processes draw alike, so that a comparison cannot be made. Without it, it is."""
+    words = f"{flags_of('mlp', data)} --dropout"
+    for rate, status in (0.5, 3), (0, 0):
+        against = f"1 singlegpu/images.py {words} {rate}"
+        job = f"2 multigpu/images.py {words} {rate}".split()
+        done = check_forks("--steps", 4, "--against", against, "--", *job)
+        assert done.returncode == status and "ERROR" not in done.stdout, done.stdout
+        said = re.search("^failed +against +the model draws random numbers", done.stdout, re.M)
+        assert bool(said) == (status == 3), done.stdout
+
+
+def test_noise_that_no_loader_gave_is_a_warning(tmp_path):
+    """Each run draws its own inputs: they may be meant to."""
+    text = "import torch\ntorch.manual_seed(0)\n" + SMALL
+    text = text.replace("for step in", "torch.manual_seed(int(sys.argv[2]))\nfor step in")
+    (path := tmp_path / "train.py").write_text(text)
+    command = ["--steps", 4, "--", "1", path, 5, 1]
+    done = check_forks("--against", f"1 {path} 5 2", *command)
+    assert "ERROR" not in done.stdout, done.stdout
+    said = r"^warning +against +data: 8 of 8 inputs of step 1 are others. No DataLoader"
+    assert re.search(said, done.stdout, re.M), done.stdout
+    done = check_forks("--against", f"1 {path} 5 1", *command)
+    assert done.returncode == 0 and re.search("^ok +against", done.stdout, re.M), done.stdout
 
 
 def test_an_old_folder_is_refused(tmp_path):

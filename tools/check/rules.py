@@ -1306,12 +1306,29 @@ def compare_samples(job, other, skip):
         words = f"data: {count} of {old.total()} samples of step {step} are others"
         if distance(near, other_near) < SAMPLES_DIGIT * distance(near):
             return "warning", None, words + ", by rounding: other threads, or another processor?"
+        if not skip and not (from_loader(job, step) and from_loader(other, step)):
+            words = (
+                f"data: {count} of {old.total()} inputs of step {step} are others. No DataLoader "
+            )
+            return "warning", step, words + "gave them: does each process draw its own?"
         place = place_in_data(mine, theirs) if skip else skip
         if place not in (None, skip):
             words += f". It has the weights of step {skip}, and goes on with the data after step "
             return "ERROR", step, words + f"{place}. Save both at one moment."
         return "ERROR", step, words + ". Compare seed, place in the data, and shares."
     return "", None, ""
+
+
+def from_loader(job, step):
+    """Whether a loader has given all inputs that are compared in a step."""
+    calls = [call for call in job.all("forward") if call["has_grad"] and call["step"] + 1 == step]
+    return all(call["from_loader"] for call in calls)
+
+
+def draws_of(job, step):
+    """Returns what the forward passes of all processes have drawn at random up to a step."""
+    calls = [call for call in job.all("forward") if call["has_grad"] and call["step"] < step]
+    return {str(call["random"]) for call in calls if call["random"]}
 
 
 def place_in_data(mine, theirs):
@@ -1327,8 +1344,31 @@ def place_in_data(mine, theirs):
 
 def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
     """Returns a row for the first weight that differs. It stops where the samples differ."""
+    compared, found = first_apart(job, other, pairs, skip, step_of_data, is_exact)
+    names = job.first.start["names"]
+    if found:
+        step, index, words = found
+        if step and not skip and draws_of(job, step) != draws_of(other, step):
+            words = "the model draws random numbers, which are others in the other run. Turn "
+            return "not seen", words + "off dropout and noise in both"
+        why = "computation: from equal samples," if step else "start:"
+        states = job.first.states(0)[step], other.first.states(0)[step - skip]
+        rates = [state.get("rates", "no step") for state in states]
+        words = f"{why} {names[index]} differs after step {step}{words}"
+        return "ERROR", words + (advice or f"Rates: {rates}.")
+    if not compared:
+        return "not seen", "no step of both runs could be compared"
+    rounding = "" if skip else ", to rounding"
+    count = f"{len(pairs)} of {len(names)} weights"
+    return "ok", f"{count} are the same in {compared} steps{rounding}"
+
+
+def first_apart(job, other, pairs, skip, step_of_data, is_exact):
+    """Returns how many steps are compared, and of the first weight that differs (step, index,
+    words). If there is none, the second is None.
+    """
     mine, theirs = job.first.states(0), other.first.states(0)
-    start, compared = job.first.start, 0
+    compared = 0
     calls = job.first["forward"] + other.first["forward"]
     autocasts = {call["autocast"] for call in calls}
     for step in sorted(step for step in mine if step - skip in theirs):
@@ -1340,20 +1380,11 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
         compared += step > 0
         before = theirs[0] if step > skip else None
         for index, place in pairs:
-            dtype = "exact" if is_exact else start["dtypes"][index]
+            dtype = "exact" if is_exact else job.first.start["dtypes"][index]
             share = share_apart((one, index), (two, place), before, (dtype, *autocasts))
-            if share is None:
-                continue
-            why = "computation: from equal samples," if step else "start:"
-            rates = [one.get("rates", "no step"), two.get("rates", "no step")]
-            words = f"{why} {start['names'][index]} differs after step {step}"
-            words += words_of_share(share, before)
-            return "ERROR", words + (advice or f"Rates: {rates}.")
-    if not compared:
-        return "not seen", "no step of both runs could be compared"
-    rounding = "" if skip else ", to rounding"
-    count = f"{len(pairs)} of {len(start['names'])} weights"
-    return "ok", f"{count} are the same in {compared} steps{rounding}"
+            if share is not None:
+                return compared, (step, index, words_of_share(share, before))
+    return compared, None
 
 
 def words_of_share(share, before):
