@@ -919,7 +919,10 @@ def epochs_of(process, passes, is_known):
 def compare_epochs(job, first, second, is_known):
     """Returns a row for the order of the samples of two epochs."""
     if all(a == b for a, b in zip(first, second)):
-        return "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+        words = "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+        if not is_known:
+            words += " If this is a stream, workers may not see it with persistent_workers."
+        return "ERROR", words
     if is_known or come_again(job, first, second):
         return "ok", f"another order in the second epoch, compared for {len(second)} samples"
     return "not seen", "the second epoch has other samples than the first, as of augmentation"
