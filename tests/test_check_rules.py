@@ -114,6 +114,17 @@ def test_the_first_step_is_not_known_to_be_zeroed(job):
     assert row_of(rules.accumulation, job)[0] == "not seen"
 
 
+def test_gradients_that_the_loss_of_another_optimizer_has_left(job):
+    steps = [process["step"] for process in job.ranks.values()]
+    for record in [record for each in steps for record in each[: len(each) // 2]]:
+        record["keeps"] = True
+    assert row_of(rules.accumulation, job)[0] == "ok"
+    for each in steps:
+        each[-1]["keeps"] = True
+    level, words = row_of(rules.accumulation, job)
+    assert level == "warning" and "step 1 of an optimizer also has gradients" in words
+
+
 def test_a_loss_of_several_numbers(job):
     words = f"{2 * STEPS} losses and the gradients of {2 * STEPS} steps are finite"
     assert row_of(rules.finite, job) == ("ok", words)

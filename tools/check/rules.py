@@ -485,8 +485,8 @@ def accumulation(job):
             if len(process["start"]) == 1:
                 yield from findings_of_passes(rank, steps)
             if steps and len(job.ranks) > 1 and min(each["averaged"] for each in steps) > 1:
-                words = f"DDP averages {steps[0]['averaged']} times a step. Use no_sync()."
-                yield "warning", words
+                words = f"DDP averages {steps[0]['averaged']} times a step. "
+                yield "warning", words + "Use no_sync(), for the forward pass, too."
     if zeroed:
         yield "ok", f"gradients are zeroed before each of {zeroed} steps"
 
@@ -502,6 +502,11 @@ def findings_of_accumulation(rank, steps):
             words = f"step {record['step']} uses the gradients of the last one, rank {rank}."
             yield "ERROR", words + " Call backward() before it."
             break
+    kept = [record["step"] for record in steps if record["keeps"]]
+    if 2 * len(kept) > len(steps):
+        words = f"step {kept[0]} of an optimizer also has gradients of a backward pass after which "
+        words += "another one has stepped. Call zero_grad() before its own backward pass, unless "
+        yield "warning", words + "they are meant to add up."
     if 2 * sum(record["zeroed_unsynced"] > 0 for record in steps) > len(steps):
         yield "ERROR", "zeroed between the micro-batches: only the last one counts."
     elif 2 * sum(record["zeroed_between"] > 0 for record in steps) > len(steps):
@@ -914,7 +919,10 @@ def epochs_of(process, passes, is_known):
 def compare_epochs(job, first, second, is_known):
     """Returns a row for the order of the samples of two epochs."""
     if all(a == b for a, b in zip(first, second)):
-        return "ERROR", "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+        words = "the first two epochs have one order. Call sampler.set_epoch(epoch)."
+        if not is_known:
+            words += " If this is a stream, workers may not see it with persistent_workers."
+        return "ERROR", words
     if is_known or come_again(job, first, second):
         return "ok", f"another order in the second epoch, compared for {len(second)} samples"
     return "not seen", "the second epoch has other samples than the first, as of augmentation"

@@ -41,6 +41,8 @@ step       an optimizer has taken a step. A list has an item for each of its wei
                    gradients were 0 or None. Its first step also gets this, though it is not known.
                    "old": gradients were left before each of these passes. "unchanged": there was
                    no backward pass
+  keeps            whether it also has gradients of a backward pass that gave some to another
+                   optimizer, which has stepped since, and its last pass gave some to no other
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
   had_gradients    whether the last backward pass has left any gradient; false if there was none
@@ -366,6 +368,9 @@ class Known:
     shapes: list
     step: int = 0
     began: str = "zeroed"  # see the record "step"
+    is_shared: bool = False  # whether a pass since it was zeroed gave gradients to others, too
+    is_left: bool = False  # and one of them has stepped since
+    keeps: bool = False  # see the record "step"
     scheduler: object = None  # a weak reference, or None
     backwards: int = 0  # of the turn when `values` were noted
     values: dict = field(default_factory=dict)
@@ -397,6 +402,7 @@ class Watch:
         self.elsewhere = set()  # ids of weights that other processes train, as a pipeline's stages
         self.given = {}  # {pass: hashes of the rows of its last batches}, the newest pass last
         self.turn = Turn()
+        self.marks = []  # of gradients before the backward pass, if there are several optimizers
         self.steps_done = 0
         self.depth = 0  # of modules that are being called
         self.calls = 0
@@ -611,6 +617,8 @@ class Watch:
         are_zeroed = [self.note_gradients_before(known) for known in self.known.values()]
         if all(are_zeroed):
             turn.passes.clear()
+        several = self.known.values() if len(self.known) > 1 else ()
+        self.marks = [(known, marks_of_gradients(known)) for known in several]
         loader_pass = self.current_pass if turn.loader_pass is None else turn.loader_pass
         turn.passes.append(loader_pass)
         values = {"value": value_of(tensors), "scale": turn.scale}
@@ -624,6 +632,9 @@ class Watch:
         weights = weights_of(known.optimizer())
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         are_zeroed = not any(has_numbers(local(gradient)) for gradient in gradients)
+        is_first = self.turn.backwards == 1  # after a step
+        known.is_left = not are_zeroed and (known.is_left or (known.is_shared and is_first))
+        known.is_shared &= not are_zeroed
         known.began = "zeroed" if are_zeroed or known.began == "zeroed" else "old"
         turn = self.turn
         is_alone = len(self.optimizers) == 1 and not self.stepping
@@ -645,6 +656,11 @@ class Watch:
         turn.versions = sum(weight._version for weight in weights)
         turn.calls = self.calls
         turn.was_unsynced = turn.in_no_sync
+        given = [known for known, marks in self.marks if marks_of_gradients(known) - marks]
+        for known in given:  # those that this pass has given gradients
+            is_alone = all(each is known for each in given)
+            known.keeps = known.is_left and is_alone
+            known.is_shared |= not is_alone
         if not self.known and self.backwards >= 20 * NUM_STEPS:
             self.end()  # a script without an optimizer
 
@@ -875,7 +891,7 @@ class Watch:
         known.types = types_of_state(optimizer)
         known.bits = [bits_of(weight) for weight in weights]
         values = {"optimizer": known.number, "step": known.step, "began": known.began}
-        values |= known.values | {"types": known.types, "bits": known.bits}
+        values |= known.values | {"types": known.types, "bits": known.bits, "keeps": known.keeps}
         values["object"] = self.objects[optimizer]
         values["weights"] = [id(weight) for weight in weights]
         values["sketches"] = [sketch_of(weight) for weight in weights]
@@ -902,6 +918,7 @@ class Watch:
         self.turn = Turn()
         if known:
             known.began = "unchanged"
+            known.is_shared = known.is_left = known.keeps = False
 
     def before_scaler_step(self, scaler, optimizer, *args, **kwargs):
         known = self.known.get(optimizer)
@@ -1248,6 +1265,12 @@ def has_numbers(gradient):
     """Whether a gradient is not all zeros, of either sign."""
     numbers = gradient._values() if gradient.is_sparse else gradient
     return numbers.any()
+
+
+def marks_of_gradients(known):
+    """Returns what changes if a backward pass adds to a gradient, or makes one."""
+    gradients = [weight.grad for weight in weights_of(known.optimizer()) if weight.grad is not None]
+    return {(id(gradient), gradient._version) for gradient in gradients}
 
 
 def sketch_of(weight):
