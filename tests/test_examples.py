@@ -155,6 +155,32 @@ def test_muon(logged, paste, data, tmp_path):
     assert sum("exp_avg" in state for state in states) == 2 + 2 * 4 + 2, "embeddings and norms"
 
 
+GAN = """import torch
+from torch import nn
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, noise):
+"""
+
+
+def test_a_generator_leaves_no_gradients_in_its_judge(tmp_path):
+    """By the lines of the page, and none is lost for the generator."""
+    [lines] = re.findall(r"^```python\n(fake = .*?)^```", README, re.M | re.S)
+    lines = "".join(f"        {line}\n" for line in lines.splitlines())
+    (path := tmp_path / "gan.py").write_text(f"{GAN}{lines}        return fake, judged\n")
+    model = module(path).Gan()
+    fake, judged = model(torch.randn(8, 3))
+    assert torch.equal(judged, model.discriminator(fake))
+    judged.sum().backward()
+    assert all(weight.grad is None for weight in model.discriminator.parameters())
+    assert all(weight.grad.any() for weight in model.generator.parameters())
+
+
 def test_tokens(run, tmp_path):
     """gpt.py trains on the files that its docstring's command for a text makes. See test_hub.py."""
     (tmp_path / "my.txt").write_text(README * 5)
