@@ -950,7 +950,9 @@ def inputs(job):
         odd = odd_batches(process)
         if len(odd) > 1 and odd[0][1] and all(rows == odd[0][1] for _, rows in odd):
             size, rows = odd[0]
-            yield "warning", f"{size} samples have a tensor of {min(rows)} row(s). Is it stacked?"
+            if min(rows) < size:  # a sample may have several rows, such as its negatives
+                words = f"{size} samples have a tensor of {min(rows)} row(s). Is it stacked?"
+                yield "warning", words
     if count > num_zeros:
         yield "ok", f"{count - num_zeros} of {count} inputs are not all zeros"
     yield "not seen", "no input of a model is known that is not all zeros"
