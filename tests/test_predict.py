@@ -328,6 +328,17 @@ def test_the_factor_of_doubling(capsys):
             assert float(factor) == pytest.approx(step / twice, abs=0.011)
 
 
+def test_flags_of_a_task_of_ones_own(monkeypatch, tmp_path):
+    """Also if it declares them by add_argument(), and if multinode does not have the script yet."""
+    tool = module("tools/predict.py")
+    monkeypatch.setattr(tool, "__file__", str(tmp_path / "tools/predict.py"))
+    (path := tmp_path / "singlegpu/mine.py").parent.mkdir()
+    path.write_text('parser.add_argument("--width")\nadd("--batch_size")\nadd("--epochs")\n')
+    run = {"script": "singlegpu/mine.py", "settings": {"width": 16, "batch_size": 8}, "epochs": 3}
+    found = tool.arguments_of(run, "multinode/mine.py", {"batch_size": 32})
+    assert found == "--width 16 --batch_size 32 --epochs 3"
+
+
 ASKED = {"CPU": "0 --cpus-per-task=4", "H100": "2"}  # GPUs of a node: of CPUs, none
 JOBS = [  # device, script, job file, and its first arguments: those that the script has
     ("CPU", "singlegpu/images.py", "multinode_images", "--model 'my net' --pretrained"),

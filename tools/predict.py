@@ -247,9 +247,11 @@ def arguments_of(run, script, changes):
     """Returns the arguments of the run, some of them changed, as far as the script has them."""
     values = run | run["settings"] | changes
     flags = run["settings"]
-    path = Path(__file__).parent.parent / script
-    if path.exists():
-        flags = re.findall(r'add\("--(\w+)"', path.read_text())
+    for path in (script, run["script"]):  # a task of one's own may not stand in each folder yet
+        path = Path(__file__).parent.parent / path
+        if path.exists():
+            flags = re.findall(r'\badd(?:_argument)?\("--(\w+)"', path.read_text())
+            break
     words = []
     for name in dict.fromkeys([*flags, *changes]):
         value = str(values.get(name))
