@@ -58,6 +58,22 @@ def test_each_phase_is_known_to_the_tools():
         assert phases <= {*tools.PHASES} and phases <= tools.COLOURS.keys(), script
 
 
+def test_what_is_loaded_is_data():
+    """In each script, tool and example. Files that try to run code: test_files_cannot_run_code."""
+    folders = (*FOLDERS, "tools", "tools/check", "examples")
+    count = 0
+    for path in (path for name in folders for path in (ROOT / name).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            words = {each.arg: ast.unparse(each.value) for each in getattr(node, "keywords", ())}
+            assert name not in ("eval", "exec", "pickle.load", "pickle.loads"), path
+            assert "trust_remote_code" not in words and "allow_pickle" not in words, path
+            if name == "torch.load":
+                assert words.get("weights_only") == "True", path
+                count += 1
+    assert count > len(SCRIPTS)
+
+
 def test_each_script_has_its_job_file(tmp_path):
     """The two have the same name, and Bash can read the job file. A page's sed makes another."""
     shutil.copytree(ROOT / "slurm", tmp_path / "slurm")

@@ -25,6 +25,7 @@ GPT, IMAGES, HYBRID = "multigpu/gpt.py", "multigpu/images.py", "hybrid/images.py
 FSDP, PIPELINE, SINGLE = "hybrid/gpt_fsdp.py", "hybrid/gpt_pipeline.py", "singlegpu/images.py"
 ALONE = "scripts import the standard library and packages alone"
 JOBS = "each script has its job file"
+DATA = "what is loaded is data"
 PAGES = "links, anchors and commands of pages lead somewhere"
 LISTED = "each command of a page is typed, or a list says why not"
 TYPED = "test_pages.py::test_each_command_is_typed_or_listed"
@@ -37,6 +38,10 @@ QUICK = [
     Guard("each phase is known to the tools", "a phase that report.py does not add up",
           "hybrid/gpt_fsdp.py", 'STEP_PHASES = ("data", ', 'STEP_PHASES = ("data", "clip", ',
           f"{P}test_each_phase_is_known_to_the_tools"),
+    Guard(DATA, "a snapshot may hold code", FSDP, "weights_only=True", "weights_only=False",
+          f"{P}test_what_is_loaded_is_data"),
+    Guard(DATA, "arrays may hold code", "examples/tokens.py", '"train.part", mmap_mode="r"',
+          '"train.part", allow_pickle=True', f"{P}test_what_is_loaded_is_data"),
     Guard(JOBS, "a job file is missing", "slurm/singlegpu_gpt.slurm", "", None, JOB),
     Guard(JOBS, "Bash cannot read one", "slurm/quantize_gpt.slurm", "", "if true\n", JOB),
     Guard(JOBS, "one is not queued again", "slurm/multigpu_gpt.slurm", " --requeue", "", JOB),
