@@ -128,7 +128,10 @@ EFFECTS = {  # flags: what they change in the second step of each process, and i
     "--precision bf16 --tensor_size 2": (sums_half, "hybrid/gpt_tensor"),  # 2: the default
     "--precision fp16": (computes_in("float16"), "singlegpu/images"),
     "--precision bf16 --grad_accum_steps 1": (gathers_half, "hybrid/gpt_fsdp"),  # 1: the default
-    "--comm_hook bf16": (sends_half, "multigpu/images multinode/images hybrid/images hybrid/gpt_fsdp"),
+    "--comm_hook bf16": (
+        sends_half,
+        "multigpu/images multinode/images hybrid/images hybrid/gpt_fsdp",
+    ),
     "--grad_accum_steps 3": (accumulates, "singlegpu/images multinode/images hybrid/gpt_fsdp"),
     "--num_workers 2": (has_workers, "singlegpu/images multigpu/images hybrid/gpt_pipeline"),
     "--checkpoint_activations": (runs_again, "hybrid/gpt_fsdp"),

@@ -88,7 +88,8 @@ EFFECTS = {  # a flag and a script of test_flags.test_effects: the change, and w
         "gathered, sent_type = None,",
     ),
     ("--comm_hook bf16", IMAGES): ("COMM_HOOKS[args.comm_hook]", 'COMM_HOOKS["none"]'),
-    ("--comm_hook bf16", "multinode/images.py"): ("COMM_HOOKS[args.comm_hook]", 'COMM_HOOKS["none"]'),
+    ("--comm_hook bf16", "multinode/images.py"): (
+        "COMM_HOOKS[args.comm_hook]", 'COMM_HOOKS["none"]'),
     ("--comm_hook bf16", HYBRID): ("COMM_HOOKS[args.comm_hook]", 'COMM_HOOKS["none"]'),
     ("--comm_hook bf16", FSDP): ("SENT_TYPES[args.comm_hook]", 'SENT_TYPES["none"]'),
     ("--num_workers 2", SINGLE): ('"num_workers": args.num_workers', '"num_workers": 0'),
