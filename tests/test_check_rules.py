@@ -64,14 +64,14 @@ def test_inputs_of_zeros(job):
 
 
 def test_validation_without_a_split(job):
-    assert row_of(rules.validation, job) == ("ok", "50 samples are validated, none twice")
+    assert row_of(rules.validation, job) == ("ok", "50 samples are validated, by their index, none twice")
     for batch in job.all("batch"):
         batch |= {"split": ["Images", 306], "number": 0}
     assert "are trained on" in row_of(rules.validation, job)[1]
     for batch in job.all("batch"):
         if batch["size"] == 50:
             batch["index"] = [256 + index for index in batch["index"]]
-    words = "50 samples are validated, none twice, and none is trained on"
+    words = "50 samples are validated, by their index, none twice, and none is trained on"
     assert row_of(rules.validation, job) == ("ok", words)
 
 

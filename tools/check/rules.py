@@ -1083,7 +1083,7 @@ def validation(job):
     counts = Counter(index for whole in tests for index in whole["index"])
     if tests and counts:
         yield from findings_of_counts(tests, counts, len(ranks))
-        words = f"{len(counts)} samples are validated"
+        words = f"{len(counts)} samples are validated, by their index"
         words += ", none twice" if max(counts.values()) == 1 else ""
         yield "ok", words + (", and none is trained on" if leaked == 0 else "")
     yield "not seen", "no whole validation by a DataLoader"
