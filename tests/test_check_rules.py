@@ -64,7 +64,8 @@ def test_inputs_of_zeros(job):
 
 
 def test_validation_without_a_split(job):
-    assert row_of(rules.validation, job) == ("ok", "50 samples are validated, by their index, none twice")
+    words = "50 samples are validated, by their index, none twice"
+    assert row_of(rules.validation, job) == ("ok", words)
     for batch in job.all("batch"):
         batch |= {"split": ["Images", 306], "number": 0}
     assert "are trained on" in row_of(rules.validation, job)[1]
@@ -77,7 +78,7 @@ def test_validation_without_a_split(job):
 
 def test_all_ranks_validate_the_same(job):
     job.ranks[1].records = job.ranks[0].records
-    assert row_of(rules.validation, job) == ("ok", "25 samples are validated")
+    assert row_of(rules.validation, job) == ("ok", "25 samples are validated, by their index")
 
 
 def test_random_numbers_of_one_place(job, monkeypatch):
@@ -116,9 +117,9 @@ def test_the_first_step_is_not_known_to_be_zeroed(job):
 
 def test_gradients_that_the_loss_of_another_optimizer_has_left(job):
     steps = [process["step"] for process in job.ranks.values()]
-    for record in [record for each in steps for record in each[: len(each) // 2]]:
+    for record in [record for each in steps for record in each[:2]]:
         record["keeps"] = True
-    assert row_of(rules.accumulation, job)[0] == "ok"
+    assert row_of(rules.accumulation, job)[0] == "ok", "it may be by chance"
     for each in steps:
         each[-1]["keeps"] = True
     level, words = row_of(rules.accumulation, job)

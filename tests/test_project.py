@@ -31,6 +31,8 @@ TINY = {  # how a command begins: flags that make it small. The first that fits 
 }
 PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/*.md"))
 PAGES = sorted(path.name for path in ROOT.glob("*.md")) + PAGES
+TOOLS = [f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")]
+TOOLS += ["tools/check/__main__.py", "tests/gpu.py", "tests/benchmark.py"]
 OWN = ("multigpu/mine.py", "hybrid/mine.py", "multigpu/finetune.py")  # that a page makes
 LIBRARIES = "numpy PIL pyarrow torch torchao torchvision datasets tokenizers sacrebleu tqdm"
 
@@ -74,12 +76,31 @@ def test_what_is_loaded_is_data():
     assert count > len(SCRIPTS)
 
 
+IN_A_JOB = (  # what each job file of a training needs, so that it goes on in a new job
+    "#SBATCH --cpus-per-task=",
+    "#SBATCH --time=",
+    "#SBATCH --gpus-per-node=",
+    "# EDIT: activate your Python",
+    "--signal=USR2@120",
+    "--requeue",
+    "--open-mode=append",
+    '[ "$status" -ne 75 ] || scontrol re',
+    'exit "$status"\n',
+    ".py --snapshot ",
+)
+SEVERAL_TASKS = ("--kill-on-bad-exit=1", "--wait=0", "export MASTER_ADDR=", "export MASTER_PORT=")
+
+
 def test_each_script_has_its_job_file(tmp_path):
     """The two have the same name, and Bash can read the job file. A page's sed makes another."""
     shutil.copytree(ROOT / "slurm", tmp_path / "slurm")
     page = (ROOT / "slurm/README.md").read_text()
     [line] = re.findall("^sed .*", page, re.M)
     subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+    [script] = re.findall(
+        r"[a-z]+/\w+\.py", (ROOT / "multinode/kubernetes.yaml").read_text(), re.M
+    )[1:]
+    assert script in SCRIPTS
     text = (mine := tmp_path / "slurm/multigpu_mine.slurm").read_text()
     assert "--job-name=multigpu_mine\n" in text and " python multigpu/mine.py --snapshot " in text
     names = [script.removesuffix(".py").replace("/", "_") for script in SCRIPTS]
@@ -87,9 +108,10 @@ def test_each_script_has_its_job_file(tmp_path):
     assert {*files} - {"report", "tools_report", "tools_allreduce"} == {*names, mine.stem}
     for name, path in (files | {"sweep": ROOT / "slurm/sweep.sh"}).items():
         assert subprocess.run(["bash", "-n", path]).returncode == 0, path
-        if TRAINING.search(name.replace("_", "/", 1) + ".py"):  # they go on in a new job
-            for words in ("--signal=USR2@120", "--requeue", '[ "$status" -ne 75 ] || scontrol re'):
-                assert words in path.read_text(), path
+        if TRAINING.search(name.replace("_", "/", 1) + ".py"):
+            several = SEVERAL_TASKS if name.startswith(("multinode", "hybrid")) else ()
+            missing = [words for words in (*IN_A_JOB, *several) if words not in path.read_text()]
+            assert not missing, (path, missing)
 
 
 def flags_of(path):
@@ -104,13 +126,16 @@ def flags_of(path):
 
 
 def unknown_flags(text):
-    """The flags in the commands of a page that the script does not know, which precedes them."""
-    unknown = []
+    """The flags in commands of a page that the script before them does not know, and in tables."""
+    declared = {"--config"}.union(*map(flags_of, [*SCRIPTS, *TOOLS]))
+    rows = re.findall(r"^\| `(--\w+)", text, re.M)  # of a table of flags
+    unknown = [flag for flag in rows if flag not in declared]
+    text = text.replace("\\\n", " ")  # a command may go on in the next line
     for command in re.findall(r"^.*\b(?:python|torchrun|sbatch|bash|srun) .*$", text, re.M):
         # The options of torchrun, sbatch and tools/check end where the name of a script begins.
         parts = re.split(r"\b([a-z]+/\w+\.(?:py|slurm|sh))\b", command)
         for path, words in zip(parts[1::2], parts[2::2]):
-            words = re.split(r"[`|;#]|&&|python -m| -- ", words)[0]
+            words = re.split(r"[`|;#]|&&|python -m| -- |\"\s+\"", words)[0]
             flags = {*re.findall(r"(?<=\s)--[a-z]\w+", words)}
             unknown += [f"{path} {flag}" for flag in flags - flags_of(path) if path not in OWN]
     return unknown
@@ -120,7 +145,7 @@ def unknown_flags(text):
 def test_a_page_names_what_exists(page):
     """Links to files and to sections of the page, and the scripts in commands."""
     text = (ROOT / page).read_text()
-    links = re.findall(r"\]\((?!\.\./\.\./)([\w./]*)(?:#(.*?))?\)", text)  # ../../: of GitHub
+    links = re.findall(r"\]\((?!\.\./\.\./)([\w./-]*)(?:#(.*?))?\)", text)  # ../../: of GitHub
     missing = [link for link, _ in links if not (ROOT / page).parent.joinpath(link).exists()]
     commands = re.findall(r"(?:python|sbatch|bash|--) ([a-z]+/(?!mine|finetune)\w+\.\w+)", text)
     missing += [name for name in commands if not (ROOT / name).exists()]

@@ -81,11 +81,18 @@ class Process:
             first.setdefault(call["step"], call["number"])
         return [call for call in calls if call["number"] == first[call["step"]]]
 
-    def samples(self, name="samples"):
-        """Returns {step: hashes of the samples that it was trained on}; "near": projections."""
+    def samples(self, name="samples", without=()):
+        """Returns {step: hashes of the samples that it was trained on}; "near": projections.
+
+        without: the places of columns of a sample that are left out.
+        """
         found = defaultdict(list)
         for call in self.sample_calls():
-            found[call["step"]] += call[name] or []
+            numbers = call[name] or []
+            for place, hashes, near in call["beginnings"]:
+                if place in without:
+                    numbers = subtract(numbers, hashes if name == "samples" else near)
+            found[call["step"]] += numbers
         return found
 
     def trained_passes(self):
@@ -160,6 +167,12 @@ class Records:
         return [record for process in self.processes.values() for record in process[kind]]
 
 
+def subtract(numbers, others):
+    """Subtracts lists. Hashes are whole numbers of 64 bits, which may have run over."""
+    pairs = [one - two for one, two in zip(numbers, others)]
+    return [pair % 2**64 if isinstance(pair, int) else pair for pair in pairs]
+
+
 class Job:
     """What is known of a job: `ranks` are the processes that train, `first` is rank 0.
 
@@ -203,12 +216,21 @@ class Job:
         world = self.first.start["world"] if self.first else 1
         return len(self.all("end")) < world
 
-    def union(self, name):
+    def beginnings(self):
+        """Returns the places of columns that may say in each batch where its samples begin."""
+        processes = [self.ranks[rank] for rank in self.ranks_of_samples()]
+        calls = [call for process in processes for call in process.sample_calls()]
+        places = [{place for place, *_ in call["beginnings"]} for call in calls if call["samples"]]
+        return set.intersection(*places) if places else set()
+
+    def ranks_of_samples(self):
+        return self.data_groups[0] if self.data_groups else [*self.ranks][:1]
+
+    def union(self, name, without=()):
         """Returns {step: the samples of all ranks}, or their projections. Steps begin at 1."""
         steps = defaultdict(list)
-        ranks = self.data_groups[0] if self.data_groups else [*self.ranks][:1]
-        for rank in ranks:
-            for step, numbers in self.ranks[rank].samples(name).items():
+        for rank in self.ranks_of_samples():
+            for step, numbers in self.ranks[rank].samples(name, without).items():
                 steps[step + 1] += numbers
         return steps
 

@@ -21,6 +21,7 @@ FETCHES = 3  # so many states of a data set's generator tell two sequences apart
 SCHEDULE_CALLS = 1.2  # calls for each step: a scheduler may also step at the end of an epoch
 MOST = 2  # if more than 1 of 2 samples is validated, the rest is left out by mistake
 IDLE_CALLS = 3  # so many calls of a scheduler whose optimizer takes no step are a finding
+KEPT_STEPS = 3  # so many steps with gradients of another loss are no chance
 TIMES_REMADE = 2  # a single new optimizer may be wanted, as for the second half of a training
 PLACE_STEPS = 3  # the samples of so many steps tell at which place in the data a run goes on
 
@@ -486,7 +487,7 @@ def accumulation(job):
                 yield from findings_of_passes(rank, steps)
             if steps and len(job.ranks) > 1 and min(each["averaged"] for each in steps) > 1:
                 words = f"DDP averages {steps[0]['averaged']} times a step. "
-                yield "warning", words + "Use no_sync(), for the forward pass, too."
+                yield "warning", words + "Put the forward pass, too, into no_sync()."
     if zeroed:
         yield "ok", f"gradients are zeroed before each of {zeroed} steps"
 
@@ -503,7 +504,7 @@ def findings_of_accumulation(rank, steps):
             yield "ERROR", words + " Call backward() before it."
             break
     kept = [record["step"] for record in steps if record["keeps"]]
-    if 2 * len(kept) > len(steps):
+    if len(kept) >= KEPT_STEPS:
         words = f"step {kept[0]} of an optimizer also has gradients of a backward pass after which "
         words += "another one has stepped. Call zero_grad() before its own backward pass, unless "
         yield "warning", words + "they are meant to add up."
@@ -921,7 +922,9 @@ def compare_epochs(job, first, second, is_known):
     if all(a == b for a, b in zip(first, second)):
         words = "the first two epochs have one order. Call sampler.set_epoch(epoch)."
         if not is_known:
-            words += " If this is a stream, workers may not see it with persistent_workers."
+            words += (
+                " In a stream, workers that persist keep the epoch of their first pass."
+            )
         return "ERROR", words
     if is_known or come_again(job, first, second):
         return "ok", f"another order in the second epoch, compared for {len(second)} samples"
@@ -1302,13 +1305,15 @@ def compare_samples(job, other, skip):
 
     The step is None if they differ by rounding. The level is "" if none differs.
     """
-    mine, theirs = job.union("samples"), other.union("samples")
+    # Where a sample begins in its batch depends on how the batch is split.
+    without = job.beginnings() & other.beginnings()
+    mine, theirs = job.union("samples", without), other.union("samples", without)
     for step in sorted(step for step in mine if theirs.get(step - skip)):
         old, new = Counter(mine[step]), Counter(theirs[step - skip])
         if old == new:
             continue
-        near = sorted(job.union("near")[step])
-        other_near = sorted(other.union("near")[step - skip])
+        near = sorted(job.union("near", without)[step])
+        other_near = sorted(other.union("near", without)[step - skip])
         if old.total() != new.total():
             words = f"data: step {step} takes {new.total()} samples in place of {old.total()}."
             return "ERROR", step, words + " Compare the batch, and steps that a GradScaler skips."
@@ -1317,10 +1322,9 @@ def compare_samples(job, other, skip):
         if distance(near, other_near) < SAMPLES_DIGIT * distance(near):
             return "warning", None, words + ", by rounding: other threads, or another processor?"
         if not skip and not (from_loader(job, step) and from_loader(other, step)):
-            words = (
-                f"data: {count} of {old.total()} inputs of step {step} are others. No DataLoader "
-            )
-            return "warning", step, words + "gave them: does each process draw its own?"
+            words = f"data: {count} of {old.total()} inputs of step {step} are others. "
+            words += "No DataLoader gave them. Does each process draw its own?"
+            return "warning", step, words
         place = place_in_data(mine, theirs) if skip else skip
         if place not in (None, skip):
             words += f". It has the weights of step {skip}, and goes on with the data after step "
@@ -1330,9 +1334,9 @@ def compare_samples(job, other, skip):
 
 
 def from_loader(job, step):
-    """Whether a loader has given all inputs that are compared in a step."""
-    calls = [call for call in job.all("forward") if call["has_grad"] and call["step"] + 1 == step]
-    return all(call["from_loader"] for call in calls)
+    """Whether a loader has given the samples of a step, as they are."""
+    calls = [call for process in job.ranks.values() for call in process.sample_calls()]
+    return all(call["from_loader"] for call in calls if call["step"] + 1 == step)
 
 
 def draws_of(job, step):
@@ -1363,9 +1367,11 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
             return "not seen", words + "off dropout and noise in both"
         why = "computation: from equal samples," if step else "start:"
         states = job.first.states(0)[step], other.first.states(0)[step - skip]
-        rates = [state.get("rates", "no step") for state in states]
+        rates = [[f"{rate:.6g}" for rate in state.get("rates", ())] for state in states]
+        if rates[0] != rates[1]:
+            advice = advice or f"Rates: {' and '.join(', '.join(each) for each in rates)}."
         words = f"{why} {names[index]} differs after step {step}{words}"
-        return "ERROR", words + (advice or f"Rates: {rates}.")
+        return "ERROR", words + (advice or "Is a mean over unlike shares, or noise drawn outside?")
     if not compared:
         return "not seen", "no step of both runs could be compared"
     rounding = "" if skip else ", to rounding"
@@ -1374,8 +1380,8 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
 
 
 def first_apart(job, other, pairs, skip, step_of_data, is_exact):
-    """Returns how many steps are compared, and of the first weight that differs (step, index,
-    words). If there is none, the second is None.
+    """Returns the number of compared steps, and (step, index, words) of the first weight that
+    differs, or None.
     """
     mine, theirs = job.first.states(0), other.first.states(0)
     compared = 0

@@ -41,8 +41,8 @@ step       an optimizer has taken a step. A list has an item for each of its wei
                    gradients were 0 or None. Its first step also gets this, though it is not known.
                    "old": gradients were left before each of these passes. "unchanged": there was
                    no backward pass
-  keeps            whether it also has gradients of a backward pass that gave some to another
-                   optimizer, which has stepped since, and its last pass gave some to no other
+  keeps            whether a loss that it shares with another optimizer, which has since stepped,
+                   has left gradients that this step adds to those of its own loss
   gradients        their bits; null: no gradient; 0: all zeros
   infinite         indices of weights with inf or nan in the gradient
   had_gradients    whether the last backward pass has left any gradient; false if there was none
@@ -97,6 +97,8 @@ forward    a module was called that no other module has called
   is_zero          whether all inputs are zeros
   samples, near    of each row of the inputs a hash, and a random projection. If from_loader, only
                    of what a loader has given; 0: no input has rows
+  beginnings       [place, hashes, projections] of each column that may say where in the batch a
+                   sample begins: what it adds to samples and near
   random           {generator: [state before, state after]} of those from which it has drawn
 trained    a gradient has come back to the result of a call
   call             its number
@@ -369,7 +371,7 @@ class Known:
     step: int = 0
     began: str = "zeroed"  # see the record "step"
     is_shared: bool = False  # whether a pass since it was zeroed gave gradients to others, too
-    is_left: bool = False  # and one of them has stepped since
+    is_left: bool = False  # and an optimizer has stepped since
     keeps: bool = False  # see the record "step"
     scheduler: object = None  # a weak reference, or None
     backwards: int = 0  # of the turn when `values` were noted
@@ -517,7 +519,6 @@ class Watch:
         hashed = [(tensor, hashes_of(tensor)) for tensor in matrices_of(tensors)]
         passes = [self.pass_of(tensor, hashes) for tensor, hashes in hashed]
         given = [pair for pair, number in zip(hashed, passes) if number is not None]
-        samples, near = numbers_of_samples(given or hashed)
         results = [tensor for tensor in tensors_of(inputs) if tensor.grad_fn is not None]
         long = [tensor for tensor in tensors if tensor.numel() > 1]
         known = [number for number in passes if number is not None]
@@ -528,9 +529,7 @@ class Watch:
             "takes_result": bool(results),
             "from_loader": bool(known),
             "is_zero": bool(long) and not any(tensor.any() for tensor in tensors),
-            "samples": samples,
-            "near": near,
-        }
+        } | numbers_of_samples(given or hashed)
 
     def note_ids(self, inputs):
         """Keeps the ids of tokens that a call was given."""
@@ -1270,7 +1269,7 @@ def has_numbers(gradient):
 def marks_of_gradients(known):
     """Returns what changes if a backward pass adds to a gradient, or makes one."""
     gradients = [weight.grad for weight in weights_of(known.optimizer()) if weight.grad is not None]
-    return {(id(gradient), gradient._version) for gradient in gradients}
+    return {(id(gradient), local(gradient)._version) for gradient in gradients}
 
 
 def sketch_of(weight):
@@ -1289,28 +1288,33 @@ def matrices_of(tensors):
 
 
 def numbers_of_samples(columns):
-    """Returns a hash and a projection of each sample: of its rows in these (tensor, hashes)."""
-    are_values = [not are_beginnings(tensor) for tensor, _ in columns]
-    samples, near = 0, 0
+    """Returns what the record "forward" says of samples, which have a row in each column.
+
+    A column is a pair of a tensor and the hashes of its rows.
+    """
+    samples, near, beginnings = 0, 0, []
     for place, (tensor, hashes) in enumerate(columns):
-        if are_values[place] or not any(are_values):
-            samples += (place * 2 + 1) * hashes
-            near += projections_of(tensor)
-    return samples, near
+        own, own_near = (place * 2 + 1) * hashes, projections_of(tensor)
+        samples += own
+        near += own_near
+        if may_be_beginnings(tensor):
+            beginnings.append([place, own, own_near])
+    if len(beginnings) == len(columns):
+        beginnings = []
+    return {"samples": samples, "near": near, "beginnings": beginnings}
 
 
-def are_beginnings(rows):
-    """Whether these numbers say where each sample of a batch begins, or to which one a row belongs.
+def may_be_beginnings(rows):
+    """Whether these numbers may say where each sample of a batch begins, or whose a row is.
 
-    They count from the first sample of the batch, so that they are no values of a sample. Such are
-    the offsets of nn.EmbeddingBag, and the vector `batch` of a batch of graphs.
+    Such are the offsets of nn.EmbeddingBag, and the vector `batch` of a batch of graphs. They begin
+    at 0 and never fall. So do some batches of labels, but not all.
     """
     is_whole = not rows.is_floating_point() and not rows.is_complex()
-    if not is_whole or rows.dtype == torch.bool or rows.shape[1] != 1 or len(rows) < 2:
+    if not is_whole or rows.dtype == torch.bool or rows.shape[1] != 1:
         return False
     numbers = rows[:, 0]
-    grows = (numbers[1:] >= numbers[:-1]).all() & (numbers[0] == 0) & (numbers[-1] > 0)
-    return bool(grows)
+    return bool((numbers[1:] >= numbers[:-1]).all() & (numbers[0] == 0))
 
 
 def row_type(rows):
