@@ -16,7 +16,7 @@ A training script has sections, under the titles of SECTIONS. These rules hold:
   forgets a folder changes that difference, and is seen.
 - The job files of a folder differ in names, and in the lines that are marked EDIT.
 
---fix carries the text that is new since the last commit, if it has all edits of its copies.
+--fix carries the text that is new since the last commit, if one copy has the edits of all copies.
 """
 
 import ast

@@ -922,9 +922,7 @@ def compare_epochs(job, first, second, is_known):
     if all(a == b for a, b in zip(first, second)):
         words = "the first two epochs have one order. Call sampler.set_epoch(epoch)."
         if not is_known:
-            words += (
-                " In a stream, workers that persist keep the epoch of their first pass."
-            )
+            words += " In a stream, workers that persist keep the epoch of their first pass."
         return "ERROR", words
     if is_known or come_again(job, first, second):
         return "ok", f"another order in the second epoch, compared for {len(second)} samples"

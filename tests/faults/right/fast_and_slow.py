@@ -1,6 +1,6 @@
 """Two optimizers. The slow one adds up the gradients of four batches, and the fast one does not.
 
-So it steps with gradients from before steps of the fast one. --apart: by losses of their own.
+So some of its gradients are older than steps of the fast one. With --apart, each has its own loss.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Samples are lists of any length: a batch has all items in a row, and where each list begins.
 
-As nn.EmbeddingBag takes them. The beginnings count from the first list of the batch, so they are
-others where a batch is split over processes, while the samples are the same.
+nn.EmbeddingBag takes such batches. The beginnings count from the first list of the batch, so they
+differ where a batch is split over processes, while the samples are the same.
 """
 
 import itertools

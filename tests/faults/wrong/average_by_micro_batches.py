@@ -1,4 +1,4 @@
-"""A moving average of the weights goes on at each micro-batch, and the optimizer at each fourth.
+"""A moving average is updated at each micro-batch, though the optimizer steps at each fourth.
 
 SWivid/F5-TTS#631. The trainer updated its moving average in each pass of the loop, whatever the
 number of micro-batches in a step. The weights are the same in four updates. So the average forgets

@@ -1,4 +1,4 @@
-"""Low-rank updates of frozen blocks, whose activations are recomputed. They never train.
+"""Low-rank updates of frozen blocks, of recomputed activations. The updates never train.
 
 huggingface/blog#1824. The embedding is frozen, so the input of each block needs no gradient.
 checkpoint() in its reentrant form then gives an output that needs none either. The updates inside

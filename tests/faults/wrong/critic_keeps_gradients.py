@@ -1,8 +1,9 @@
 """The discriminator steps with gradients that the generator's loss has left in it.
 
 Lightning-AI/pytorch-lightning#591. For each optimizer in turn, the trainer called backward(),
-step() and zero_grad(). The generator's loss leaves gradients in the discriminator, too. Its
-optimizer zeroes the generator's alone. The discriminator's own gradients are then added to them.
+step() and zero_grad(). The generator's loss leaves gradients in the discriminator, too. The
+generator's optimizer zeroes only the generator's. The discriminator's own gradients are then added
+to them.
 The mend zeroes the gradients of an optimizer before backward().
 """
 

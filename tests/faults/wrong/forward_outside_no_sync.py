@@ -3,7 +3,8 @@
 davda54/sam#78. The README told users of several GPUs to call the first backward() in
 model.no_sync(), so that each GPU climbs by its own gradient. But the forward pass stood outside of
 it. DDP decides in the forward pass whether it averages. So no_sync() had no effect: the
-gradients were averaged twice a step, and all GPUs climbed alike. The mend moves it in.
+gradients were averaged twice a step, and all GPUs climbed alike. The mend moves
+the forward pass into it.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 meituan-longcat/LongCat-Image#46. The examples called optimizer.zero_grad() at the beginning of
 `with accelerator.accumulate(model)`. Accelerate lets zero_grad() and step() through in the last
 micro-batch of a group alone. So zero_grad() threw away what the others had left, and the step saw
-a quarter of the gradient of one. The mend calls it after step().
+a quarter of one micro-batch's gradient. The mend calls it after step().
 """
 
 import argparse
