@@ -92,7 +92,7 @@ def check_forks(*words):
     tool = module("tools/check")
     tool.subprocess = SimpleNamespace(Popen=Forks, TimeoutExpired=TimeoutExpired)
     if "CHECK_FOLDER" in os.environ:
-        tool.GRACE = 0  # no other machine is waited for
+        tool.OTHERS_GRACE = 0  # no other machine is waited for
     signums = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {signum: signal.getsignal(signum) for signum in signums}
     done = call(tool, *words)

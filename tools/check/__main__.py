@@ -30,6 +30,7 @@ from records import Job, Records, process_name
 from rules import KINDS, RULES, against, resume, rows_of
 
 GRACE = 60  # seconds for the job to end in, after the last step
+OTHERS_GRACE = 60  # and then, for those of other machines
 TERM_SECONDS = 40  # torchrun may need 30 seconds to end its workers
 WIDTH = 100
 LOADER = '''"""Loads the watch of tools/check by its path: it hides no module of a training."""
@@ -315,7 +316,7 @@ def end_job(process):
 
 
 def read_job(records, status):
-    until = time.time() + GRACE
+    until = time.time() + OTHERS_GRACE
     records.read_new()
     job = Job(records, status)
     while "CHECK_FOLDER" in os.environ and job.is_incomplete() and time.time() < until:
