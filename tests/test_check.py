@@ -103,13 +103,6 @@ def test_right_programs(command, tmp_path):
     assert count >= programs.AT_LEAST - command.startswith("1 "), lines
 
 
-def test_a_command_as_it_is_typed(tmp_path):
-    """It starts two processes by spawn."""
-    command = [sys.executable, ROOT / "multigpu/mnist.py", "--synthetic", "--num_gpus", 2]
-    status, lines, before = faults.check(command, tmp_path, "--steps 6")
-    assert status == 0 and problems(lines) == [], (lines, before[-2000:])
-
-
 def test_no_process_is_left(request, tmp_path):
     """SIGTERM, as of timeout(1), ends tools/check and its job."""
     words = ["--steps", "1000000", "--", sys.executable, TRAIN, "--processes", "2"]

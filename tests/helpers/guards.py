@@ -141,7 +141,8 @@ OTHERS = {FSDP: OF_SHARDS, PIPELINE: OF_PIPELINES}
 TABLE, STOPS, SHARES = "examples/table.py", "test_stops.py::", "examples train alike on N processes"
 CURVE = f"{E}test_examples_train_with_one_loss_curve"
 SLOW = [
-    Guard("README's commands run", "a flag that is not there", "README.md", "--sample 500",
+    Guard("README's commands run: of a GPT, photographs, an own task and tools",
+          "a flag that is not there", "README.md", "--sample 500",
           "--samples_of 500", f"{P}test_readme_commands"),
     Guard("commands of pages end well", "a flag of no script", "singlegpu/README.md",
           "images.py --max_steps 50", "images.py --no_such 50",

@@ -1,17 +1,26 @@
 """tools/check by real commands: faults, split models, unlike machines, emulated GPUs."""
 
 import re
+import sys
 
 import faults
 import pytest
 import test_check
 import torch
+from conftest import ROOT
 from test_check import TORCHRUN, problems
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_a_fault_is_named_by_the_command(name, tmp_path):
     test_check.test_a_fault_is_named(name, tmp_path, faults.check)
+
+
+def test_a_command_as_it_is_typed(tmp_path):
+    """It starts two processes by spawn."""
+    command = [sys.executable, ROOT / "multigpu/mnist.py", "--synthetic", "--num_gpus", 2]
+    status, lines, before = faults.check(command, tmp_path, "--steps 6")
+    assert status == 0 and problems(lines) == [], (lines, before[-2000:])
 
 
 @pytest.mark.parametrize("flags", ("", "--fault"))
