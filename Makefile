@@ -1,6 +1,6 @@
 # Each target sets up .venv first.
 # make demo: runs mnist.py in one process and in two, and quantizes it. 25 s, on made-up images.
-# make test: the suite, 10 minutes on 2 cores.
+# make test: the suite, 8 minutes on 2 cores.
 # make test-torch TORCH=2.12.1: the same with that torch, by default the oldest of requirements.txt.
 # make soak: what takes long, two hours; TEST_NUM_WORKERS=2 gives all training scripts workers.
 SHELL := bash
