@@ -1369,7 +1369,8 @@ def compare_weights(job, other, pairs, skip, step_of_data, is_exact, advice):
         if rates[0] != rates[1]:
             advice = advice or f"Rates: {' and '.join(', '.join(each) for each in rates)}."
         words = f"{why} {names[index]} differs after step {step}{words}"
-        return "ERROR", words + (advice or "Is a mean over unlike shares, or noise drawn outside?")
+        advice = advice or "Is a mean taken over unlike shares? Is noise drawn outside?"
+        return "ERROR", words + advice
     if not compared:
         return "not seen", "no step of both runs could be compared"
     rounding = "" if skip else ", to rounding"
