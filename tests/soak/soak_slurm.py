@@ -55,10 +55,10 @@ def test_job_completes(site, run, data, name):  # noqa: F811
         assert any(path.exists() for path in paths)
 
 
-def long_job(site, data, folder, *more):  # noqa: F811
+def long_job(site, data, folder, *more, steps=20_000):  # noqa: F811
     """Submits a job that saves to job.pt, and returns its id when it has saved."""
     words = ["--model", "mlp", "--dataset", "mnist", "--data_dir", data, "--batch_size", 24]
-    words += ["--dropout", 0.5, "--eval_every", 50, "--max_steps", 20_000]
+    words += ["--dropout", 0.5, "--eval_every", 50, "--max_steps", steps]
     words += ["--snapshot", site.folder / "job.pt"]
     job = site.submit(f"{folder}_images", *words, options=[*options(folder), *more])
     saved = (site.folder / "job.pt").exists
@@ -67,19 +67,22 @@ def long_job(site, data, folder, *more):  # noqa: F811
 
 
 LIMIT = ("--time=2", "--signal=USR2@40")  # Slurm sends the signal, until the training is done
-RESTARTED = {"limit": ("singlegpu", 1, LIMIT), "preempted": ("multinode", (2, 1), ())}
+RESTARTED = {  # folder, processes, options, steps: enough for the limit, and for the preemption
+    "limit": ("singlegpu", 1, LIMIT, 20_000),
+    "preempted": ("multinode", (2, 1), (), 4_000),
+}
 
 
 @pytest.mark.parametrize("why", RESTARTED)
 def test_restarted_jobs_go_on(site, run, data, why):  # noqa: F811
     """At a real limit of two minutes, and in another job of the same number: the same weights."""
-    folder, processes, more = RESTARTED[why]
-    job, words = long_job(site, data, folder, *more)
+    folder, processes, more, steps = RESTARTED[why]
+    job, words = long_job(site, data, folder, *more, steps=steps)
     if why == "preempted":
         site.command("scontrol", "requeue", job)
     assert site.wait(job) == "COMPLETED", site.output(job)
     assert site.show(job)["Restarts"] > "0" and "train_loss" in site.output(job)
-    words += ["--num_workers", 0, "--snapshot", site.folder / "whole.pt"]  # 400 validations
+    words += ["--num_workers", 0, "--snapshot", site.folder / "whole.pt"]
     run(f"{folder}/images.py", *words, processes=processes)
     assert_same_weights(site.folder / "job.pt", site.folder / "whole.pt")
 
