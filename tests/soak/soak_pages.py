@@ -27,6 +27,8 @@ OF_DEVELOPERS = ("CONTRIBUTING.md", "tests/README.md")  # readers who change thi
 REPLACED = {  # what stands for something on a page: what is there in the copy
     r"--nnodes=2 --nproc_per_node=4": "--nnodes=1 --nproc_per_node=2",
     r"\bNODES\b": "--standalone --nproc_per_node=2",
+    r"torchrun \.\.\. ": "torchrun --standalone --nproc_per_node=2 -- ",
+    r"/shared/new": "shared_new",  # a folder that all machines see
     r"\bDATA\b": "data",
     r"\bTEXT\b": "my.txt",
     r"\bstudy NAME\b": "study gpt",
