@@ -319,7 +319,7 @@ def fixed(files, old):
             pieces = {piece: text for _, piece, text in pieces_of(path, old.get(path, ""))}
             if text and text != pieces.get(name):
                 edits[text] = edits_between(pieces.get(name) or "", text)
-        # One edit may have been carried before, and another one come to it in one of the copies.
+        # An edit may have been carried before another one was made in one of the copies.
         all_edits = set().union(*edits.values())
         whole = [text for text, some in edits.items() if some == all_edits]
         if len(whole) == 1 and all(copies.values()):

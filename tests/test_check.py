@@ -301,15 +301,15 @@ def test_dropout_is_no_difference_of_two_runs(data):
         assert bool(said) == (status == 3), done.stdout
 
 
-def test_noise_that_no_loader_gave_is_a_warning(tmp_path):
-    """Each run draws its own inputs: they may be meant to."""
+def test_inputs_that_no_loader_gave_are_not_compared(tmp_path):
+    """If each run draws its own, as they may be meant to. If they draw the same, they are."""
     text = "import torch\ntorch.manual_seed(0)\n" + SMALL
     text = text.replace("for step in", "torch.manual_seed(int(sys.argv[2]))\nfor step in")
     (path := tmp_path / "train.py").write_text(text)
     command = ["--steps", 4, "--", "1", path, 5, 1]
     done = check_forks("--against", f"1 {path} 5 2", *command)
-    assert "ERROR" not in done.stdout, done.stdout
-    said = r"^warning +against +data: 8 of 8 inputs of step 1 are others. No DataLoader"
+    assert done.returncode == 3 and "ERROR" not in done.stdout, done.stdout
+    said = r"^failed +against +8 of 8 inputs of step 1 are others, and no DataLoader gave"
     assert re.search(said, done.stdout, re.M), done.stdout
     done = check_forks("--against", f"1 {path} 5 1", *command)
     assert done.returncode == 0 and re.search("^ok +against", done.stdout, re.M), done.stdout

@@ -126,6 +126,19 @@ def test_gradients_that_the_loss_of_another_optimizer_has_left(job):
     assert level == "warning" and "step 1 of an optimizer also has gradients" in words
 
 
+def test_a_column_of_beginnings_is_one_in_each_batch(job):
+    """Labels may rise from 0 in a batch by chance: they stay a part of the sample."""
+    calls = [call for process in job.ranks.values() for call in process.sample_calls()]
+    whole = job.union("samples")
+    for call in calls:
+        call["beginnings"] = [[1, [3] * len(call["samples"]), [0.5] * len(call["near"])]]
+    assert job.beginnings() == {1} and len(calls) > 2
+    without = job.union("samples", {1})
+    assert without[1] == [(number - 3) % 2**64 for number in whole[1]] != whole[1]
+    calls[0]["beginnings"] = []
+    assert job.beginnings() == set() and job.union("samples") == whole
+
+
 def test_a_loss_of_several_numbers(job):
     words = f"{2 * STEPS} losses and the gradients of {2 * STEPS} steps are finite"
     assert row_of(rules.finite, job) == ("ok", words)

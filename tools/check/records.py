@@ -168,7 +168,7 @@ class Records:
 
 
 def subtract(numbers, others):
-    """Subtracts lists. Hashes are whole numbers of 64 bits, which may have run over."""
+    """Subtracts lists. Hashes are whole numbers of 64 bits, whose sums may have wrapped around."""
     pairs = [one - two for one, two in zip(numbers, others)]
     return [pair % 2**64 if isinstance(pair, int) else pair for pair in pairs]
 

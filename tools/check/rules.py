@@ -486,8 +486,8 @@ def accumulation(job):
             if len(process["start"]) == 1:
                 yield from findings_of_passes(rank, steps)
             if steps and len(job.ranks) > 1 and min(each["averaged"] for each in steps) > 1:
-                words = f"DDP averages {steps[0]['averaged']} times a step. "
-                yield "warning", words + "Put the forward pass, too, into no_sync()."
+                words = f"DDP averages {steps[0]['averaged']} times a step. Put all passes but "
+                yield "warning", words + "the last into no_sync(), forward and backward."
     if zeroed:
         yield "ok", f"gradients are zeroed before each of {zeroed} steps"
 
@@ -922,7 +922,7 @@ def compare_epochs(job, first, second, is_known):
     if all(a == b for a, b in zip(first, second)):
         words = "the first two epochs have one order. Call sampler.set_epoch(epoch)."
         if not is_known:
-            words += " In a stream, workers that persist keep the epoch of their first pass."
+            words += " In a stream, leave out persistent_workers: they keep their first epoch."
         return "ERROR", words
     if is_known or come_again(job, first, second):
         return "ok", f"another order in the second epoch, compared for {len(second)} samples"
@@ -1292,6 +1292,8 @@ def compare_runs(job, other, skip=0, advice=""):
         level, step_of_data, words = compare_samples(job, other, skip)
         if level:
             yield level, words
+        if level == "not seen":
+            return
     else:
         step_of_data = None
     is_exact = bool(skip) and level != "warning"
@@ -1320,9 +1322,8 @@ def compare_samples(job, other, skip):
         if distance(near, other_near) < SAMPLES_DIGIT * distance(near):
             return "warning", None, words + ", by rounding: other threads, or another processor?"
         if not skip and not (from_loader(job, step) and from_loader(other, step)):
-            words = f"data: {count} of {old.total()} inputs of step {step} are others. "
-            words += "No DataLoader gave them. Does each process draw its own?"
-            return "warning", step, words
+            words = f"{count} of {old.total()} inputs of step {step} are others, and no DataLoader "
+            return "not seen", step, words + "gave them. Let both runs draw the same ones"
         place = place_in_data(mine, theirs) if skip else skip
         if place not in (None, skip):
             words += f". It has the weights of step {skip}, and goes on with the data after step "
